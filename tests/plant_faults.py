@@ -348,8 +348,8 @@ FAULTS = (
     ),
     Fault(
         "backward/receivers.py",
-        "g = state.reader.gradient(param, grad, state.coefficient)",
-        "g = state.reader.gradient(param, grad, 1.0)",
+        "factor = state.reader.unscale(placement) * state.coefficient",
+        "factor = state.reader.unscale(placement)",
         "distributed/test_training.py -k clip-stage3",
     ),
     Fault(

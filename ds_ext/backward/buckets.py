@@ -209,8 +209,10 @@ class Buckets:
             self.elements += size
             if size <= SMALL * self.size:
                 self.small[param] = size
+            before = None
+        else:
+            before = self.waiting[param]  # of another checkpointed segment
         own = None if grad is None else self._own(param, grad)
-        before = self.waiting.get(param)  # of another checkpointed segment
         if before is not None:
             own = before if own is None else before + own
         self.waiting[param] = own
@@ -234,7 +236,9 @@ class Buckets:
         grad = placement.gradient(param, grad)
         # Autograd may pass a view of a gradient that other nodes still have to read.
         is_aliased = placement.is_summed and has_other_users(grad)
-        flat = grad.reshape(-1).to(self.comm_dtype(param) or grad.dtype)
+        flat = grad.view(-1) if grad.is_contiguous() else grad.reshape(-1)
+        dtype = self.comm_dtype(param)
+        flat = flat if dtype is None else flat.to(dtype)
         missing = self.size_of[param] - flat.numel()
         if missing:
             return nn.functional.pad(flat, (0, missing))
@@ -242,7 +246,6 @@ class Buckets:
             return flat.clone()
         return flat
 
-    @torch.no_grad()
     def flush(self, ended: bool = False) -> bool:
         """Reduces the gradients that all ranks have, and starts the next exchange of ready ones.
 
@@ -296,6 +299,7 @@ class Buckets:
         if grads:
             receiver.receive(grads)
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Ends a backward pass: delivers gradients that wait on any rank, or came in parts."""
         for param in list(self.joining):

@@ -16,20 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_ext.backward import error_texts, foreign_grads, int8_weights, owners, torch_calls
+from ds_ext.backward import error_texts, foreign_grads, int8_weights, owners, receivers, torch_calls
 from ds_ext.backward.buckets import Buckets
 from ds_ext.backward.grad_scaling import GradientReader
 from ds_ext.backward.gradient_config import GradientConfig
 from ds_ext.backward.norm_prepass import NormPrepass
 from ds_ext.backward.partial_grads import ModuleCalls
-from ds_ext.backward.receivers import (
-    Accumulating,
-    Measuring,
-    Projecting,
-    Stepper,
-    Stepping,
-    SteppingMeasured,
-)
 from ds_ext.backward.reduced_grad import Receiver, ReducedGrad
 from ds_ext.backward.results import StepResult, collect_metrics
 from ds_ext.backward.step_state import Clipping, StepState
@@ -79,7 +71,7 @@ class FusedBackward:
         optimizer.agree_on_native(layout.device, layout.any)
         self.layout, self.grad_config, self.is_boundary = layout, grad_config, is_boundary
         self.reader = GradientReader(layout, grad_config)
-        self.stepper = Stepper(optimizer, layout, bool(grad_config.max_value))
+        self.stepper = receivers.Stepper(optimizer, layout, bool(grad_config.max_value))
         self.clipping = Clipping(grad_config.max_norm, grad_config.clip_mode)
         if grad_config.policy == "projected" and not layout.any(
             bool(self.stepper.projected(optimizer.group_of))
@@ -188,7 +180,7 @@ class FusedBackward:
             raise RuntimeError(f"{words.clipping}: a parameter {second}")
         self.layout.refuse_resized()
         self.optimizer.follow_groups()
-        self.buckets.begin_with(Measuring(self.state))
+        self.buckets.begin_with(receivers.Measuring(self.state))
         try:
             self._run_prepass(loss)
         except BaseException:  # nothing has changed: the next backward pass begins a new step
@@ -346,25 +338,12 @@ class FusedBackward:
         padded = {p: pad(x, (0, size_of[p] - len(x))) for p, x in kept.items()}
         self._begin_step({p: ReducedGrad(x) for p, x in padded.items()})
 
-    def move_kept(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Replaces each kept gradient by ``move`` of it."""
-        for param, run in self.state.kept.items():
-            self.state.kept[param] = run._replace(g=move(run.g))
-        for grad in self.state.projected.values():
-            grad.move(move)
-
-    def replace_kept(self, param: Tensor, run: Tensor) -> None:
-        """Overwrites a kept gradient by ``run``, [len(shard)], which may be not finite."""
-        g = self.state.kept[param].g
-        g[: len(run)].copy_(run)
-        self.state.kept[param] = ReducedGrad(g)
-
     def _wanted(self, param: Tensor) -> bool:
         """Whether the optimizer has the parameter. Raises ValueError if it cannot step it."""
-        if param not in self.optimizer.group_of:
-            return False
-        param_checks.refuse_complex(self.optimizer, [param])
-        return True
+        is_ours = param in self.optimizer.group_of
+        if is_ours and param.is_complex():
+            param_checks.refuse_complex(self.optimizer, [param])
+        return is_ours
 
     def _keeps(self) -> bool:
         """Whether gradients wait for the step."""
@@ -386,15 +365,15 @@ class FusedBackward:
                 )
             self.has_logged_cost = True
             if self.grad_config.policy == "projected":
-                return Projecting(self.stepper, state, self.grad_config.accumulate_in)
-            return Accumulating(state, self.grad_config.accumulate_in)
+                return receivers.Projecting(self.stepper, state, self.grad_config.accumulate_in)
+            return receivers.Accumulating(state, self.grad_config.accumulate_in)
         if state.is_measured:
             state.is_measured = False  # another backward pass needs its own norm
-            return SteppingMeasured(self.stepper, state)
+            return receivers.SteppingMeasured(self.stepper, state)
         if self.must_measure:
             raise RuntimeError(error_texts.measure_first(self.grad_config.words))
         state.coefficient = self.clipping.coefficient(self.clipping.previous_norm)
-        return Stepping(self.stepper, state)
+        return receivers.Stepping(self.stepper, state)
 
     def _step_kept(self, state: StepState) -> None:
         """Steps parameters by their kept gradients, a bucket at a time, and frees the gradients."""

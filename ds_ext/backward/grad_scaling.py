@@ -9,6 +9,7 @@ from ds_ext.backward.reduced_grad import ReducedGrad, ReducedGrads
 from ds_ext.backward.streams import from_host
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement
+from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import nonfinite
 
 
@@ -27,21 +28,16 @@ class GradientReader:
         """Returns the factor from a summed gradient of the scaled loss to the mean gradient."""
         return 1 / (self.loss_scale * (placement.grad_divisor if self.grad_config.average else 1))
 
-    def gradient(self, param: Tensor, grad: ReducedGrad, coefficient: float) -> ops.Gradient:
-        """Returns a run, [len(shard)], times the clip ``coefficient``, with bounded elements."""
-        g = self.summed(param, grad)
-        factor = self.unscale(self.layout.of[param]) * coefficient
-        bound = self.grad_config.max_value or None
-        return g if factor == 1 and bound is None else ops.Scaled(g, factor, bound)
-
-    def summed(self, param: Tensor, grad: ReducedGrad) -> Tensor:
-        """Returns a run of a summed gradient of the scaled loss, [len(shard)]."""
-        g = self._own(param, grad)
+    def gradient(self, param: Tensor, g: Tensor, shard: Shard, factor: float) -> ops.Gradient:
+        """Returns a padded run ``g`` as [len(shard)], times ``factor``, with bounded elements."""
+        if g.numel() != (n := len(shard)):
+            g = g[:n]
         if param.dtype != g.dtype:
             wide = ops.accumulator(param.dtype)
             if wide != ops.accumulator(g.dtype):  # fp64, reduced or kept in fp32
-                return g.to(wide)
-        return g
+                g = g.to(wide)
+        bound = self.grad_config.max_value or None
+        return g if factor == 1 and bound is None else ops.Scaled(g, factor, bound)
 
     def squares(self, grads: ReducedGrads) -> Tensor:
         """Returns the sums of squares of unscaled runs, [n] in fp64."""

@@ -56,7 +56,8 @@ class ModuleCalls:
 
     def in_parts(self, param: Tensor) -> bool:
         """Returns whether the gradient of ``param`` may come in more than one part."""
-        return self.count[param] > 1 and (param in self.in_segment or param in self.joint_params)
+        may_be = param in self.in_segment or param in self.joint_params
+        return may_be and self.count[param] > 1
 
     def forget(self, now: bool) -> None:
         """Resets the counts ``now``, or when ``module`` is next called with gradients.

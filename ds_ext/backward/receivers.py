@@ -6,8 +6,8 @@ until the step; with ``projected``, ``Projecting`` adds up their projections. ``
 the first of the two passes of exact clipping.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +17,35 @@ from ds_ext.backward.int8_weights import step_key
 from ds_ext.backward.reduced_grad import ReducedGrad, ReducedGrads, VotedParams, compact_copy
 from ds_ext.backward.step_state import StepState
 from ds_ext.distributed.layout import Layout
+from ds_ext.distributed.placement import Placement
 from ds_ext.ops import int8
 from ds_ext.ops.executors.triton import devices
 from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizer.group_index import GroupIndex
+from ds_ext.optimizer.group_rules import are_alike
 from ds_ext.optimizer.nonfinite import GradCheck
+from ds_ext.optimizer.plans import BucketPlans
 from ds_ext.optimizer.projected_grads import KeptGrad
 from ds_ext.optimizer.updates import RunUpdate
+
+
+class Voting(NamedTuple):
+    """Which parameters of a bucket need votes, and all that this depends on."""
+
+    voted: VotedParams
+    groups: GroupIndex
+    stacks: Mapping[Tensor, int]
+    rules: Mapping[int, Any]  # by the position of the param group
+    kinds: list[tuple[torch.dtype, torch.device]]  # of the parameters
+
+    def holds(self, optimizer: RuleOptimizer, params: Iterable[Tensor]) -> bool:
+        """Returns whether it still holds for the bucket."""
+        return (
+            self.groups is optimizer.index
+            and self.stacks is optimizer.stacks
+            and self.kinds == [(p.dtype, p.device) for p in params]
+            and all(are_alike(optimizer.rule_at(i), rule) for i, rule in self.rules.items())
+        )
 
 
 class Stepper:
@@ -35,6 +58,7 @@ class Stepper:
         self.optimizer = optimizer
         self.layout = layout
         self.has_bounds = has_bounds
+        self._votings: dict[tuple[int, ...], Voting] = {}  # by the ids of a bucket's parameters
 
     def step(
         self,
@@ -55,8 +79,8 @@ class Stepper:
         state.use_up(grads.keys())
         check = GradCheck(checked, votes, state.begin_flags())
         in_int8 = int8.expand(grads)
-        for all_reduce, params in self._by_statistics_group(grads):
-            updates = [self._update(param, self._gradient(param, grads, state)) for param in params]
+        for all_reduce, found in self._by_statistics_group(grads):
+            updates = [u for given in found for u in self._updates(*given, grads, state)]
             self.optimizer.update(updates, all_reduce, check)
         state.add(check)
         stepped = [p for p in grads if p not in check.bad] if check.bad else grads
@@ -75,6 +99,20 @@ class Stepper:
         parameter take no part in its round. On a GPU, the host reads votes only for parameters that
         no kernel steps. A check in a round would make the host wait for every round.
         """
+        key, optimizer = tuple(map(id, params)), self.optimizer
+        voting = self._votings.get(key)
+        if voting is None or not voting.holds(optimizer, params):
+            if len(self._votings) >= BucketPlans.MAX_PLANS:
+                self._votings.clear()
+            rules = {i: optimizer.rule_at(i) for i in {optimizer.group_index_of[p] for p in params}}
+            kinds = [(p.dtype, p.device) for p in params]
+            voted = self._voted_params(params)
+            voting = Voting(voted, optimizer.index, optimizer.stacks, rules, kinds)
+            self._votings[key] = voting
+        return voting.voted
+
+    def _voted_params(self, params: Sequence[Tensor]) -> VotedParams:
+        """``voted_params`` of a new or changed bucket."""
         layout = self.layout
         shards = {p: layout.shard(p) for p in params}
         checks_on_host = layout.device.type == "cpu" and not devices.supports(layout.device)
@@ -90,10 +128,8 @@ class Stepper:
 
     def project(self, grads: ReducedGrads, state: StepState, dtype: torch.dtype | None) -> None:
         """Adds the projections of gradients to ``state.projected``, in ``dtype``."""
-        for all_reduce, params in self._by_statistics_group(grads):
-            updates = [
-                self._update(param, state.reader.summed(param, grads[param])) for param in params
-            ]
+        for all_reduce, found in self._by_statistics_group(grads):
+            updates = [u for given in found for u in self._updates(*given, grads, state, 1.0)]
             self.optimizer.project(updates, all_reduce, state.projected, dtype)
 
     def kept_elements(self, policy: str) -> int:
@@ -110,32 +146,41 @@ class Stepper:
         tied = self.layout.tied_params
         return self.optimizer.projected({p: self.layout.shard(p) for p in params if p not in tied})
 
-    def _gradient(
+    def _updates(
         self,
-        param: Tensor,
+        placement: Placement,
+        params: list[Tensor],
         grads: Mapping[Tensor, ReducedGrad | KeptGrad],
         state: StepState,
-    ) -> Any:
-        """The mean gradient of a parameter, clipped: its run, or a kept projection."""
-        grad = grads[param]
-        if isinstance(grad, KeptGrad):
-            return grad.scaled_(state.reader.unscale(self.layout.of[param]))
-        return state.reader.gradient(param, grad, state.coefficient)
+        factor: float | None = None,
+    ) -> Iterator[RunUpdate]:
+        """The runs of weights and gradients on this rank, of parameters with one placement.
 
-    def _update(self, param: Tensor, g: Any) -> RunUpdate:
-        """The run of a parameter's weight on this rank, and its gradient."""
-        placement = self.layout.of[param]
+        Gradients are multiplied by ``factor``; by default they are averaged and clipped.
+        """
+        factor = factor or state.reader.unscale(placement) * state.coefficient
         replicas = self.layout.num_replicas(placement)
-        return RunUpdate(param, placement.run(param), g, self.layout.shard(param), replicas)
+        for param in params:
+            shard, grad = self.layout.shard(param), grads[param]
+            of = param, placement.run(param)
+            if isinstance(grad, KeptGrad):
+                yield RunUpdate(*of, grad.scaled_(factor), shard, replicas)
+            else:
+                g = state.reader.gradient(param, grad.g, shard, factor)
+                yield RunUpdate(*of, g, shard, replicas)
 
     def _by_statistics_group(
         self, params: Collection[Tensor]
-    ) -> list[tuple[Callable[[Tensor], None], list[Tensor]]]:
+    ) -> list[tuple[Callable[[Tensor], None] | None, list[tuple[Placement, list[Tensor]]]]]:
         """Parameters by the ranks that add up their partial sums, each with its all-reduce."""
-        found: dict[object, tuple[Callable[[Tensor], None], list[Tensor]]] = {}
+        found: dict[object, list[tuple[Placement, list[Tensor]]]] = {}
         for placement, some in self.layout.by_placement(params):
-            found.setdefault(placement.statistics_group, (placement.all_reduce, []))[1].extend(some)
-        return list(found.values())
+            found.setdefault(placement.statistics_group, []).append((placement, some))
+        # without an all-reduce, partial sums are not copied
+        return [
+            (all_of[0][0].all_reduce if all_of[0][0].has_partial_sums else None, all_of)
+            for all_of in found.values()
+        ]
 
 
 class Stepping:

@@ -1,7 +1,7 @@
 """The state of the step in progress: norm, bad gradients, kept gradients, and what was stepped."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -80,6 +80,19 @@ class StepState:
         for param in params:
             self.kept.pop(param, None)
             self.projected.pop(param, None)
+
+    def move(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Replaces the kept numbers of gradients by ``move`` of them."""
+        for param, run in self.kept.items():
+            self.kept[param] = run._replace(g=move(run.g))
+        for grad in self.projected.values():
+            grad.move(move)
+
+    def replace(self, param: Tensor, run: Tensor) -> None:
+        """Overwrites a kept gradient by ``run``, [len(shard)], which may be not finite."""
+        g = self.kept[param].g
+        g[: len(run)].copy_(run)
+        self.kept[param] = ReducedGrad(g)
 
     def measurable(self) -> dict[Tensor, ReducedGrad]:
         """Returns kept gradients. Those of projected ones have only their sum of squares."""

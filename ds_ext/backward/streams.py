@@ -9,7 +9,7 @@ thread.
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,15 +35,12 @@ class SideStreams:
         if self.are_used:
             self._reducing, self._stepping = (torch.cuda.Stream(device) for _ in range(2))
 
-    @contextlib.contextmanager
-    def reducing(self) -> Iterator[None]:
+    def reducing(self) -> contextlib.AbstractContextManager[object]:
         """A context whose launches wait for the current stream. They do not wait for steps."""
         if not self.are_used:
-            yield
-            return
+            return contextlib.nullcontext()
         self._reducing.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._reducing):
-            yield
+        return torch.cuda.stream(self._reducing)
 
     def reduced(self) -> Callable[[], None]:
         """Marks the end of a reduction; returns a function that makes steps wait for it."""
@@ -52,14 +49,9 @@ class SideStreams:
         event = self._reducing.record_event()
         return lambda: self._stepping.wait_event(event)
 
-    @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
+    def stepping(self) -> contextlib.AbstractContextManager[object]:
         """A context whose launches run after those of earlier steps."""
-        if not self.are_used:
-            yield
-        else:
-            with torch.cuda.stream(self._stepping):
-                yield
+        return torch.cuda.stream(self._stepping) if self.are_used else contextlib.nullcontext()
 
     def hold(self, tensors: object, is_stepped: bool = True) -> None:
         """Keeps tensors of a bucket in memory until its step, or only its reduction, has ended."""

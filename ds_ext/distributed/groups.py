@@ -48,8 +48,9 @@ def communicates(group: Group) -> bool:
 
     With ``DS_EXT_COMMUNICATE_ALONE=1`` a single rank calls them too, to test them on one GPU.
     """
-    least = 1 if os.environ.get("DS_EXT_COMMUNICATE_ALONE") == "1" else 2
-    return group is not None and size_of(group) >= least
+    if group is None:
+        return False
+    return size_of(group) > 1 or os.environ.get("DS_EXT_COMMUNICATE_ALONE") == "1"
 
 
 def with_own_queue(group: Group, device: torch.device, queue: str = "steps") -> Group:

@@ -75,7 +75,7 @@ class OffloadedStates:
             for values in self.fused.layout.stored():
                 values.data = move(values.data)
         if OffloadStateTypeEnum.lp_grads in kinds:
-            self.fused.move_kept(move)
+            self.fused.state.move(move)
         optimizer = self.fused.optimizer
         if optimizer.offload is None:  # otherwise states stay on the host
             optimizer.move_states(lambda key: _kind_of(key) in kinds, move)

@@ -187,7 +187,7 @@ class Access:
             raise RuntimeError(
                 f"{self.layout.name(param)} has no gradient in this step, so it cannot be set."
             )
-        self.fused.replace_kept(param, run.to(self.layout.device) / self._factor(param))
+        self.fused.state.replace(param, run.to(self.layout.device) / self._factor(param))
 
 
 def attach(fused: FusedBackward) -> None:

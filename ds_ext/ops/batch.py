@@ -4,11 +4,10 @@ A ``Batch`` replaces a ``Shard``, ``Runs`` and ``Weights`` replace a tensor, and
 numbers of one parameter. ``executors.batched`` makes the passes.
 """
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -29,11 +28,14 @@ class Runs:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
+        self._pointers: Pointers | None = None
 
-    @functools.cached_property
+    @property
     def pointers(self) -> Pointers:
         """The address of each parameter's first element, [n]."""
-        return np.array([x.data_ptr() for x in self.tensors], dtype=np.int64)
+        if self._pointers is None:
+            self._pointers = np.array([x.data_ptr() for x in self.tensors], dtype=np.int64)
+        return self._pointers
 
     @property
     def dtype(self) -> torch.dtype:
@@ -50,8 +52,7 @@ class Runs:
         return Source("IS_RUN", {"x": cast(Tensor, self)})
 
 
-@dataclass(frozen=True)
-class Flat:
+class Flat(NamedTuple):
     """The concatenated numbers of a batch's parameters, in one tensor."""
 
     values: Tensor  # [total], fp32
@@ -67,8 +68,7 @@ class Flat:
         return self
 
 
-@dataclass(frozen=True)
-class Shifted:
+class Shifted(NamedTuple):
     """Runs with a byte offset for each parameter."""
 
     runs: "Runs | Flat"
@@ -80,12 +80,11 @@ class Shifted:
         return self.runs.pointers + self.by
 
 
-@dataclass(frozen=True)
-class PointerArray:
+class PointerArray(NamedTuple):
     """Addresses, and the tensors that must stay alive for them."""
 
     pointers: Pointers  # [n]
-    tensors: object
+    tensors: Any
 
 
 @dataclass(frozen=True)

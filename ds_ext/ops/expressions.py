@@ -49,12 +49,8 @@ class Source:
 
     def plus(self, form: str, tensors: Mapping[str, Tensor], **scalars: Number) -> "Source":
         """Returns the same input in another form, with more columns."""
-        return replace(
-            self,
-            form=form,
-            tensors={**self.tensors, **tensors},
-            scalars={**self.scalars, **scalars},
-        )
+        tensors, numbers = {**self.tensors, **tensors}, {**self.scalars, **scalars}
+        return Source(form, tensors, numbers, self.storage)
 
     @property
     def is_by_matrix(self) -> bool:

@@ -17,6 +17,7 @@ from ds_ext.ops import schema
 
 Bits = TypeVar("Bits", int, Tensor)
 MASK = 2**32 - 1
+_PRIME1 = np.uint64(schema.PRIME1)
 
 
 def round_to_bf16(x: Tensor, key: int, start: int) -> Tensor:
@@ -65,8 +66,8 @@ def key(seed: int, number: int, step: int) -> int:
 
 def keys(seed: int, numbers: NDArray[np.uint64], step: int) -> NDArray[np.uint32]:
     """``key`` of several parameters, [n]."""
-    found = numbers * np.uint64(schema.PRIME1)
-    keyed: NDArray[np.uint32] = (found + np.uint64(_fold(seed) + step * schema.PRIME2)).astype("u4")
+    found = numbers * _PRIME1 + np.uint64(_fold(seed) + step * schema.PRIME2)
+    keyed: NDArray[np.uint32] = found.astype(np.uint32)
     return keyed
 
 

@@ -118,17 +118,22 @@ def mark_all(runs: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> None:
 
 
 def weights(
-    runs: Runs, masters: Runs | None, how: RoundingConfig, numbers: NDArray[np.uint64], t: int
+    runs: Runs,
+    masters: Runs | None,
+    how: RoundingConfig,
+    numbers: NDArray[np.uint64],
+    t: int,
+    norm_cache: Any = None,
 ) -> Weights:
     """``weight`` for a batch whose masters, if it needs any, exist already.
 
-    ``numbers`` are the numbers of its parameters, [n].
+    ``numbers`` are the numbers of its parameters, [n]; ``norm_cache`` has the norms of the weights.
     """
     if masters is not None:
-        return Weights(runs, MASTERS[masters.dtype].HOW, masters)
+        return Weights(runs, MASTERS[masters.dtype].HOW, masters, norm_cache=norm_cache)
     if runs.dtype not in ROUND or how.weight_update == "nearest":
-        return Weights(runs)
-    return Weights(runs, "STOCHASTIC", key=keys(how.seed, numbers, t))
+        return Weights(runs, norm_cache=norm_cache)
+    return Weights(runs, "STOCHASTIC", key=keys(how.seed, numbers, t), norm_cache=norm_cache)
 
 
 def mark(p: Tensor, s: dict[str, Any]) -> None:

@@ -102,7 +102,6 @@ class BucketOptimizer(ParamTable):
         self.numbers = {param: numbers[names[param]] for param in self.group_of}
         self.index_parameters()
 
-    @torch.no_grad()
     def update(
         self,
         updates: Iterable[RunUpdate],
@@ -127,6 +126,9 @@ class BucketOptimizer(ParamTable):
         Raises:
             ValueError: a hyper-parameter was set to a value that is not allowed.
         """
+        if torch.is_grad_enabled():  # it is not in hooks
+            with torch.no_grad():
+                return self.update(updates, all_reduce, check)
         check, rounds = check or GradCheck(), 0
         for on_device in by_device(updates):
             step = self.begin(on_device, check)

@@ -25,8 +25,8 @@ from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.plans import BatchPlan, BucketPlan
 from ds_ext.optimizer.projected_grads import KeptGrad
-from ds_ext.optimizer.state_checks import State
 from ds_ext.optimizer.updates import RunUpdate, StagedRun
+from ds_ext.rules import State
 
 WeightNorms = dict[AnyNormCache, Runs]  # by cache of weight norms: the weights
 
@@ -63,10 +63,11 @@ class BatchedStep:
 
     def begin(self) -> StepGenerator:
         """Returns the generator of the rule, which steps all parameters of the batch."""
-        p = weight_update.weights(self.runs, self.masters, self.rule, self.plan.param_ids, self.t)
-        if self.plan.norm_cache is not None:
-            self.plan.norm_cache.check(self.runs)
-            p = replace(p, norm_cache=self.plan.norm_cache)
+        cache = self.plan.norm_cache
+        if cache is not None:
+            cache.check(self.runs)
+        numbers = self.plan.param_ids
+        p = weight_update.weights(self.runs, self.masters, self.rule, numbers, self.t, cache)
         if self.stats is not None:
             at = self.plan.group_index
             self.sums = [
@@ -98,9 +99,7 @@ class BatchedStep:
 
     def upper_bounds(self) -> NDArray[np.float32]:
         """Returns the largest allowed totals of ``squares``, [n]."""
-        numel = np.array([shard.numel for shard in self.batch.shards], dtype=np.float32)
-        bounds: NDArray[np.float32] = nonfinite.upper_bound(numel, torch.float32)
-        return bounds
+        return self.plan.upper_bounds
 
     def retain(self, good: NDArray[np.bool_]) -> bool:
         """Rolls the step back and keeps only ``good`` parameters; returns whether some are left."""
@@ -197,14 +196,14 @@ class BucketStep:
         self.joined = [] if plan is None else [staged[i] for i in plan.joined]
         if plan is not None:
             updates, states = [run.update for run in staged], [run.state for run in staged]
-            rule_of = {i: table.rule_at(i) for i in {*plan.group_indices}}
             weight_update.prepare_all(
                 [run.update.p for run in self.joined],
                 [run.state for run in self.joined],
-                [rule_of[i] for i in plan.group_indices],
+                [plan.rules[i] for i in plan.group_indices],
             )
             self.batches = [
-                BatchedStep(table, x, rule_of[x.group_index], updates, states) for x in plan.batches
+                BatchedStep(table, x, plan.rules[x.group_index], updates, states)
+                for x in plan.batches
             ]
         self.generators: list[StepGenerator] = []
         if self.queue is not None:

@@ -39,6 +39,13 @@ def names_of_all_rules() -> set[str]:
     return {name for entry in rules.REGISTRY.values() for name in hyperparams.names(entry.rule)}
 
 
+def are_alike(rule: Any, other: Any) -> bool:
+    """Returns whether two rules have the same states, batches, and checks of gradients."""
+    if rule is other:
+        return True
+    return structure(rule, "lr", "weight_decay") == structure(other, "lr", "weight_decay")
+
+
 def structure(rule: Any, *ignored: str) -> object:
     """Returns what a rule's control flow may depend on: all but the values of nonzero floats."""
     kinds = (_kind(value) for name, value in vars(rule).items() if name not in ignored)

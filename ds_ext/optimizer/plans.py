@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext import rules
 from ds_ext.ops import weight_update
-from ds_ext.ops.batch import Pointers, Runs, kind, may_join, stacked
+from ds_ext.ops.batch import Runs, kind, may_join, stacked
 from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.executors.triton.launch_queue import Key
@@ -27,11 +28,11 @@ from ds_ext.ops.rounding import ROUND
 from ds_ext.ops.schema import DTYPES
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
-from ds_ext.optimizer import expert_stacks, sections, state_checks
-from ds_ext.optimizer.group_rules import structure
+from ds_ext.optimizer import expert_stacks, nonfinite, sections, state_checks
+from ds_ext.optimizer.group_rules import are_alike
 from ds_ext.optimizer.param_table import ParamTable
-from ds_ext.optimizer.state_checks import State
 from ds_ext.optimizer.updates import RunUpdate, StagedRun
+from ds_ext.rules import State
 
 
 class BatchItem(NamedTuple):
@@ -70,18 +71,21 @@ class BatchPlan:
         self.parts: Parts = rule.state_spec(pieces[0].shard)
         self.batch = TableBatch([x.shard for x in pieces], [x.first for x in pieces], device)
         self.param_ids = np.array([x.number for x in pieces], dtype=np.uint64)
+        numel = np.array([x.shard.numel for x in pieces], dtype=np.float32)
+        # The largest allowed sums of squares of gradients, [n].
+        self.upper_bounds: NDArray[np.float32] = nonfinite.upper_bound(numel, torch.float32)
         reads_norm = caches_norms(rule, pieces[0].shard)
         self.norm_cache = self.batch.new_norm_cache() if reads_norm else None
         self._at = [x.at for x in pieces]
         self._are_whole = all(x.run is None for x in pieces)
         self._state: dict[str, Any] | None = None  # of the step in progress
-        self._seen: list[tuple[list[int], list[torch.dtype]]] = []
-        self._where: list[Pointers] = []
+        self._seen: list[list[tuple[int, torch.dtype]]] = []
+        self._where: list[bytes] = []
 
     def note(self, states: Sequence[State]) -> None:
         """Records the sizes, dtypes and addresses of the bucket's states, which were checked."""
         runs = list(_runs(self.state(states)))
-        self._seen, self._where = list(map(_sizes, runs)), [x.pointers for x in runs]
+        self._seen, self._where = list(map(_sizes, runs)), list(map(_addresses, runs))
 
     def fits(self, states: Sequence[State]) -> bool:
         """Returns whether states still have the recorded sizes and dtypes, and equal step counts.
@@ -98,10 +102,10 @@ class BatchPlan:
         except (KeyError, AttributeError, TypeError):  # something else was put there
             return False
         for i, run in enumerate(runs):
-            if not np.array_equal(run.pointers, self._where[i]):
+            if (where := _addresses(run)) != self._where[i]:
                 if not all(x.is_contiguous() and x.device == self.device for x in run.tensors):
                     return False
-                self._where[i] = run.pointers
+                self._where[i] = where
         self._state = state
         return True
 
@@ -127,8 +131,12 @@ def _runs(state: Mapping[str, Any]) -> Iterator[Runs]:
         yield from _runs(x) if isinstance(x, dict) else (x,)
 
 
-def _sizes(runs: Runs) -> tuple[list[int], list[torch.dtype]]:
-    return [x.numel() for x in runs.tensors], [x.dtype for x in runs.tensors]
+def _sizes(runs: Runs) -> list[tuple[int, torch.dtype]]:
+    return [(x.numel(), x.dtype) for x in runs.tensors]
+
+
+def _addresses(runs: Runs) -> bytes:
+    return runs.pointers.tobytes()
 
 
 class BucketPlan:
@@ -141,6 +149,7 @@ class BucketPlan:
 
     Attributes:
         alone, joined: positions of the runs that are stepped alone, and in batches.
+        rules: the rules of the bucket's param groups by position, as of the last ``fits``.
         memory_sizes: the largest sizes of ``Memory`` that steps of the bucket have used.
         launch_tables: the tables of launches that steps of the bucket have made.
         is_checked: whether the states of the step in progress are known to fit.
@@ -157,7 +166,8 @@ class BucketPlan:
         self.alone: list[int] = []
         self.joined: list[int] = []
         found: dict[tuple[Any, ...], list[BatchItem]] = {}
-        rule_of = {i: table.rule_at(i) for i in {table.group_index_of[u.param] for u in updates}}
+        groups = {table.group_index_of[u.param] for u in updates}
+        self.rules = rule_of = {i: table.rule_at(i) for i in groups}
         for i, (u, state) in enumerate(zip(updates, states, strict=True)):
             dtypes = u.p.dtype, u.g.dtype
             rule = rule_of[table.group_index_of[u.param]]
@@ -172,7 +182,6 @@ class BucketPlan:
             common = table.group_index_of[u.param], is_stack, state["step"], u.p.dtype, u.g.dtype
             for piece in pieces:
                 found.setdefault((*common, *kind(piece.shard)), []).append(piece)
-        self.rule_keys = {i: _rule_key(rule) for i, rule in rule_of.items()}
         self.batches = [
             BatchPlan(i, pieces, rule_of[i], device) for (i, *_), pieces in found.items()
         ]
@@ -203,15 +212,15 @@ class BucketPlan:
 
     def _fits(self, runs: Sequence[Tensor], table: ParamTable, states: Sequence[State]) -> bool:
         """Whether rules and states are as they were, and masters have the sizes of their runs."""
-        return (
-            all(_rule_key(table.rule_at(i)) == key for i, key in self.rule_keys.items())
-            and all(
-                weight_update.has_fitting_master(runs[i], states[i])
-                for i in self.halves
-                if "master" in states[i]
-            )
-            and all(batch.fits(states) for batch in self.batches)
-        )
+        rules = {i: table.rule_at(i) for i in self.rules}
+        if not all(are_alike(rule, self.rules[i]) for i, rule in rules.items()):
+            return False
+        self.rules = rules
+        return all(
+            weight_update.has_fitting_master(runs[i], states[i])
+            for i in self.halves
+            if "master" in states[i]
+        ) and all(batch.fits(states) for batch in self.batches)
 
 
 class BucketPlans:
@@ -316,11 +325,6 @@ class BucketPlans:
 def _kinds(updates: Sequence[RunUpdate]) -> list[tuple[Any, ...]]:
     """The properties of runs that a plan depends on."""
     return [(shard, p.dtype, g.dtype, p.numel(), g.numel()) for _, p, g, shard, _ in updates]
-
-
-def _rule_key(rule: Any) -> object:
-    """The properties of a rule that a plan depends on: all that may change its state."""
-    return structure(rule, "lr", "weight_decay")
 
 
 def caches_norms(rule: Any, shard: Shard) -> bool:

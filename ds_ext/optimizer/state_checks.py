@@ -23,8 +23,7 @@ from ds_ext.optimizer import dtensor_state, ema, param_checks
 from ds_ext.optimizer.group_rules import GroupRules
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.updates import RunUpdate
-
-State = dict[str, Any]
+from ds_ext.rules import State
 
 
 class StateMismatch(Exception):

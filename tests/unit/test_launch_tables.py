@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ds_ext.ops import Scaled, fingerprints
-from ds_ext.ops.batch import Flat, Runs
+from ds_ext.ops.batch import Flat, PointerArray, Runs
 from ds_ext.ops.executors.native import native_table as native
 from ds_ext.ops.executors.triton import devices, launch_memory, launch_queue, launches
 from ds_ext.ops.executors.triton.columns import COLUMNS
@@ -220,7 +220,7 @@ def test_all_that_templates_depend_on_is_in_their_key():
 def test_folds_with_and_without_limits_have_templates_of_their_own():
     of = launcher()
     part, out = torch.zeros(64), Flat(torch.zeros(2), np.arange(2))
-    limits = GradLimits(out, np.ones(2, dtype=np.float32))
+    limits = GradLimits(PointerArray(out.pointers, out.values), np.ones(2, dtype=np.float32))
     for of.limits in (None, limits, None):
         found = of.reduction_launch(of.sums["flat"], part, out)
         assert len(found.numbers) == len(found.template.numbers) == (of.limits is not None)

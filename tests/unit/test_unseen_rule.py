@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ds_ext import ops
-from ds_ext.ops.batch import Flat, Runs, Weights
+from ds_ext.ops.batch import PointerArray, Runs, Weights
 from ds_ext.ops.executors import table_batch
 from ds_ext.ops.executors.triton.launcher import GradLimits
 from ds_ext.ops.shard import Shard
@@ -98,7 +98,8 @@ def test_a_parameter_of_bad_gradients_is_left_as_it_is(monkeypatch):
     g = Runs([torch.ones(6), torch.full((4,), torch.inf)])
     shards = [Shard.whole((6,)), Shard.whole((4,))]
     batch = table_batch.TableBatch(shards, device=paths.DEVICE)
-    found = Flat(torch.tensor([6.0, torch.inf]), np.arange(2))
+    values = torch.tensor([6.0, torch.inf])
+    found = PointerArray(values.data_ptr() + 4 * np.arange(2), values)
     u = ops.Sum(ops.Sum(g, Runs(moments), 2.0), g, 1.0)  # no kernel reads a sum of sums
     batch.attach(None, GradLimits(found, np.full(2, 1e30, dtype=np.float32)))
     ops.lerp_(Runs(moments), u, 0.25, batch)

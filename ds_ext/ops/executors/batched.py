@@ -331,9 +331,9 @@ def _refuse(
         raise Unsupported
     if name == "normalize_whole_rows" and not _is_one(columns.get("scale", 1.0)):
         raise Unsupported
-    formulas = {column for column, x in columns.items() if isinstance(x, Formula)}
-    if not formulas <= of.takes_formulas:
-        raise Unsupported
+    for column, x in columns.items():
+        if isinstance(x, Formula) and column not in of.takes_formulas:
+            raise Unsupported
 
 
 def _is_one(x: Any) -> bool:
@@ -397,4 +397,4 @@ def _each(total: Tensor) -> Flat:
 def _sums(batch: TableBatch, *sizes: int) -> Sequence[Tensor]:
     """Memory for sums of these sizes: zeros, or uninitialized if the pass writes every sum."""
     is_filled, own = batch.is_whole and batch.own.overwrites_sums, batch.own
-    return (own.scratch if is_filled else own.zeros)(sum(sizes)).split(sizes)  # type: ignore[no-any-return]
+    return (own.scratch if is_filled else own.zeros)(sum(sizes)).split_with_sizes(sizes)

@@ -75,7 +75,7 @@ def _good(batch: TableBatch) -> Sequence[bool]:
     limits = batch.limits
     if limits is None:
         return [True] * len(batch)
-    found = limits.found.values if isinstance(limits.found, Flat) else limits.found.tensors
+    found = limits.found.tensors
     if not isinstance(found, Tensor):
         found = torch.stack([x.view(()) for x in found])
     return (found.float().cpu().numpy() <= limits.most).tolist()  # type: ignore[no-any-return]

@@ -4,9 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ds_ext.ops.executors.triton.folds import PartialOffsets
 from ds_ext.ops.executors.triton.launch_memory import Addresses
@@ -33,7 +31,7 @@ class DeviceNormCache:
         self.columns: dict[str, Addresses] = {}  # a sum and a weight per tile
         self.are_valid = False
         self.are_noted = False  # whether the last pass that wrote the weights stored their sums
-        self._where: NDArray[np.uint64] | None = None
+        self._where: bytes | None = None
         self._versions: list[int] = []
 
     def nbytes(self, tiles: str) -> int:
@@ -54,8 +52,7 @@ class DeviceNormCache:
     def check(self, runs: Any) -> None:
         """Invalidates the cache if a run has moved or was written since ``note``."""
         versions = [x._version for x in runs.tensors]
-        is_there = self._where is not None and np.array_equal(self._where, runs.pointers)
-        self.are_valid = is_there and versions == self._versions
+        self.are_valid = versions == self._versions and runs.pointers.tobytes() == self._where
         self.are_noted = False
 
     def forget(self) -> None:
@@ -64,5 +61,5 @@ class DeviceNormCache:
 
     def note(self, runs: Any) -> None:
         """Records the runs' addresses and version counters, which must include the last writes."""
-        self._where = runs.pointers if self.are_noted else None
+        self._where = runs.pointers.tobytes() if self.are_noted else None
         self._versions = [x._version for x in runs.tensors]

@@ -2,8 +2,8 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +17,7 @@ from ds_ext.ops.executors.triton.launch_tables import Constants, Launch
 from ds_ext.ops.executors.triton.launcher import OUT, Columns, Launcher, SquareParts
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """The arguments of a pass, as ``KernelTable.run`` takes them."""
 
     columns: Columns

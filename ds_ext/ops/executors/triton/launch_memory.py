@@ -6,7 +6,7 @@ needed so far. Sums over ranks lie next to each other, so a round reduces them i
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ class Memory:
             piece = self._pieces[which] = self._made(which, self.sizes[which])
             if which == SUMS:
                 _of_sums[piece.data_ptr()] = piece
-        return piece[start : start + n]
+        return piece.narrow(0, start, n)
 
     def _made(self, which: int, n: int) -> Tensor:
         if which == HOST:
@@ -69,8 +69,7 @@ class Memory:
         return make(n, dtype=torch.float32, device=self.device)
 
 
-@dataclass(frozen=True)
-class Addresses:
+class Addresses(NamedTuple):
     """Addresses in a tensor, which this object keeps alive."""
 
     values: Tensor

@@ -10,9 +10,10 @@ from typing import NamedTuple, TypeAlias
 
 from ds_ext.ops.executors.triton import launches
 from ds_ext.ops.executors.triton.launch_memory import Memory
-from ds_ext.ops.executors.triton.launch_tables import Chain, Launch, LaunchTables, Part
+from ds_ext.ops.executors.triton.launch_tables import Chain, Launch, LaunchTables, Part, Template
 
-# Templates, the end of each pass and of each sequence, and the templates of the folds.
+# The templates of each pass and whether it only writes sums, None between sequences; the templates
+# of the folds.
 Key: TypeAlias = tuple[tuple[object, ...], tuple[object, ...]]
 
 
@@ -42,15 +43,13 @@ class LaunchQueue:
         self._clear()
 
     def _clear(self) -> None:
-        self._sequences: list[list[QueuedPass]] = [[]]
         self._given: list[Launch] = []
         self._folds: list[Launch] = []
         self._key: list[object] = []
 
     def begin_sequence(self) -> None:
         """Begins a sequence of passes that do not read results of the passes queued so far."""
-        if self._sequences[-1]:
-            self._sequences.append([])
+        if self._key and self._key[-1] is not None:
             self._key.append(None)
 
     def add(
@@ -65,16 +64,14 @@ class LaunchQueue:
                 no pass reads before ``launch``.
         """
         if launches:
-            templates, first = [one.template for one in launches], len(self._given)
-            parts = [Part(x, first + i, 0, len(x.rows)) for i, x in enumerate(templates)]
-            self._sequences[-1].append(QueuedPass(parts, only_sums))
             self._given += launches
-            self._key += [*templates, only_sums]
+            self._key += [one.template for one in launches]
+            self._key.append(only_sums)
         self._folds += [one for one in folds if len(one.template.rows)]
 
     def launch(self) -> None:
         """Launches the passes, and then the folds."""
-        sequences, given, folds = self._sequences, self._given, self._folds
+        given, folds = self._given, self._folds
         key = tuple(self._key), tuple([one.template for one in folds])
         self._clear()
         if not given and not folds:
@@ -83,7 +80,7 @@ class LaunchQueue:
         given += folds
         if tables is None:
             templates = [one.template for one in given]
-            waves = _waves(sequences)
+            waves = _waves(_sequences(key[0]))
             last = [Part(x, i, 0, len(x.rows)) for i, x in enumerate(templates)][first:]
             waves.append([[part] for part in last])
             joints = [joint for wave in waves for joint in launches.merge_launches(wave)]
@@ -91,6 +88,21 @@ class LaunchQueue:
                 self._tables.clear()
             tables = self._tables[key] = LaunchTables(joints, templates)
         launches.launch_all(tables, given, self.memory)
+
+
+def _sequences(key: Iterable[object]) -> list[list[QueuedPass]]:
+    """The sequences of passes that the first part of a key lists."""
+    found, parts, count = [list[QueuedPass]()], list[Part](), 0
+    for one in key:
+        if one is None:
+            found.append([])
+        elif isinstance(one, Template):
+            parts.append(Part(one, count, 0, len(one.rows)))
+            count += 1
+        else:
+            found[-1].append(QueuedPass(parts, bool(one)))
+            parts = []
+    return found
 
 
 def _waves(rules: Sequence[Sequence[QueuedPass]]) -> list[list[Chain]]:

@@ -52,7 +52,7 @@ class Launch(NamedTuple):
     """One pass over some parameters of a table, in one step."""
 
     template: Template
-    addresses: Int64s  # [columns, n]
+    addresses: Sequence[Int64s]  # of each column, [n]
     numbers: Sequence[HostNumber]  # the table has the address of each as a column
     alive: Sequence[object]  # tensors at ``addresses``, which must not be freed before the launch
 
@@ -61,7 +61,8 @@ class Launch(NamedTuple):
         if own is None:
             return self
         numbers = [x if isinstance(x, float) else x[own] for x in self.numbers]
-        return Launch(template or self.template, self.addresses[:, own], numbers, self.alive)
+        addresses = [x[own] for x in self.addresses]
+        return Launch(template or self.template, addresses, numbers, self.alive)
 
 
 class Part(NamedTuple):
@@ -190,7 +191,7 @@ class LaunchTables:
             given: the launches that were merged, in the order of ``templates``.
         """
         words[:] = self._words
-        words[self._addresses_at] = np.concatenate([one.addresses.ravel() for one in given])
+        words[self._addresses_at] = np.concatenate([x for one in given for x in one.addresses])
         words[self._columns_at] = self._offsets + address
         numbers: list[float] = []
         for one in given:

@@ -1,6 +1,7 @@
 """Launches of kernels over many parameters: their tiles, tables and sums."""
 
 import functools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext.ops import schema
+from ds_ext.ops.batch import PointerArray
 from ds_ext.ops.executors.triton import folds, sizes, tiles
-from ds_ext.ops.executors.triton.columns import AT, FORMULAS, NUMBERS
+from ds_ext.ops.executors.triton.columns import AT, COLUMNS, FORMULAS, NUMBERS
 from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
 from ds_ext.ops.executors.triton.folds import PartialOffsets, PartialReduction
 from ds_ext.ops.executors.triton.launch_memory import Addresses, Memory
@@ -30,8 +32,8 @@ from ds_ext.ops.formulas import Formula
 
 Columns = Mapping[str, Any]
 # Columns whose addresses must be aligned for vector access: runs only, or also ``out``.
-VECTORS, OUT = range(AT["x"], AT["aux"] + 1), range(AT["x"], AT["out"] + 1)
-HOST_NUMBERS = (float, np.ndarray, int)
+VECTORS, OUT = (frozenset(COLUMNS[AT["x"] : AT[last] + 1]) for last in ("aux", "out"))
+ADDRESS, NUMBER, NUMBERS_OF_EACH = range(3)  # what a column has; a formula has its structure
 MAX_TEMPLATES = 256  # of one object; more are needed only if each step makes other passes
 OF_WIDE_ROWS = {
     "weighted_sums": "wide_weighted_sums",
@@ -52,11 +54,11 @@ class GradLimits:
     """A number on the device for each gradient of a batch, such as a sum of squares, and a limit.
 
     Attributes:
-        found: has ``pointers`` to the numbers, [n]: fp32, such as sums of squares or votes.
+        found: the addresses of the numbers, [n]: fp32, such as sums of squares or votes.
         most: the largest numbers of good gradients, [n]; NaN is bad.
     """
 
-    found: Any
+    found: PointerArray
     most: NDArray[np.float32]
 
 
@@ -83,6 +85,8 @@ class Launcher:
         device: torch.device,
     ) -> None:
         self.device, self.n = device, len(geometries)
+        self._zeros = np.zeros(self.n, dtype=np.int64)
+        self._steps = 4 * np.arange(self.n)  # offsets of the numbers of a tensor [n], bytes
         start, n, mats, rows, cols = np.array(geometries, dtype=np.int64).T
         first = np.array(firsts, dtype=np.int64)
         self.geometry = Geometry(start, n, mats, rows, cols, first)
@@ -105,8 +109,7 @@ class Launcher:
     def added_up(self, squares: SquareParts) -> Tensor:
         """Queues the reduction of ``squares``; returns its results, [n]."""
         total = self.zeros(self.n)
-        outs = Addresses(total, 4 * np.arange(self.n)).pointers
-        own = np.arange(self.n)
+        outs, own = Addresses(total, self._steps).pointers, np.arange(self.n)
         launch = self._fold(squares.tiles, own, squares.at.pointers, outs, [squares.at, total])
         self.enqueue((), [launch])
         return total
@@ -204,7 +207,7 @@ class Launcher:
         constants: Constants,
         at: Tiles,
         columns: Columns,
-        vectors: range = VECTORS,
+        vectors: frozenset[str] = VECTORS,
     ) -> list[Launch]:
         """Launches of a kernel over all parameters: one for aligned runs, one for the others.
 
@@ -213,72 +216,68 @@ class Launcher:
         """
         if self.limits is not None:
             columns = {**columns, "found": self.limits.found, "most": self.limits.most}
-        given, numbers, formulas = self._divided(columns)
-        addresses = np.empty((len(given), self.n), dtype=np.int64)
-        for row, x in zip(addresses, given.values(), strict=True):
-            row[:] = x
-        are_even = (
-            None if at.aligned is None else _are_even(addresses[_rows_of((*given,), vectors)])
-        )
-        is_of_each = [not isinstance(x, float) for x in numbers.values()]
+        addresses, numbers, kinds = self._divided(columns)
+        are_even = None
+        if at.aligned is not None:
+            are_even = _are_even([x for name, x in addresses.items() if name in vectors])
         # All that templates depend on. They keep ``at`` alive, so that its id is its own.
-        key: tuple[object, ...] = (kernel, constants, id(at), are_even, *given, *numbers)
-        key = (*key, *is_of_each, *formulas.items())
+        key = kernel, constants, id(at), are_even, *kinds.items()
         templates = self._templates.get(key)
         if templates is None:
             if len(self._templates) >= MAX_TEMPLATES:
                 self._templates.clear()
             constants = (*constants, ("JUDGED", self.limits is not None))
-            named = tuple((name, formulas.get(name, value)) for name, value in constants)
-            kinds = at.kinds(None if are_even in (None, True) else np.array(are_even))
-            columns_of_numbers = [*zip(map(AT.__getitem__, numbers), is_of_each, strict=True)]
+            specs = {FORMULAS[k]: _spec(x) for k, x in kinds.items() if isinstance(x, tuple)}
+            named = tuple((name, specs.get(name, value)) for name, value in constants)
             templates = self._templates[key] = [
                 Template(
                     *_of_kind(kernel, named, kind, at),
                     at,
                     None if len(own) == self.n else own,
-                    [AT[name] for name in given],
-                    columns_of_numbers,
+                    [AT[name] for name in addresses],
+                    [(AT[name], kinds[name] == NUMBERS_OF_EACH) for name in numbers],
                 )
-                for kind, own in kinds
+                for kind, own in at.kinds(None if are_even in (None, True) else np.array(are_even))
             ]
-        alive, values = [*columns.values()], [*numbers.values()]
-        return [Launch(x, addresses, values, alive).cut(x.own) for x in templates]
+        given, values, alive = [*addresses.values()], [*numbers.values()], [*columns.values()]
+        return [Launch(x, given, values, alive).cut(x.own) for x in templates]
 
     def _divided(
         self, columns: Columns
-    ) -> tuple[dict[str, Int64s | int], dict[str, HostNumber], dict[str, KernelConstants]]:
-        """The addresses of columns, the host numbers of others, the formulas by constant."""
-        addresses: dict[str, Int64s | int] = {}
+    ) -> tuple[dict[str, Int64s], dict[str, HostNumber], dict[str, object]]:
+        """The addresses of columns, the host numbers of others, and what each column has."""
+        addresses: dict[str, Int64s] = {}
         numbers: dict[str, HostNumber] = {}
-        formulas: dict[str, KernelConstants] = {}
+        kinds: dict[str, object] = {}
         given: list[Tensor | float] = []
         for name, value in columns.items():
-            if isinstance(value, HOST_NUMBERS):
-                if name in NUMBERS:
-                    numbers[name] = value if isinstance(value, np.ndarray) else float(value)
-                else:
-                    assert not isinstance(value, float), f"{name} is an address"
-                    addresses[name] = value
+            if (pointers := getattr(value, "pointers", None)) is not None:
+                kinds[name], addresses[name] = ADDRESS, pointers
             elif isinstance(value, Formula):
-                formulas[FORMULAS[name]] = _spec(value.taken_apart(given))
+                kinds[name] = value.taken_apart(given)
             elif isinstance(value, Tensor):
-                addresses[name] = self._addresses(value)
+                kinds[name], addresses[name] = ADDRESS, self._addresses(value)
+            elif name in NUMBERS:
+                is_of_each = isinstance(value, np.ndarray)
+                kinds[name] = NUMBERS_OF_EACH if is_of_each else NUMBER
+                numbers[name] = value if is_of_each else float(value)
             else:
-                addresses[name] = value.pointers
+                assert not isinstance(value, float), f"{name} is an address"
+                kinds[name], addresses[name] = ADDRESS, value + self._zeros
         assert len(given) <= schema.GIVEN, "a formula of more numbers than a pass takes"
         for i, value in enumerate(given):
+            name = f"given{i}"
             if isinstance(value, Tensor):
-                addresses[f"given{i}"] = self._addresses(value)
+                kinds[name], addresses[name] = ADDRESS, self._addresses(value)
             else:
-                numbers[f"given{i}"] = float(value)
-        return addresses, numbers, formulas
+                kinds[name], numbers[name] = NUMBER, float(value)
+        return addresses, numbers, kinds
 
-    def _addresses(self, number: Tensor) -> Int64s | int:
+    def _addresses(self, number: Tensor) -> Int64s:
         """The address of each parameter's number, or of one number for all."""
         assert number.dtype == torch.float32 and number.is_contiguous()
         first = number.data_ptr()
-        return first + 4 * np.arange(self.n) if number.numel() == self.n else first
+        return first + (self._steps if number.numel() == self.n else self._zeros)
 
     def reduction_launch(
         self, how: tuple[PartialOffsets, PartialReduction], part: Tensor, out: Any
@@ -303,8 +302,8 @@ class Launcher:
             self._templates[key] = [Template("fold", constants, at, None, columns, numbers)]
         (template,) = self._templates[key]
         if limits is None:
-            return Launch(template, np.array([parts, outs]), [], alive)
-        found = np.array([parts, outs, limits.found.pointers[owners]])
+            return Launch(template, [parts, outs], [], alive)
+        found = [parts, outs, limits.found.pointers[owners]]
         return Launch(template, found, [limits.most[owners]], [*alive, limits])
 
     def room(self, how: tuple[PartialOffsets, PartialReduction]) -> tuple[Tensor, Addresses]:
@@ -331,17 +330,14 @@ def _of_kind(kernel: str, constants: Constants, kind: TileKind, at: Tiles) -> tu
     return kernel if at.widths is None else OF_WIDE_ROWS[kernel], constants
 
 
-@functools.cache
-def _rows_of(names: tuple[str, ...], vectors: range) -> list[int]:
-    """The positions of the columns that are read or written in vectors."""
-    return [i for i, name in enumerate(names) if AT[name] in vectors]
-
-
-def _are_even(addresses: Int64s) -> bool | tuple[bool, ...]:
-    """Whether addresses, [any, n], are aligned for vector access: True, or for each parameter."""
-    if not np.bitwise_or.reduce(addresses, axis=None) % sizes.ALIGNMENT:
+def _are_even(addresses: Sequence[Int64s]) -> bool | tuple[bool, ...]:
+    """Whether addresses, [n] each, are aligned for vector access: True, or for each parameter."""
+    if not addresses:
         return True
-    even: list[bool] = (np.bitwise_or.reduce(addresses) % sizes.ALIGNMENT == 0).tolist()
+    bits = functools.reduce(operator.or_, addresses)
+    if not np.bitwise_or.reduce(bits) % sizes.ALIGNMENT:
+        return True
+    even: list[bool] = (bits % sizes.ALIGNMENT == 0).tolist()
     return tuple(even)
 
 

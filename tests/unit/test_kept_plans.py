@@ -1,0 +1,76 @@
+"""A bucket's votes and its plan, kept from step to step, follow all that they depend on."""
+
+import pytest
+import torch
+from torch import nn
+
+import ds_ext
+from ds_ext.backward.receivers import Stepper
+from ds_ext.distributed.layout import Layout
+from ds_ext.distributed.placement import Replicated
+from ds_ext.optimizer import plain_step
+from tests.common import needs, paths
+
+
+def made():
+    """Parameters and their optimizer: rounds check the first two, and AdamW's need votes."""
+    params = [nn.Parameter(torch.ones(shape)) for shape in ((6, 4), (2, 6, 4), (6, 4))]
+    groups = [{"params": params[:2]}, {"params": params[2:], "type": "AdamW"}]
+    return params, ds_ext.SCALE(groups, momentum=0.0, norm_axis="column")
+
+
+def change_rule(optimizer):
+    optimizer.param_groups[0]["momentum"] = 0.9
+
+
+def move_one_parameter_and_add_another(optimizer):
+    first, second = optimizer.param_groups
+    second["params"] += [first["params"].pop(), nn.Parameter(torch.ones(3))]
+    optimizer.follow_groups()
+
+
+def stack_experts(optimizer):
+    optimizer.stacks = {optimizer.param_groups[0]["params"][1]: 0}
+
+
+def change_dtype(optimizer):
+    (param,) = optimizer.param_groups[1]["params"]
+    param.data = param.data.double()  # no kernel reads it
+
+
+CHANGES = [change_rule, move_one_parameter_and_add_another, stack_experts, change_dtype]
+
+
+@needs.triton
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_votes_follow_a_change(change, monkeypatch):
+    paths.use(monkeypatch, "kernels")
+    monkeypatch.setattr(Layout, "is_alone", False)
+    (params, optimizer), placement = made(), Replicated(None)
+    layout = Layout(None, {p: str(i) for i, p in enumerate(params)}, lambda _: placement)
+    stepper = Stepper(optimizer, layout, has_bounds=False)
+    before = stepper.voted_params(params)
+    assert before.device == {params[2]} and not before.host
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert stepper.voted_params(params) is before
+    change(optimizer)
+    now = stepper.voted_params(params)
+    assert now == Stepper(optimizer, layout, has_bounds=False).voted_params(params) != before
+    assert stepper.voted_params(params[:1]) != stepper.voted_params(params[2:])
+
+
+def test_a_plan_of_another_rule_never_fits_again(monkeypatch):
+    """Not even after it was asked once."""
+    paths.use(monkeypatch, "native")
+    params, optimizer = made()
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    ((_, plan),) = optimizer._plans._made.items()
+    updates, states = plain_step.updates(params), [optimizer.state[p] for p in params]
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert plan.fits(optimizer, updates, states) and plan.rules[0].lr == 0.5
+    optimizer.param_groups[0]["norm_axis"] = "row"
+    for _ in range(2):
+        assert not plan.check(optimizer, params, states)
+        assert not plan.fits(optimizer, updates, states)
