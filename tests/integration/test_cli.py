@@ -74,7 +74,7 @@ def test_what_is_offloaded_is_not_on_the_device(folder, capsys):
     ours = ["--stage", 3, "--bucket", 100, "--offload-param", "--offload-optimizer"]
     _, rows = plan(capsys, *options, *ours)
     both = memory.ours(
-        OPTIMIZERS["came"].hypers(), SHAPES, 3, 3, torch.float32, 100, False, ("param", "optimizer")
+        OPTIMIZERS["came"].hypers(), SHAPES, 3, 3, torch.float32, 100, None, ("param", "optimizer")
     )
     row = rows["CAME, ZeRO-3, param and optimizer offloaded"]
     assert [row[part] for part in PARTS] == [f"{getattr(both, p) / 2**20:.2f}" for p in PARTS]
