@@ -22,7 +22,7 @@ POLICIES = ("sharded", "projected")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--gaps", type=int, nargs="+", default=[200, 20], help="update_proj_gap")
-    parser.add_argument("--rates", type=float, nargs="+", default=[3e-3, 1e-2])
+    parser.add_argument("--rates", type=float, nargs="+", default=[3e-4, 1e-3])
     parser.add_argument("--seeds", type=int, default=3)
 
 
@@ -51,11 +51,11 @@ def main(args: argparse.Namespace) -> None:
         print(report.table(rows[-1:]), flush=True)
     before = rounding.held_out(start, test)
     text = TEXT.format(steps=args.steps, before=before, seeds=args.seeds)
-    report.write("projected", "What the basis of one micro-batch costs", text, {"": rows}, None)
+    report.write("projected", "What the basis of one micro-batch costs", text, {"Loss and memory": rows}, None)
 
 
 TEXT = f"""
-A byte-level Llama of 4 x 128 columns, trained on one half of *The Devil's Dictionary*, is
+A byte-level Llama of 2 layers of width 128, trained on one half of *The Devil's Dictionary*, is
 fine-tuned on the other half for {{steps}} steps of {PASSES} micro-batches of {rounding.BATCH} x
 {rounding.LENGTH} bytes with GaLore-AdamW of rank {RANK}. "sharded" keeps whole gradients until the
 step; "projected" keeps projections into a basis from the first micro-batch of each
