@@ -51,7 +51,8 @@ def main(args: argparse.Namespace) -> None:
         print(report.table(rows[-1:]), flush=True)
     before = rounding.held_out(start, test)
     text = TEXT.format(steps=args.steps, before=before, seeds=args.seeds)
-    report.write("projected", "What the basis of one micro-batch costs", text, {"Loss and memory": rows}, None)
+    title = "What the basis of one micro-batch costs"
+    report.write("projected", title, text, {"Loss and memory": rows}, None)
 
 
 TEXT = f"""
