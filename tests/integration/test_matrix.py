@@ -305,6 +305,7 @@ def test_every_candidate_learns():
     (found,) = worlds.once(1, every_line)
     before = training.measure(tiny(), data()[1]).loss
     ours = [name for name, candidate in CANDIDATES.items() if candidate.tier != 1]
+    ours.remove("adalomo-int8")  # of this model, no matrix is large enough to be stored in int8
     for name in ours:
         assert found[name]["loss"] < before, name
     same = {found[name]["loss"] for name in ("adamw", "deepspeed-adamw")}
