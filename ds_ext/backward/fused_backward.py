@@ -230,6 +230,7 @@ class FusedBackward:
             self.optimizer.check_param_groups()
             taken_out = [p for p in state.keeps if p not in self.optimizer.group_of]
             state.drop(taken_out)
+            self.optimizer.refuse_replaced(state.projected)
             tied = self.layout.tied({p: run.g for p, run in state.kept.items()})
             state.kept.update((p, ReducedGrad(g)) for p, g in tied.items())
             state.record(state.measurable())

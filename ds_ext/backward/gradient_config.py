@@ -65,7 +65,7 @@ class SettingNames:
 CONFIG = SettingNames(
     where="ds_ext",
     clipping="gradient_clipping",
-    no_clipping='"gradient_clipping": 0',
+    no_clipping='"gradient_clipping": 0 (HF Trainer: max_grad_norm=0)',
     sharded='"ds_ext": {"gradient_policy": "sharded"}',
     accumulate='gradient_accumulation_steps or "ds_ext": {"gradient_policy": "sharded"}',
     backward="engine.backward(loss), or engine.scale(loss).backward(),",
@@ -116,11 +116,11 @@ class GradientConfig:
         if self.clip_mode == "previous" and not self.max_norm:
             raise ValueError(f'{clip_mode} = "previous" needs {words.clipping} > 0.')
         if self.policy == "projected" and (self.max_norm or self.max_value):
-            clipped = words.clipping if self.max_norm else clip_value
+            unclipped = words.no_clipping if self.max_norm else f"{clip_value} to 0"
             policy = hyperparams.joined(words.where, "gradient_policy")
             raise ValueError(
                 f'{policy} = "projected" keeps projections of gradients, from which they cannot be '
-                f"clipped: set {clipped} to 0, or use {words.sharded}."
+                f"clipped: set {unclipped}, or use {words.sharded}."
             )
         if self.clip_mode == "previous" and self.policy == "sharded":
             raise ValueError(

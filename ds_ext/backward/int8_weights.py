@@ -25,6 +25,7 @@ from ds_ext.optimizer import RuleOptimizer
 ATTRIBUTE = "_int8_weight_hooks"  # of a model: the handles of its hooks
 # The first random bits of a step round to bf16. The second ones must be independent of them.
 SECOND_ROUNDING = 2**32
+SETTING = 'store_int8, or ds_ext.weight_storage = "int8"'
 
 
 def store_int8(model: nn.Module, device: torch.device | str | None = None) -> None:
@@ -51,8 +52,8 @@ def store_int8(model: nn.Module, device: torch.device | str | None = None) -> No
     users = _users(model)
     if not users:
         raise ValueError(
-            "store_int8: the model has no trainable matrix with at least "
-            f"{int8.MIN_NUMEL:,} elements, a multiple of {int8.SIZE}: do not call it."
+            f"{SETTING}: the model has no trainable matrix with at least "
+            f"{int8.MIN_NUMEL:,} elements, a multiple of {int8.SIZE}: do not use it."
         )
     to = None if device is None else torch.device(device)
     for param in users:
@@ -136,7 +137,10 @@ def unsupported(feature: str, advice: str = "remove one of them") -> ValueError:
 def check_dtype(name: str, param: Tensor) -> None:
     """Raises ValueError if a trainable parameter is not bf16."""
     if param.requires_grad and param.dtype != torch.bfloat16:
-        raise ValueError(f"{name} is {param.dtype}: load the model in torch.bfloat16.")
+        raise ValueError(
+            f"{name} is {param.dtype}: load the model in torch.bfloat16. Frozen weights, such as "
+            "those under LoRA's adapters, are not stored in 8 bits."
+        )
 
 
 def stored_params(optimizer: RuleOptimizer) -> list[Tensor]:
@@ -151,19 +155,27 @@ def stored_params(optimizer: RuleOptimizer) -> list[Tensor]:
     return params
 
 
-def step_key(optimizer: RuleOptimizer, param: Tensor) -> int:
-    """Returns the key of the random bits by which a step stores a parameter.
-
-    Raises:
-        ValueError: the optimizer's settings do not go with weights in 8 bits.
-    """
+def refused_hypers(optimizer: RuleOptimizer, param: Tensor) -> ValueError | None:
+    """Returns the error if a parameter's settings do not go with weights in 8 bits."""
     rule = optimizer.rule_of(param)
     for name, value, allowed in (
         ("weight_update", rule.weight_update, "stochastic"),
         ("ema_decay", rule.ema_decay, 0),
     ):
         if value != allowed:
-            raise unsupported(f"{name} = {value!r}", f"set it to {allowed!r}")
+            return unsupported(f"{name} = {value!r}", f"set it to {allowed!r}")
+    return None
+
+
+def step_key(optimizer: RuleOptimizer, param: Tensor) -> int:
+    """Returns the key of the random bits by which a step stores a parameter.
+
+    Raises:
+        ValueError: the optimizer's settings do not go with weights in 8 bits.
+    """
+    if error := refused_hypers(optimizer, param):
+        raise error
+    rule = optimizer.rule_of(param)
     step = optimizer.state[param]["step"] if param in optimizer.state else 0
     return key(rule.seed + SECOND_ROUNDING, optimizer.number_of[param], step)
 
@@ -181,7 +193,7 @@ def _check(model: nn.Module) -> None:
                 f"store_int8: {name} belongs to an engine or a fuse_into_backward call: call "
                 "store_int8 before it."
             )
-        check_dtype(f"store_int8: {name}", param)
+        check_dtype(f"{SETTING}: {name}", param)
 
 
 def _users(model: nn.Module) -> dict[Tensor, list[nn.Module]]:

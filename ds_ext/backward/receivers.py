@@ -287,6 +287,7 @@ class Projecting:
         self.others.receive({p: grad for p, grad in grads.items() if p not in projected})
         chosen = {p: grad for p, grad in grads.items() if p in projected}
         self.state.suspects += ((p, x.bad) for p, x in chosen.items() if x.bad is not None)
-        self.state.find_bad()
+        if bad := self.state.find_bad():  # a skipped step, even if nothing is kept
+            self.state.record({p: x._replace(bad=None) for p, x in chosen.items() if p in bad})
         if chosen and not self.state.overflow:
             self.stepper.project(chosen, self.state, self.dtype)

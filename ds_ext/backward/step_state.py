@@ -153,12 +153,12 @@ class StepState:
         if check.square is not None:
             square = torch.tensor(check.square, dtype=torch.float64, device="cpu")
             self._add(square.div_(self.coefficient**2).to(self.reader.layout.device))
-        self._flag(check.bad)
+        self._flag(map(self.reader.layout.name, check.bad))
 
-    def _flag(self, params: Collection[Tensor]) -> None:
-        """Records parameters with bad gradients."""
-        self.bad += map(self.reader.layout.name, params)
-        self.overflow |= bool(params)
+    def _flag(self, names: Iterable[str]) -> None:
+        """Records parameters with bad gradients, each once."""
+        self.bad = [*dict.fromkeys((*self.bad, *names))]
+        self.overflow |= bool(self.bad)
 
     def _add(self, square: Tensor) -> None:
         self.square = square if self.square is None else self.square + square
@@ -173,7 +173,7 @@ class StepState:
             return set()
         votes = torch.stack([bad for _, bad in suspects]).tolist()
         found = {param for (param, _), bad in zip(suspects, votes, strict=True) if bad}
-        self._flag(found)
+        self._flag(map(self.reader.layout.name, found))
         return found
 
     def reduce_norm(self, clipping: Clipping) -> None:
@@ -193,8 +193,7 @@ class StepState:
         self.norm = float(totals.sum().sqrt())
         self.coefficient = clipping.coefficient(self.norm)
         is_bad = (totals <= self.reader.upper_bounds()).logical_not_()
-        self.bad += [layout.weights[i].name for i in is_bad.nonzero().flatten().tolist()]
-        self.overflow = bool(self.bad)
+        self._flag(layout.weights[i].name for i in is_bad.nonzero().flatten().tolist())
 
     def norm_so_far(self) -> float:
         """Returns the norm of all gradients that have come; all ranks call it."""
@@ -234,7 +233,7 @@ class StepState:
         if not flags:
             return [], sum(x.item() for x in squares)
         found, numbers = flags.read(*squares)
-        self._flag(found.bad)
+        self._flag(map(self.reader.layout.name, found.bad))
         self.stepped -= len(found.bad)
         self.flagged_square += found.square / self.coefficient**2
         return found.bad, sum(numbers)

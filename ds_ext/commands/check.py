@@ -17,8 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_ext.backward import error_texts, int8_weights
+from ds_ext.backward.gradient_config import CONFIG
 from ds_ext.config import config_checks
-from ds_ext.config.parsing import lookup, without_auto
+from ds_ext.config.parsing import lookup, section, without_auto
+from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named, param_groups
 from ds_ext.optimizer.model_view import ModelView, at_zero, summary
 from ds_ext.optimizer.param_groups import Grouped
@@ -61,6 +64,7 @@ class Report:
     problems: list[str] = field(default_factory=list)  # settings that a run would refuse or ignore
     notes: list[str] = field(default_factory=list)  # facts about the run
     unchecked: list[str] = field(default_factory=list)  # settings that need more information
+    other: str | None = None  # the config's optimizer, if it is DeepSpeed's or torch's
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -146,6 +150,11 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
     ours = _optimizer(config, report)
     report.notes += config_checks.ignored(config)
     optimizer = None if ours is None else _groups(config, ours, model, report)
+    if optimizer is not None:
+        report.problems += _own_problems(config, optimizer)
+    elif report.other is not None:
+        with report.noting():
+            report.problems += config_checks.unread(config, report.other)
     states = [] if optimizer is None else _states(config, optimizer)
     report.unchecked += _unchecked(config, model, ranks)
     if importlib.util.find_spec("deepspeed") is None:
@@ -169,23 +178,23 @@ def _filled(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     config, autos = copy.deepcopy(config), []
     for key in (*_FILLED, *_DROPPED):
         *path, last = key.split(".")
-        section = lookup(config, ".".join(path)) if path else config
-        if isinstance(section, dict) and section.get(last) == "auto":
+        within = lookup(config, ".".join(path)) if path else config
+        if isinstance(within, dict) and within.get(last) == "auto":
             autos.append(key)
-            del section[last]
+            del within[last]
             if key in _FILLED:
-                section[last] = _FILLED[key]
+                within[last] = _FILLED[key]
     return config, autos
 
 
 def _optimizer(config: dict[str, Any], report: Report) -> str | None:
     """The key of our optimizer that a config names, or None."""
-    section = config.get("optimizer")
-    kind = section.get("type") if isinstance(section, dict) else None
-    if section is None:
+    given = config.get("optimizer")
+    kind = given.get("type") if isinstance(given, dict) else None
+    if given is None:
         report.notes.append("no optimizer is named: the script has to give one")
     elif not isinstance(kind, str):
-        report.problems.append(f'optimizer is {section!r}; allowed: {{"type": ..., "params": ...}}')
+        report.problems.append(f'optimizer is {given!r}; allowed: {{"type": ..., "params": ...}}')
     else:
         with report.noting():
             ours = _whose(kind)
@@ -194,6 +203,7 @@ def _optimizer(config: dict[str, Any], report: Report) -> str | None:
                     f"optimizer.type {kind} is DeepSpeed's or torch's own; those of ds_ext can "
                     f'have the prefix "ds_ext."'
                 )
+                report.other = kind
             return ours
     return None
 
@@ -269,12 +279,27 @@ def _states(config: dict[str, Any], optimizer: RuleOptimizer) -> list[tuple[Any,
     return [(optimizer.rule_of(g["params"][0]), dtype) for g in optimizer.param_groups]
 
 
+def _own_problems(config: dict[str, Any], optimizer: RuleOptimizer) -> Iterator[str]:
+    """Yields the settings of the section "ds_ext" that the optimizer does not support."""
+    try:
+        own = section(config)
+    except ValueError:
+        return  # ``config_checks.problems`` yields it
+    shards = {p: Shard.whole(p.shape) for p in optimizer.group_of}
+    if own.gradient_policy == "projected" and not optimizer.projected(shards):
+        yield error_texts.not_projected(type(optimizer).__name__, CONFIG)
+    if own.weight_storage:
+        found = [int8_weights.refused_hypers(optimizer, p) for p in optimizer.group_of]
+        if found and all(found):  # only the run knows which weights it stores
+            yield str(found[0])
+
+
 def _group_notes(made: Grouped, name: str, view: ModelView) -> Iterator[str]:
     """Yields which optimizer steps which parameters."""
     kinds: dict[str, list[str]] = {}
     for group in made.groups:
         names = [view.owners[p][0] for p in group["params"]]
-        kinds.setdefault(group.get("type", name), []).extend(names)
+        kinds.setdefault(param_groups.described(group, name), []).extend(names)
     for kind, names in kinds.items():
         yield f"{kind} on {summary(names)}"
 

@@ -71,6 +71,15 @@ def is_ours(engine: DeepSpeedEngine) -> bool:
     return isinstance(client, RuleOptimizer)
 
 
+def name_of_other(engine: DeepSpeedEngine) -> str:
+    """Returns the optimizer that an engine will use if ds_ext does not own it; "" if none."""
+    client = engine.client_optimizer
+    if client is None:
+        return engine.optimizer_name() or ""
+    is_made = isinstance(client, torch.optim.Optimizer)  # not a function that makes it
+    return type(client).__name__ if is_made else ""
+
+
 def refuse_unknown(name: str) -> None:
     """Checks that ds_ext, DeepSpeed or torch has an optimizer with this name.
 
@@ -175,17 +184,11 @@ def _log_lines(names: Names, optimizer: str, made: Grouped) -> Iterator[str]:
         decayed = _summary(names, (g for g in made.groups if g.get("weight_decay", decay)))
         others = _summary(names, (g for g in made.groups if not g.get("weight_decay", decay)))
         yield f"weight decay {decay} on: {decayed}; no weight decay on: {others}"
-    kinds = [_kind(group, optimizer) for group in made.groups]
+    kinds = [param_groups.described(group, optimizer) for group in made.groups]
     if len({*kinds}) > 1:
         for kind in dict.fromkeys(kinds):
             alike = (g for g, own in zip(made.groups, kinds, strict=True) if own == kind)
             yield f"{kind} on: {_summary(names, alike)}"
-
-
-def _kind(group: ParamGroup, optimizer: str) -> str:
-    """A group's optimizer type and its own hyper-parameters: "AdamW, lr=1e-4"."""
-    own = {k: v for k, v in group.items() if k not in ("params", "name", "type", "weight_decay")}
-    return ", ".join([group.get("type", optimizer), *(f"{k}={v}" for k, v in own.items())])
 
 
 def _summary(names: Names, groups: Iterable[ParamGroup]) -> str:

@@ -53,7 +53,9 @@ class Int8Weight:
     ) -> None:
         self.start, self.partition = start, partition
         self.values = weight.detach().to(device or weight.device).contiguous().data
-        n = weight.numel()
+        storage, n = self.values.untyped_storage(), weight.numel()
+        if not storage.resizable() or storage.nbytes() != self.values.nbytes:
+            self.values = self.values.clone()  # of a mapped file, or a part of a larger tensor
         self.stored = self.values.new_empty(nbytes(n), dtype=torch.int8)
         self.codes, self.scales = self.stored[:n], self.stored[n:].view(self.values.dtype)
         nan = self.values.new_full((), torch.nan)

@@ -165,7 +165,9 @@ class BucketOptimizer(ParamTable):
 
         Raises:
             ValueError: a state does not fit its parameter.
+            RuntimeError: as of ``refuse_replaced``.
         """
+        self.refuse_replaced(kept)
         for on_device in by_device(updates):
             for u in on_device:
                 state_checks.make_or_check(self, u)
@@ -174,6 +176,17 @@ class BucketOptimizer(ParamTable):
                 rule, state = self.rule_of(u.param), self.state[u.param]
                 generators += projected_grads.accumulate(rule, u, state, self.offload, kept, dtype)
             lockstep.run(generators, all_reduce)
+
+    def refuse_replaced(self, kept: Mapping[Tensor, KeptGrad]) -> None:
+        """Raises RuntimeError if a state is no longer that by which gradients were projected."""
+        for param, grad in kept.items():
+            if self.state.get(param) is not grad.state or param.dtype != grad.param_dtype:
+                raise RuntimeError(
+                    f'gradient_policy = "projected": the state or the dtype of {self.name(param)} '
+                    "was replaced between backward and the end of the step, and gradients were "
+                    "projected by the old one. Replace it between steps; to discard this step, "
+                    "call zero_grad()."
+                )
 
     def drop_unstepped(self, params: Iterable[Tensor]) -> None:
         """Drops the states of parameters that were never stepped."""

@@ -105,6 +105,12 @@ def stand_ins(entry: RuleEntry, given: Keys) -> Grouped:
     return Grouped([{"params": [p], **own} for p, own in zip(matrices, keys, strict=True)], hypers)
 
 
+def described(group: ParamGroup, optimizer: str) -> str:
+    """Returns a group's optimizer type and its own hyper-parameters: "AdamW, lr=1e-4"."""
+    own = {k: v for k, v in group.items() if k not in ("params", "name", "type", "weight_decay")}
+    return ", ".join([group.get("type", optimizer), *(f"{k}={v}" for k, v in own.items())])
+
+
 def _named(entry: RuleEntry, groups: Sequence[ParamGroup], decay: float) -> list[ParamGroup]:
     """Gives groups unique names for metrics: "AdaLomo", "AdaLomo_no_decay", "lora_"."""
     names: Counter[str] = Counter()

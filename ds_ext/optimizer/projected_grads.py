@@ -47,6 +47,8 @@ class KeptGrad:
     """The projected gradients of a parameter: one, or one for each expert of a stack."""
 
     numel_of_run: int
+    state: dict[str, Any]  # of the parameter, with its projection
+    param_dtype: torch.dtype
     parts: dict[int, KeptProjection] = field(default_factory=dict)
 
     @property
@@ -105,7 +107,7 @@ def accumulate(
         kept: the projected gradients of the step so far, by parameter.
         dtype: of kept numbers; None: that of the projection.
     """
-    parts = kept.setdefault(u.param, KeptGrad(u.g.numel())).parts
+    parts = kept.setdefault(u.param, KeptGrad(u.g.numel(), state, u.param.dtype)).parts
     matrices, states = [(slice(None), u.shard)], [state]
     if expert_stacks.EXPERTS in state:
         matrices = [*expert_stacks.split(u.shard)]

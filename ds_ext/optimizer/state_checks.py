@@ -103,8 +103,8 @@ def check_state(
     except StateMismatch as why:
         raise ValueError(
             f"{type(table).__name__}: the state of {table.name(param)} does not fit it: "
-            f"{why}. If you resized the parameter or edited its state, delete the state: "
-            "del optimizer.state[param]."
+            f"{why}. If you resized the parameter, edited its state, or changed a hyper-parameter "
+            "that decides the state, such as rank, delete the state: del optimizer.state[param]."
         ) from None
 
 

@@ -22,6 +22,10 @@ WRONG: dict[str, dict[str, Any]] = {
     "prescale_gradients": RIGHT | {"prescale_gradients": True},
     "zero_optimization.stge": RIGHT | {"zero_optimization": {"stge": 3}},
     "train_batch_size": RIGHT | {"train_batch_size": 7},
+    "ds_ext.batch_splits = 2 has no effect under": {
+        "optimizer": {"type": "AdamW"},
+        "ds_ext": {"batch_splits": 2},
+    },
     "ds_ext.clip_mode is 'previos'": RIGHT | {"ds_ext": {"clip_mode": "previos"}},
 }
 

@@ -339,6 +339,10 @@ def test_with_a_model_it_is_told_what_steps_which_parameters(tmp_path, capsys):
     (apollo,) = (note for note in notes if note.startswith("note: APOLLO on"))
     (adamw,) = (note for note in notes if note.startswith("note: AdamW on"))
     assert "layers.*.mlp.up_proj.weight (2)" in apollo and "model.norm.weight" in adamw
+    galore = configs.make("galoreadamw", 2)
+    _, notes = checked(galore, tmp_path, capsys, "--model", tmp_path)
+    (adamw,) = (note for note in notes if "GaLoreAdamW, rank=None on" in note)
+    assert "model.norm.weight" in adamw and "up_proj" not in adamw
     config["optimizer"]["params"]["target_modules"] = ["q_porj"]
     (error,) = checked(config, tmp_path, capsys, "--model", tmp_path)[0]
     assert 'Did you mean "q_proj"?' in error
@@ -411,7 +415,36 @@ def test_optimizers_of_others_are_noted(tmp_path, capsys):
 ONE_CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}
 OFFLOADED = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
 GROUP = {"match": "head", "type": "AdamW", "lr": 1e-4}
+PROJECTED = {"ds_ext": {"gradient_policy": "projected"}}
+INT8 = {"ds_ext": {"weight_storage": "int8"}}
 WITHOUT_MODEL = {
+    "nothing to project": (PROJECTED, ["no parameter of this AdaLomo has a step that needs only"]),
+    "no low-rank space": (
+        PROJECTED | {"optimizer": {"type": "GaLoreAdamW", "params": {"rank": None}}},
+        ["no parameter of this GaLoreAdamW"],
+    ),
+    "something to project": (PROJECTED | {"optimizer": {"type": "GaLoreAdamW"}}, []),
+    "int8 with more bits": (
+        INT8 | optimizer(weight_update="master"),
+        ["weight_update = 'master' does not support weights that are stored in 8 bits"],
+    ),
+    "int8 with averages": (INT8 | optimizer(ema_decay=0.9), ["ema_decay = 0.9 does not support"]),
+    "int8, and groups with more bits": (
+        INT8 | optimizer(param_groups=[GROUP | {"weight_update": "master"}]),
+        [],
+    ),
+    "our section under DeepSpeed's": (
+        INT8 | {"optimizer": {"type": "AdamW"}},
+        ["ds_ext.weight_storage = 'int8' has no effect under AdamW"],
+    ),
+    "a key of our section under DeepSpeed's": (
+        {"ds_ext": {"polcy": 1}, "optimizer": {"type": "AdamW"}},
+        ["unknown key ds_ext.polcy"],
+    ),
+    "defaults under DeepSpeed's": (
+        {"ds_ext": {"batch_splits": 1}, "optimizer": {"type": "AdamW"}},
+        [],
+    ),
     "no state to offload": (
         OFFLOADED,
         ["almost no optimizer state to offload. With these settings AdaLomo"],

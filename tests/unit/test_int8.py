@@ -292,6 +292,27 @@ def test_state_dicts_have_bf16_copies_and_share_tied_weights():
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
+@pytest.mark.parametrize("kind", ["a mapped file", "parts of one tensor"])
+def test_weights_whose_memory_is_not_their_own_are_stored(kind, tmp_path):
+    """As from_pretrained loads them on a CPU."""
+    own = made()
+    expected = {n: p.detach().clone() for n, p in own.named_parameters()}
+    if kind == "a mapped file":
+        torch.save(expected, tmp_path / "weights")
+        parts = torch.load(tmp_path / "weights", mmap=True)
+    else:
+        whole = torch.cat([p.flatten() for p in expected.values()])
+        sizes = [p.numel() for p in expected.values()]
+        parts = dict(zip(expected, whole.split(sizes), strict=True))
+    for name, p in own.named_parameters():
+        p.data = parts[name].view_as(p)
+    ds_ext.store_int8(own)
+    other = made()
+    ds_ext.store_int8(other)
+    for (name, x), y in zip(own.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(x, y), name
+
+
 def test_training_learns():
     model = made()
     ds_ext.store_int8(model)

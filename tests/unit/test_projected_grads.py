@@ -1,7 +1,9 @@
 """Gradients that are kept projected, on simulated ranks and in one process."""
 
+import copy
 import gc
 import logging
+import math
 
 import pytest
 import torch
@@ -189,6 +191,52 @@ def test_a_discarded_first_step_leaves_no_state():
     assert torch.equal(weights(own), weights(other))
 
 
+def test_a_bad_gradient_of_several_micro_batches_is_counted_once(caplog):
+    own, fused = fit("projected", 1, steps=0, made=model(bias=False))
+    for _ in range(3):
+        own(batch(0) * float("nan")).square().mean().backward()
+    fused.optimizer.step()
+    assert fused.metrics["skipped_parameters"] == 2 and fused.skipped_steps == 1
+    assert not math.isfinite(fused.norm)
+    assert caplog.text.count("0.weight") == 1
+
+
+def reload(module, optimizer):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def delete(module, optimizer):
+    del optimizer.state[module[2].weight]
+
+
+def double(module, optimizer):
+    module.double()
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("replace", [reload, delete, double])
+def test_a_projection_that_was_replaced_in_a_step_is_refused(replace, is_last):
+    """The gradients so far were projected by the old one; zero_grad() drops them."""
+    own, fused = fit("projected", 1, steps=1)
+
+    def end_step():
+        x = batch(1).to(own[0].weight.dtype)
+        if not is_last:
+            own(x).square().mean().backward()
+        fused.optimizer.step()
+
+    own(batch(0)).square().mean().backward()
+    replace(own, fused.optimizer)
+    before = weights(own)
+    with pytest.raises(RuntimeError, match=r"state or the dtype of .*weight was replaced"):
+        end_step()
+    assert torch.equal(weights(own), before)
+    fused.optimizer.zero_grad()
+    own(batch(2).to(before.dtype)).square().mean().backward()
+    fused.optimizer.step()
+    assert not torch.equal(weights(own), before) and weights(own).isfinite().all()
+
+
 def test_the_norm_is_of_the_projections():
     own, fused = fit("projected", 1, steps=0)
     own(batch(0)).square().mean().backward()
@@ -239,9 +287,11 @@ def test_experts_are_projected_one_by_one():
 
 
 def test_what_cannot_be_honoured_is_refused():
-    for how in ({"max_grad_norm": 1.0}, {"clip_value": 0.1}):
-        key = next(iter(how))
-        with pytest.raises(ValueError, match=f'"projected" keeps projections.*set {key} to 0'):
+    for how, words in (
+        ({"max_grad_norm": 1.0}, "max_grad_norm=0"),
+        ({"clip_value": 0.1}, "clip_value to 0"),
+    ):
+        with pytest.raises(ValueError, match=f'"projected" keeps projections.*set {words}, or'):
             fit("projected", 1, **how)
     for optimizer in (ds_ext.AdamW, ds_ext.APOLLO):
         own = model(bias=False)
