@@ -19,9 +19,8 @@ from torch import nn
 
 from ds_ext.backward import error_texts, int8_weights
 from ds_ext.backward.gradient_config import CONFIG
-from ds_ext.config import config_checks
+from ds_ext.config import config_checks, parsing
 from ds_ext.config.parsing import lookup, section, without_auto
-from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named, param_groups
 from ds_ext.optimizer.model_view import ModelView, at_zero, summary
 from ds_ext.optimizer.param_groups import Grouped
@@ -154,7 +153,7 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
         report.problems += _own_problems(config, optimizer)
     elif report.other is not None:
         with report.noting():
-            report.problems += config_checks.unread(config, report.other)
+            report.problems += parsing.unread(config, report.other)
     states = [] if optimizer is None else _states(config, optimizer)
     report.unchecked += _unchecked(config, model, ranks)
     if importlib.util.find_spec("deepspeed") is None:
@@ -285,7 +284,7 @@ def _own_problems(config: dict[str, Any], optimizer: RuleOptimizer) -> Iterator[
         own = section(config)
     except ValueError:
         return  # ``config_checks.problems`` yields it
-    shards = {p: Shard.whole(p.shape) for p in optimizer.group_of}
+    shards = {p: optimizer.shard(p) for p in optimizer.group_of}
     if own.gradient_policy == "projected" and not optimizer.projected(shards):
         yield error_texts.not_projected(type(optimizer).__name__, CONFIG)
     if own.weight_storage:

@@ -3,13 +3,11 @@
 The engine raises the first problem. ``python -m ds_ext check`` prints all problems.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from ds_ext.backward.gradient_config import ConfigSection
 from ds_ext.config import parsing
 from ds_ext.config.parsing import lookup, without_auto
 from ds_ext.ops import weight_update
@@ -75,21 +73,6 @@ def ignored(config: dict[str, Any]) -> Iterator[str]:
             yield (
                 f'zero_optimization: {", ".join(unread)} have no effect where device is "cpu": '
                 "DeepSpeed has them for NVMe and its own CPU optimizer."
-            )
-
-
-def unread(config: dict[str, Any], optimizer: str) -> Iterator[str]:
-    """Yields a message for each setting of ds_ext under an ``optimizer`` that is not its own.
-
-    Raises:
-        ValueError: as of ``parsing.section``.
-    """
-    own, default = parsing.section(config), ConfigSection()
-    for key in (f.name for f in dataclasses.fields(own)):
-        if (value := getattr(own, key)) != getattr(default, key):
-            yield (
-                f"ds_ext.{key} = {value!r} has no effect under {optimizer}, which is no optimizer "
-                'of ds_ext: remove it, or name one, such as "ds_ext.AdamW", in optimizer.type.'
             )
 
 

@@ -1,6 +1,8 @@
 """Parses the DeepSpeed config settings that ds_ext uses."""
 
+import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,6 +47,21 @@ def section(config: dict[str, Any]) -> ConfigSection:
     if not isinstance(given, dict):
         raise ValueError(f'ds_ext is {given!r}; allowed: a section, {{"gradient_policy": ...}}.')
     return ConfigSection(**hyperparams.check(ConfigSection, given, "ds_ext"))
+
+
+def unread(config: dict[str, Any], optimizer: str) -> Iterator[str]:
+    """Yields a message for each setting of ds_ext under an ``optimizer`` that is not its own.
+
+    Raises:
+        ValueError: as of ``section``.
+    """
+    own, default = section(config), ConfigSection()
+    for key in (f.name for f in dataclasses.fields(own)):
+        if (value := getattr(own, key)) != getattr(default, key):
+            yield (
+                f"ds_ext.{key} = {value!r} has no effect under {optimizer}, which is no optimizer "
+                'of ds_ext: remove it, or name one, such as "ds_ext.AdamW", in optimizer.type.'
+            )
 
 
 def gradients(

@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from pydantic import ValidationError
 
 from ds_ext.backward import foreign_grads, fuse, int8_weights, norm_prepass, owners
-from ds_ext.config import config_checks, override
+from ds_ext.config import config_checks, override, parsing
 from ds_ext.distributed.rank_failure import explained
 from ds_ext.engine import (
     deepspeed_config,
@@ -116,7 +116,7 @@ def _configure_distributed_model(original: Method, engine: DeepSpeedEngine, mode
             forward.apply(engine, model)
     elif other := optimizers.name_of_other(engine):
         with rank_logging.traceback_once():
-            config_checks.raise_first(config_checks.unread(engine._config._param_dict, other))
+            config_checks.raise_first(parsing.unread(engine._config._param_dict, other))
     owners.check_finished(model.parameters())
     with explained():
         original(engine, model)

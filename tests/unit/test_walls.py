@@ -25,7 +25,7 @@ WALLS = {
     "checkpoint": "ops optimizer",
     "config": "ops backward",
     "engine": "ops rules distributed optimizer forward backward checkpoint config",
-    "commands": "__init__ rules optimizer config planner engine",
+    "commands": "__init__ rules optimizer backward config planner engine",
     "planner": "__init__ ops distributed optimizer forward backward config",
     "axolotl": "",
     "ms_swift": "optimizer engine",
