@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, StrictBool
 
 from ds_ext import hyperparams
 from ds_ext.distributed import consensus
@@ -25,7 +25,7 @@ PolicyName = Annotated[
 ClipMode = Annotated[Literal["exact", "previous"], Field(description='"exact" or "previous"')]
 
 WeightStorageName = Annotated[Literal["int8"], Field(description='"int8"')]
-Chunks = Annotated[bool | Count, Field(description="true, false or a whole number > 0")]
+Chunks = Annotated[StrictBool | Count, Field(description="true, false or a whole number > 0")]
 SumGroups = Annotated[Size | Literal["host"], Field(description='a whole number >= 0 or "host"')]
 
 

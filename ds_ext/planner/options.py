@@ -25,6 +25,7 @@ ALL = "all"
 KEYS = {
     "stage": "zero_optimization.stage",
     "shard_size": "ds_ext.shard_size",
+    "accumulate": "ds_ext.gradient_policy",
     "weight_storage": "ds_ext.weight_storage",
     "dtype": "bf16.enabled",
     "optimizer": "optimizer.type",

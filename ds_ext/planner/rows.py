@@ -112,6 +112,15 @@ class MemoryPlan:
             rules = memory.rules_of(optimizer, self.model, asked.params)
         except ValueError as error:
             raise ValueError(f"{asked.spelled('params')}: {error}") from None
+        is_projected = asked.accumulates == "projected" and asked.optimizer != options.ALL
+        whole, projected = (
+            memory.kept_gradients(rules, self.shapes, 1, x) for x in ("sharded", "projected")
+        )
+        if is_projected and whole == projected:
+            raise ValueError(
+                f"{asked.spelled('accumulate')} projected: no gradient of {optimizer.__name__} is "
+                "projected, as those of GaLoreAdamW with a rank are. Use sharded."
+            )
         if asked.stage == options.FSDP2:
             yield self._by_fsdp2(optimizer, rules)
             return

@@ -89,6 +89,7 @@ def test_what_is_offloaded_is_not_on_the_device(folder, capsys):
 @pytest.mark.parametrize(
     "options, words",
     [
+        (["--accumulate", "projected", "--optimizer", "lomo"], "no gradient of LOMO is projected"),
         (["--offload-param"], "--stage 3"),
         (["--offload-param", "--stage", "2"], "--stage 3"),
         (["--offload-optimizer", "--optimizer", "adalomo"], "next to no state"),
