@@ -4,6 +4,7 @@ Without a GPU tensors of the CPU stand for its tensors. Not in the times then: c
 memory, and what an operation of torch takes to launch.
 """
 
+import gc
 import importlib.util
 import itertools
 import statistics
@@ -91,6 +92,7 @@ def in_backward(name: str, rounds: int) -> dict[str, object]:
     """What the host takes of a step inside backward."""
     found: dict[str, object] = {"optimizer": OPTIMIZERS[name].__name__}
     for label, size in (("", BUCKET), ("of a matrix: ", 1)):
+        gc.collect()  # earlier models, whose owners this step would ask
         with doing_nothing():
             params = weights()
             model = nn.ParameterList(params)
