@@ -348,8 +348,8 @@ FAULTS = (
     ),
     Fault(
         "backward/receivers.py",
-        "factor = factor or state.reader.unscale(placement) * state.coefficient",
-        "factor = factor or state.reader.unscale(placement)",
+        "factor = state.reader.unscale(placement) * state.coefficient",
+        "factor = state.reader.unscale(placement)",
         "distributed/test_training.py -k clip-stage3",
     ),
     Fault(

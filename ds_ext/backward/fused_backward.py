@@ -77,7 +77,7 @@ class FusedBackward:
             bool(self.stepper.projected(optimizer.group_of))
         ):
             raise ValueError(error_texts.not_projected(type(optimizer).__name__, grad_config.words))
-        self._begin_step()
+        self.state = StepState(self.reader)
         self.norm: float | None = None
         self.skipped = self.skipped_steps = 0
         self.metrics: dict[str, float] = {}
@@ -237,7 +237,6 @@ class FusedBackward:
             state.reduce_norm(self.clipping)
             if not state.overflow:
                 self._step_kept(state)
-        self.optimizer.drop_unstepped(state.projected)
         self._begin_step()
         if state.is_empty:
             return None
@@ -245,7 +244,8 @@ class FusedBackward:
         return self._report(state)
 
     def _begin_step(self, kept: Mapping[Tensor, ReducedGrad] | None = None) -> None:
-        """Begins a new step, with the gradients ``kept``."""
+        """Ends the state of the step before, and begins a new step with the gradients ``kept``."""
+        self.optimizer.drop_unstepped(self.state.projected)
         self.state = StepState(self.reader, dict(kept or {}))
 
     @torch.no_grad()
@@ -271,7 +271,6 @@ class FusedBackward:
             return
         had_begun, self.is_asked = self.is_begun, False
         self.buckets.discard()
-        self.optimizer.drop_unstepped(self.state.projected)
         self._begin_step()
         if self.optimizer.update_stats is not None:
             self.optimizer.update_stats.clear()

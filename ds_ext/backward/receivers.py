@@ -158,7 +158,8 @@ class Stepper:
 
         Gradients are multiplied by ``factor``; by default they are averaged and clipped.
         """
-        factor = factor or state.reader.unscale(placement) * state.coefficient
+        if factor is None:
+            factor = state.reader.unscale(placement) * state.coefficient
         replicas = self.layout.num_replicas(placement)
         for param in params:
             shard, grad = self.layout.shard(param), grads[param]

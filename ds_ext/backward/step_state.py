@@ -55,7 +55,6 @@ class StepState:
     is_measured: bool = False  # whether the norm of the next backward pass was measured
     used_up: set[Tensor] = field(default_factory=set)  # parameters whose gradient was taken
     stepped: int = 0  # number of parameters
-    overflow: bool = False  # whether a gradient was bad
     bad: list[str] = field(default_factory=list)  # names of the parameters of bad gradients
     suspects: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameter, is bad []
     flags: DeviceGradFlags | None = None  # what kernels find, until the host reads it
@@ -65,6 +64,11 @@ class StepState:
     def is_empty(self) -> bool:
         """Whether no gradient has come."""
         return self.square is None and not self.flags and not self.flagged_square
+
+    @property
+    def overflow(self) -> bool:
+        """Whether a gradient was bad."""
+        return bool(self.bad)
 
     @property
     def keeps(self) -> Set[Tensor]:
@@ -96,9 +100,9 @@ class StepState:
 
     def measurable(self) -> dict[Tensor, ReducedGrad]:
         """Returns kept gradients. Those of projected ones have only their sum of squares."""
-        empty = {p: x.values[0][:0] for p, x in self.projected.items()}
-        squares = {p: x.square() for p, x in self.projected.items()}
-        return self.kept | {p: ReducedGrad(empty[p], square=squares[p]) for p in empty}
+        return self.kept | {
+            p: ReducedGrad(x.values[0][:0], square=x.square()) for p, x in self.projected.items()
+        }
 
     def begin_flags(self) -> DeviceGradFlags:
         """Returns the flags of this step, with a place for each parameter of the model."""
@@ -158,7 +162,6 @@ class StepState:
     def _flag(self, names: Iterable[str]) -> None:
         """Records parameters with bad gradients, each once."""
         self.bad = [*dict.fromkeys((*self.bad, *names))]
-        self.overflow |= bool(self.bad)
 
     def _add(self, square: Tensor) -> None:
         self.square = square if self.square is None else self.square + square

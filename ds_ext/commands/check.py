@@ -20,7 +20,7 @@ from torch import nn
 from ds_ext.backward import error_texts, int8_weights
 from ds_ext.backward.gradient_config import CONFIG
 from ds_ext.config import config_checks, parsing
-from ds_ext.config.parsing import lookup, section, without_auto
+from ds_ext.config.parsing import lookup, without_auto
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named, param_groups
 from ds_ext.optimizer.model_view import ModelView, at_zero, summary
 from ds_ext.optimizer.param_groups import Grouped
@@ -177,23 +177,23 @@ def _filled(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     config, autos = copy.deepcopy(config), []
     for key in (*_FILLED, *_DROPPED):
         *path, last = key.split(".")
-        within = lookup(config, ".".join(path)) if path else config
-        if isinstance(within, dict) and within.get(last) == "auto":
+        section = lookup(config, ".".join(path)) if path else config
+        if isinstance(section, dict) and section.get(last) == "auto":
             autos.append(key)
-            del within[last]
+            del section[last]
             if key in _FILLED:
-                within[last] = _FILLED[key]
+                section[last] = _FILLED[key]
     return config, autos
 
 
 def _optimizer(config: dict[str, Any], report: Report) -> str | None:
     """The key of our optimizer that a config names, or None."""
-    given = config.get("optimizer")
-    kind = given.get("type") if isinstance(given, dict) else None
-    if given is None:
+    section = config.get("optimizer")
+    kind = section.get("type") if isinstance(section, dict) else None
+    if section is None:
         report.notes.append("no optimizer is named: the script has to give one")
     elif not isinstance(kind, str):
-        report.problems.append(f'optimizer is {given!r}; allowed: {{"type": ..., "params": ...}}')
+        report.problems.append(f'optimizer is {section!r}; allowed: {{"type": ..., "params": ...}}')
     else:
         with report.noting():
             ours = _whose(kind)
@@ -281,7 +281,7 @@ def _states(config: dict[str, Any], optimizer: RuleOptimizer) -> list[tuple[Any,
 def _own_problems(config: dict[str, Any], optimizer: RuleOptimizer) -> Iterator[str]:
     """Yields the settings of the section "ds_ext" that the optimizer does not support."""
     try:
-        own = section(config)
+        own = parsing.section(config)
     except ValueError:
         return  # ``config_checks.problems`` yields it
     shards = {p: optimizer.shard(p) for p in optimizer.group_of}

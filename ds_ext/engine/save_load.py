@@ -162,7 +162,7 @@ def _on_first_rank(engine: DeepSpeedEngine, action: Callable[[], T]) -> T | None
 
 
 def _check_complete(fused: FusedBackward) -> None:
-    """Raises RuntimeError if an unfinished step has already updated weights."""
+    """Raises RuntimeError if an unfinished step has updated weights or projected gradients."""
     fused.optimizer.refuse_exchanged()
     state = fused.state
     is_measured = state.square is not None and not state.kept

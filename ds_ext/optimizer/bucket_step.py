@@ -304,8 +304,7 @@ def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> 
         g = u.g.parts[0] if isinstance(u.g, KeptGrad) else u.g
         return sections.steps(rule, p, g, state, t, u.shard, measured, e)
     begun = []
-    experts = state[expert_stacks.EXPERTS].values()
-    for i, (s, (run, shard)) in enumerate(zip(experts, expert_stacks.split(u.shard), strict=True)):
+    for i, (run, shard, s) in enumerate(expert_stacks.matrices(u.shard, state)):
         own = weight_update.part(p, run)
         g = u.g.parts[i] if isinstance(u.g, KeptGrad) else expert_stacks.part(u.g, run)
         e = ema.average(s, rule, number, t, first + run.start)

@@ -7,7 +7,7 @@ element. A weight that is not stepped does not advance its average. If a weight 
 includes it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -113,16 +113,6 @@ def _advancing(
         ops.apply_(e, u, shard, lr=weight, weight_decay=1.0)  # type: ignore[arg-type]
 
 
-def states(shard: Shard, state: dict[str, Any]) -> Iterator[tuple[slice, dict[str, Any]]]:
-    """Yields the states of a parameter that hold averages, and the elements of its run for each."""
-    if expert_stacks.EXPERTS not in state:
-        yield slice(0, len(shard)), state
-        return
-    experts = state[expert_stacks.EXPERTS].values()
-    for (run, _), s in zip(expert_stacks.split(shard), experts, strict=True):
-        yield run, s
-
-
 def start_or_drop(
     rule: Any, shard: Shard, state: dict[str, Any], run: Callable[[], Tensor]
 ) -> None:
@@ -135,7 +125,8 @@ def start_or_drop(
             not keep is removed.
         run: returns these weights, [len(shard)].
     """
-    missing = [(at, s) for at, s in states(shard, state) if rule.ema_decay and EMA not in s]
+    matrices = [(at, s) for at, _, s in expert_stacks.matrices(shard, state)]
+    missing = [(at, s) for at, s in matrices if rule.ema_decay and EMA not in s]
     if missing:
         p = run()
         w = weight_update.values(p, state, Shard.whole((len(p),)))
@@ -143,5 +134,5 @@ def start_or_drop(
         for at, s in missing:
             s[EMA] = w[at].to(p.device, dtype, copy=True)
     elif not rule.ema_decay:
-        for _, s in states(shard, state):
+        for _, s in matrices:
             s.pop(EMA, None)

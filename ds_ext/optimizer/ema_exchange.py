@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_ext.distributed.layout import Layout
-from ds_ext.optimizer import ema, host_offload, plain_step
+from ds_ext.optimizer import ema, expert_stacks, host_offload, plain_step
 from ds_ext.optimizer.param_table import ParamTable
 
 BUCKET_ELEMENTS = 2**24  # weights that are exchanged before they are sent to other ranks
@@ -77,7 +77,7 @@ def _exchange_one(
 ) -> None:
     run = table.local_run(param) if layout is None else layout.run(param)
     shard, state = table.shard(param), table.state[param]
-    pairs = [(run[at], s[ema.EMA]) for at, s in ema.states(shard, state)]
+    pairs = [(run[at], s[ema.EMA]) for at, _, s in expert_stacks.matrices(shard, state)]
     is_back, copy, stored = param in copies, copies.pop(param, None), None
     dtypes = run.dtype, pairs[0][1].dtype
     if dtypes[0] == dtypes[1] or dtypes == (torch.bfloat16, torch.float32):

@@ -7,7 +7,7 @@ run that lies in the expert, which may be empty. Its state is kept under its num
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -68,6 +68,15 @@ def split(shard: Shard) -> tuple[tuple[slice, Shard], ...]:
         at = slice(places[0].first, places[0].first + places[0].width) if places else slice(0, 0)
         parts.append((at, expert.shard(shard, i)))
     return tuple(parts)
+
+
+def matrices(shard: Shard, state: dict[str, Any]) -> Iterator[tuple[slice, Shard, dict[str, Any]]]:
+    """Yields the run, the shard and the state of a parameter, or of each expert of a stack."""
+    if EXPERTS not in state:
+        yield slice(0, len(shard)), shard, state
+        return
+    for (run, own), s in zip(split(shard), state[EXPERTS].values(), strict=True):
+        yield run, own, s
 
 
 def state_spec(rule: Any, shard: Shard, first: int = 0) -> Parts:

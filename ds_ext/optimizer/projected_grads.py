@@ -108,10 +108,6 @@ def accumulate(
         dtype: of kept numbers; None: that of the projection.
     """
     parts = kept.setdefault(u.param, KeptGrad(u.g.numel(), state, u.param.dtype)).parts
-    matrices, states = [(slice(None), u.shard)], [state]
-    if expert_stacks.EXPERTS in state:
-        matrices = [*expert_stacks.split(u.shard)]
-        states = [*state[expert_stacks.EXPERTS].values()]
     key, t = rule.projection_key, state["step"] + 1
 
     def add(number: int, s: dict[str, Any], g: ops.Gradient, shard: Shard) -> StepGenerator:
@@ -130,7 +126,7 @@ def accumulate(
             own = values.to(dtype or values.dtype, copy=True)
             parts[number] = KeptProjection(r.values.shape, r.dtype, own)
 
-    for i, ((run, shard), s) in enumerate(zip(matrices, states, strict=True)):
+    for i, (run, shard, s) in enumerate(expert_stacks.matrices(u.shard, state)):
         yield add(i, s, expert_stacks.part(u.g, run), shard)
 
 

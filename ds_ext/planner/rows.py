@@ -17,6 +17,7 @@ from ds_ext.planner.memory import MemoryUse
 from ds_ext.planner.options import DTYPES, PlanOptions
 
 GIB = 2**30
+POLICIES = ("sharded", "projected")  # that keep gradients
 
 
 @dataclass(frozen=True)
@@ -112,15 +113,14 @@ class MemoryPlan:
             rules = memory.rules_of(optimizer, self.model, asked.params)
         except ValueError as error:
             raise ValueError(f"{asked.spelled('params')}: {error}") from None
-        is_projected = asked.accumulates == "projected" and asked.optimizer != options.ALL
-        whole, projected = (
-            memory.kept_gradients(rules, self.shapes, 1, x) for x in ("sharded", "projected")
-        )
-        if is_projected and whole == projected:
-            raise ValueError(
-                f"{asked.spelled('accumulate')} projected: no gradient of {optimizer.__name__} is "
-                "projected, as those of GaLoreAdamW with a rank are. Use sharded."
-            )
+        if asked.accumulates == "projected" and asked.optimizer != options.ALL:
+            whole, least = (memory.kept_gradients(rules, self.shapes, 1, x) for x in POLICIES)
+            if whole == least:
+                name = optimizer.__name__
+                raise ValueError(
+                    f"{asked.spelled('accumulate')} projected: no gradient of {name} is projected, "
+                    "as those of GaLoreAdamW with a rank are. Use sharded."
+                )
         if asked.stage == options.FSDP2:
             yield self._by_fsdp2(optimizer, rules)
             return

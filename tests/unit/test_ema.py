@@ -10,7 +10,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ds_ext
 from ds_ext.backward.fuse import fuse_into_backward
-from ds_ext.optimizer import OPTIMIZERS, ema, ema_exchange
+from ds_ext.optimizer import OPTIMIZERS, ema_exchange
+from ds_ext.optimizer.expert_stacks import matrices
 from ds_ext.planner import memory
 from tests.common import paths
 from tests.common.choose import params
@@ -79,7 +80,7 @@ def averages(optimizer, model):
     """The averages by name, in fp64."""
     found = {}
     for name, param in model.named_parameters():
-        states = [s for _, s in ema.states(optimizer.shard(param), optimizer.state[param])]
+        states = [s for *_, s in matrices(optimizer.shard(param), optimizer.state[param])]
         found[name] = torch.cat([s["ema"] for s in states]).double().view(param.shape).cpu()
     return found
 
@@ -433,7 +434,7 @@ def test_an_average_may_start_and_end_later(rule, how, is_fused):
         group["ema_decay"] = 0.0
     train(model, optimizer, range(1))
     shards = [(optimizer.shard(p), s) for p, s in optimizer.state.items()]
-    assert not any("ema" in s for shard, state in shards for _, s in ema.states(shard, state))
+    assert not any("ema" in s for shard, state in shards for *_, s in matrices(shard, state))
 
 
 def test_state_dicts_hold_the_average_and_older_ones_load_without():
