@@ -27,7 +27,7 @@ def projected_numel(rule: Any, shard: Shard, is_stack: bool) -> int:
         shard: a run of the parameter. The result is the same for each run.
         is_stack: whether the parameter stacks experts, which are projected one by one.
     """
-    if not isinstance(rule, ProjectingRule) or not shard.numel:
+    if not hasattr(rule, "step_projected") or not shard.numel:  # no ``ProjectingRule``
         return 0
     shards = [own for _, own in expert_stacks.split(shard)] if is_stack else [shard]
     return sum(map(rule.projected_numel, shards))

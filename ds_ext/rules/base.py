@@ -8,7 +8,7 @@ partial sums and receives the totals over all ranks.
 import difflib
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,7 +58,6 @@ class ProjectedGrad(NamedTuple):
     dtype: torch.dtype  # of the gradient's elements in matrix products
 
 
-@runtime_checkable
 class ProjectingRule(Rule, Protocol):
     """A rule that reads only a linear projection of some gradients, so that these add up in it.
 

@@ -65,7 +65,10 @@ def test_any_number_has_the_bits_of_the_ops(name, hypers, monkeypatch):
             assert found.equal(want), (path, (found != want).nonzero().view(-1)[:9])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="approximations are those of a GPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="it replaces the approximations of the interpreter, which a GPU does not use",
+)
 @pytest.mark.parametrize("toward", [-np.inf, np.inf])
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 def test_bits_do_not_depend_on_the_last_bit_of_approximations(toward, monkeypatch):
