@@ -4,6 +4,7 @@ Without a GPU tensors of the CPU stand for its tensors. Not in the times then: c
 memory, and what an operation of torch takes to launch.
 """
 
+import ctypes
 import gc
 import importlib.util
 import itertools
@@ -23,7 +24,7 @@ import ds_ext
 from benchmarks.memory import LLAMAS, shapes_of
 from ds_ext.backward import gradient_config
 from ds_ext.ops.executors.native import native_table
-from ds_ext.ops.executors.triton import devices, launches
+from ds_ext.ops.executors.triton import devices, launch_memory, launches
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, plain_step
 from ds_ext.optimizer.updates import RunUpdate
@@ -163,11 +164,20 @@ class Calls(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+def keep_freed_memory() -> None:
+    """Makes the host's allocator keep freed memory, as the allocator of a GPU does."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: which does not shrink
+
+
 @contextmanager
 def doing_nothing() -> Iterator[Counter[str]]:
     """Kernels are launched and do nothing; memory is not touched. Counts launches and copies."""
     counts: Counter[str] = Counter()
-    run = launches.launch_all
+    run, make = launches.launch_all, launch_memory.Memory._made
+    keep_freed_memory()
 
     def start(*args: object) -> None:
         counts["launches"] += 1
@@ -176,11 +186,18 @@ def doing_nothing() -> Iterator[Counter[str]]:
         counts["copies"] += 1
         run(*args)
 
+    def made(memory: launch_memory.Memory, which: int, n: int) -> Tensor:
+        """Memory of a step. Zeros would be written by a kernel."""
+        if which == launch_memory.SUMS:
+            return torch.empty(n, dtype=torch.float32, device=memory.device)
+        return make(memory, which, n)
+
     with (
         mock.patch.object(devices, "DEVICES", {DEVICE.type}),
         mock.patch.object(native_table, "is_available", lambda: False),
         mock.patch.object(launches, "launch_kernel", start),
         mock.patch.object(launches, "launch_all", copied),
         mock.patch.object(torch, "full", empty),  # states, of tens of gigabytes
+        mock.patch.object(launch_memory.Memory, "_made", made),
     ):
         yield counts

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ds_ext.ops.executors.triton import launch_memory
+from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
 
 Sums: TypeAlias = tuple[Tensor, ...]
 StepGenerator = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
@@ -22,12 +22,12 @@ class Generators(list[StepGenerator]):
     """The generators of a bucket's step whose passes are launched together.
 
     Args:
-        launch: launches the passes that the generators have asked for.
+        queue: launches the passes that the generators have asked for.
     """
 
-    def __init__(self, launch: Callable[[], None]) -> None:
+    def __init__(self, queue: LaunchQueue) -> None:
         super().__init__()
-        self.launch = launch
+        self.queue = queue
 
 
 def lockstep(generators: Iterable[StepGenerator]) -> FlatSums:
@@ -38,7 +38,9 @@ def lockstep(generators: Iterable[StepGenerator]) -> FlatSums:
     waiting = _advance_all(generators)
     while waiting:
         partial = [x for _, sums in waiting for x in sums]
-        flat = launch_memory.joined(partial)
+        flat = None
+        if isinstance(generators, Generators):
+            flat = generators.queue.memory.joined(partial)
         if flat is not None:  # the totals replace the sums
             total = yield flat
             if total is not flat:
@@ -69,7 +71,7 @@ def _advance_all(
         if sums is not None:
             waiting.append((generator, sums))
     if isinstance(generators, Generators):
-        generators.launch()
+        generators.queue.launch()
     return waiting
 
 

@@ -72,6 +72,7 @@ class Placement:
         num_replicas: how many ranks have, and update, the same run.
 
     Attributes:
+        is_summed: whether other ranks add to gradients.
         num_shards: the number of equal parts of a flat gradient.
         shard_index: the index of this rank's part.
         levels: adds up partial sums in two levels; None: the backend's all-reduce.
@@ -92,6 +93,7 @@ class Placement:
         self.group = group
         self.world = size_of(group)
         self.grad_divisor = grad_divisor or self.world
+        self.is_summed = max(self.world, self.grad_divisor) > 1
         self.statistics_group = statistics_group
         self.tensor_parallel_shards = tensor_parallel_shards or {}
         self.num_replicas = num_replicas
@@ -107,11 +109,6 @@ class Placement:
         """The groups of its collectives."""
         found = {self.group, self.statistics_group}
         return found if self.levels is None else found | {self.levels.inside, self.levels.across}
-
-    @property
-    def is_summed(self) -> bool:
-        """Whether other ranks add to gradients."""
-        return max(self.world, self.grad_divisor) > 1
 
     @property
     def is_divided(self) -> bool:

@@ -17,7 +17,7 @@ from ds_ext.ops import schema
 
 Bits = TypeVar("Bits", int, Tensor)
 MASK = 2**32 - 1
-_PRIME1 = np.uint64(schema.PRIME1)
+_PRIME1 = np.uint32(schema.PRIME1)
 
 
 def round_to_bf16(x: Tensor, key: int, start: int) -> Tensor:
@@ -64,11 +64,10 @@ def key(seed: int, number: int, step: int) -> int:
     return (_fold(seed) + number * schema.PRIME1 + step * schema.PRIME2) % 2**32
 
 
-def keys(seed: int, numbers: NDArray[np.uint64], step: int) -> NDArray[np.uint32]:
+def keys(seed: int, numbers: NDArray[np.uint32], step: int) -> NDArray[np.uint32]:
     """``key`` of several parameters, [n]."""
-    found = numbers * _PRIME1 + np.uint64(_fold(seed) + step * schema.PRIME2)
-    keyed: NDArray[np.uint32] = found.astype(np.uint32)
-    return keyed
+    found: NDArray[np.uint32] = numbers * _PRIME1 + np.uint32(key(seed, 0, step))
+    return found
 
 
 def add_noise_(bits: Tensor, key: int, start: int) -> None:
@@ -127,6 +126,7 @@ def shifted_noise(device: torch.device) -> Tensor:
     return torch.stack([table.roll(-s) for s in range(schema.NOISE_SHIFTS)]).to(device)
 
 
+@functools.cache
 def _fold(number: int) -> int:
     """The hash of an integer of any size, 32 bits at a time."""
     return hash_(number if number < 2**32 else _fold(number >> 32) ^ number % 2**32)

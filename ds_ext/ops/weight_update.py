@@ -121,7 +121,7 @@ def weights(
     runs: Runs,
     masters: Runs | None,
     how: RoundingConfig,
-    numbers: NDArray[np.uint64],
+    numbers: NDArray[np.uint32],
     t: int,
     norm_cache: Any = None,
 ) -> Weights:

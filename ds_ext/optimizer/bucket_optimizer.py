@@ -29,7 +29,7 @@ from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.plans import BucketPlans, are_batched
 from ds_ext.optimizer.projected_grads import KeptGrad
-from ds_ext.optimizer.updates import RunUpdate, StagedRun, by_device
+from ds_ext.optimizer.updates import RunUpdate, StagedBucket, by_device
 
 
 class BucketOptimizer(ParamTable):
@@ -204,8 +204,8 @@ class BucketOptimizer(ParamTable):
         Returns:
             The step. Run its ``generators`` to their end with the other ranks, then call ``end``.
         """
-        staged = [StagedRun.of(u, self.state[u.param], self.offload) for u in updates]
-        allow_batches = bool(staged) and self._allows_batches(staged[0].update.g.device)
+        staged = StagedBucket(updates, [self.state[u.param] for u in updates], self.offload)
+        allow_batches = bool(updates) and self._allows_batches(updates[0].g.device)
         plan = self._plans.prepare(self, staged, allow_batches)
         return BucketStep(self, staged, plan, check or GradCheck(), self._norms)
 
@@ -231,7 +231,8 @@ class BucketOptimizer(ParamTable):
                 self.update_stats.discount(self.number_of[param])
             if not self.state[param]:
                 del self.state[param]
-        self._plans.drop_weight_norms(params)
+        if params:
+            self._plans.drop_weight_norms(params)
 
     def checked(self, buckets: Iterable[Sequence[Tensor]]) -> AbstractContextManager[None]:
         """Context manager: checks the states of several buckets before the first one is stepped.

@@ -25,7 +25,7 @@ from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.plans import BatchPlan, BucketPlan
 from ds_ext.optimizer.projected_grads import KeptGrad
-from ds_ext.optimizer.updates import RunUpdate, StagedRun
+from ds_ext.optimizer.updates import RunUpdate, StagedBucket
 from ds_ext.rules import State
 
 WeightNorms = dict[AnyNormCache, Runs]  # by cache of weight norms: the weights
@@ -137,31 +137,31 @@ class BatchedStep:
 class LoneStep:
     """The step of one run."""
 
-    def __init__(self, table: ParamTable, run: StagedRun) -> None:
-        self.table, self.run = table, run
-        self.params = [run.update.param]
-        self.sums_first = _sums_first(table.rule_of(run.update.param), run.update.shard)
+    def __init__(self, table: ParamTable, update: RunUpdate, state: State) -> None:
+        self.table, self.update, self.state = table, update, state
+        self.params = [update.param]
+        self.sums_first = _sums_first(table.rule_of(update.param), update.shard)
 
     def begin(self) -> StepGenerator:
         """Returns the generator of the rule."""
-        (rule,) = begin_rules(self.table, self.run.update, self.run.state)
+        (rule,) = begin_rules(self.table, self.update, self.state)
         return rule
 
     def squares(self) -> Tensor:
         """Returns the sum of squares of the gradient, [1]."""
-        g = self.run.update.g
-        return ops.square_sum(g, self.run.update.shard, g).view(1)
+        g = self.update.g
+        return ops.square_sum(g, self.update.shard, g).view(1)
 
     def upper_bounds(self) -> float:
         """Returns the largest allowed total of ``squares``."""
-        bound: float = nonfinite.upper_bound(self.run.update.shard.numel, self.run.update.g.dtype)
+        bound: float = nonfinite.upper_bound(self.update.shard.numel, self.update.g.dtype)
         return bound
 
     def retain(self, good: NDArray[np.bool_]) -> bool:
         """Rolls the step back; no parameter is left."""
         if self.table.update_stats is not None:
-            self.table.update_stats.discount(self.table.number_of[self.run.update.param])
-        rollback(self.run.state)
+            self.table.update_stats.discount(self.table.number_of[self.update.param])
+        rollback(self.state)
         return False
 
 
@@ -182,38 +182,35 @@ class BucketStep:
     def __init__(
         self,
         table: ParamTable,
-        staged: Sequence[StagedRun],
+        staged: StagedBucket,
         plan: BucketPlan | None,
         check: GradCheck,
         norms: WeightNorms,
     ) -> None:
         self.table, self.staged, self.check, self.norms = table, staged, check, norms
-        alone = staged if plan is None else [staged[i] for i in plan.alone]
-        turned = with_turns(table, [run.update for run in alone])
-        self.alone = [run._replace(update=u) for run, u in zip(alone, turned, strict=True)]
+        updates, states = staged.updates, staged.states
+        alone = range(len(updates)) if plan is None else plan.alone
+        self.alone = with_turns(table, [updates[i] for i in alone])
+        self.alone_states = [states[i] for i in alone]
         self.batches: list[BatchedStep] = []
-        self.plan, self.queue = plan, _queue(plan, staged)
-        self.joined = [] if plan is None else [staged[i] for i in plan.joined]
+        self.plan, self.queue = plan, _queue(plan, updates)
+        self.joined: tuple[list[Tensor], list[State]] = [], []  # runs and states
         if plan is not None:
-            updates, states = [run.update for run in staged], [run.state for run in staged]
-            weight_update.prepare_all(
-                [run.update.p for run in self.joined],
-                [run.state for run in self.joined],
-                [plan.rules[i] for i in plan.group_indices],
-            )
+            self.joined = [updates[i].p for i in plan.joined], [states[i] for i in plan.joined]
+            weight_update.prepare_all(*self.joined, [plan.rules[i] for i in plan.group_indices])
             self.batches = [
                 BatchedStep(table, x, plan.rules[x.group_index], updates, states)
                 for x in plan.batches
             ]
         self.generators: list[StepGenerator] = []
         if self.queue is not None:
-            self.generators = Generators(self.queue.launch)
+            self.generators = Generators(self.queue)
         self.generators += [self._checked(batch) for batch in self.batches]
-        for run in self.alone:
-            if run.update.param in check.params:
-                self.generators.append(self._checked(LoneStep(table, run)))
+        for u, state in zip(self.alone, self.alone_states, strict=True):
+            if u.param in check.params:
+                self.generators.append(self._checked(LoneStep(table, u, state)))
             else:
-                self.generators += begin_rules(table, run.update, run.state)
+                self.generators += begin_rules(table, u, state)
 
     def _checked(self, step: BatchedStep | LoneStep) -> StepGenerator:
         """The generator of a step, with a check of its gradients if ``check`` contains them."""
@@ -232,17 +229,14 @@ class BucketStep:
         for batch in self.batches:
             batch.end(self.norms)
             batch.batch.detach()
-        weight_update.mark_all(
-            [run.update.p for run in self.joined], [run.state for run in self.joined]
-        )
-        for run in self.alone:
-            weight_update.mark(run.update.p, run.state)
-        bad = self.check.bad
-        for run in self.staged:
-            if not bad or run.update.param not in bad:
-                run.write_back(self.table.offload)
-            elif not self.table.state[run.update.param]:
-                del self.table.state[run.update.param]
+        weight_update.mark_all(*self.joined)
+        for u, s in zip(self.alone, self.alone_states, strict=True):
+            weight_update.mark(u.p, s)
+        bad, state = self.check.bad, self.table.state
+        self.staged.write_back(bad)
+        for param in [u.param for u in self.staged.stored if u.param in bad] if bad else []:
+            if not state[param]:
+                del state[param]
         if self.plan is not None and self.queue is not None:
             self.plan.memory_sizes = [*map(max, self.plan.memory_sizes, self.queue.memory.used)]
 
@@ -312,9 +306,9 @@ def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> 
     return begun
 
 
-def _queue(plan: BucketPlan | None, staged: Sequence[StagedRun]) -> LaunchQueue | None:
+def _queue(plan: BucketPlan | None, updates: Sequence[RunUpdate]) -> LaunchQueue | None:
     """The queue of launches of a bucket on a GPU; None elsewhere."""
-    device = staged[0].update.g.device if staged else None
+    device = updates[0].g.device if updates else None
     if plan is None or device is None or not devices.supports(device):
         return None
     return LaunchQueue(Memory(device, plan.memory_sizes), plan.launch_tables)

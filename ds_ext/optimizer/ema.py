@@ -72,7 +72,7 @@ def average(s: dict[str, Any], rule: Any, number: int, t: int, first: int) -> Av
 
 
 def averages(
-    s: dict[str, Any], rule: Any, numbers: NDArray[np.uint64], t: int
+    s: dict[str, Any], rule: Any, numbers: NDArray[np.uint32], t: int
 ) -> Runs | Weights | None:
     """Returns the same as ``average`` for a batch; ``numbers`` are those of the parameters, [n]."""
     if not rule.ema_decay:

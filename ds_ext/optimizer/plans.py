@@ -31,7 +31,7 @@ from ds_ext.ops.state import Parts
 from ds_ext.optimizer import expert_stacks, nonfinite, sections, state_checks
 from ds_ext.optimizer.group_rules import are_alike
 from ds_ext.optimizer.param_table import ParamTable
-from ds_ext.optimizer.updates import RunUpdate, StagedRun
+from ds_ext.optimizer.updates import RunUpdate, StagedBucket
 from ds_ext.rules import State
 
 
@@ -70,7 +70,7 @@ class BatchPlan:
         self.group_index, self.pieces, self.device = group_index, pieces, device
         self.parts: Parts = rule.state_spec(pieces[0].shard)
         self.batch = TableBatch([x.shard for x in pieces], [x.first for x in pieces], device)
-        self.param_ids = np.array([x.number for x in pieces], dtype=np.uint64)
+        self.param_ids = np.array([x.number for x in pieces], dtype=np.uint32)
         numel = np.array([x.shard.numel for x in pieces], dtype=np.float32)
         # The largest allowed sums of squares of gradients, [n].
         self.upper_bounds: NDArray[np.float32] = nonfinite.upper_bound(numel, torch.float32)
@@ -263,7 +263,7 @@ class BucketPlans:
                 plan.is_checked = False
 
     def prepare(
-        self, table: ParamTable, staged: Sequence[StagedRun], allow_batches: bool
+        self, table: ParamTable, staged: StagedBucket, allow_batches: bool
     ) -> BucketPlan | None:
         """Makes the missing states of a bucket, checks the others, and plans its step.
 
@@ -278,24 +278,25 @@ class BucketPlans:
         Raises:
             ValueError: a run or its state does not fit its parameter; no state is changed.
         """
-        new = [run for run in staged if not run.state]
+        updates, states = staged.updates, staged.states
+        new = [i for i, state in enumerate(states) if not state]
         try:
-            for run in new:
-                state_checks.make(table, run.update, run.state)
+            for i in new:
+                state_checks.make(table, updates[i], states[i])
             if allow_batches:
-                return self._of(table, staged)
-            for run in staged:
-                state_checks.check(table, run.update, run.state)
+                return self._of(table, updates, states)
+            for u, state in zip(updates, states, strict=True):
+                state_checks.check(table, u, state)
         except ValueError:
-            for run in new:
-                run.state.clear()
+            for i in new:
+                states[i].clear()
             raise
         return None
 
-    def _of(self, table: ParamTable, staged: Sequence[StagedRun]) -> BucketPlan:
+    def _of(
+        self, table: ParamTable, updates: Sequence[RunUpdate], states: Sequence[State]
+    ) -> BucketPlan:
         """Returns the plan of a bucket that has all states."""
-        updates = [run.update for run in staged]
-        states: list[State] = [run.state for run in staged]
         key = *[id(u.param) for u in updates], updates[0].g.device
         plan = self._made.get(key)
         is_new = plan is None or not plan.fits(table, updates, states)

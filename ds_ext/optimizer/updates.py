@@ -1,6 +1,6 @@
 """Runs to step: this rank's run of a weight and its gradient, moved to one device."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,31 +22,49 @@ class RunUpdate(NamedTuple):
     num_replicas: int = 1  # ranks with equal runs, whose sums ``Layout.total`` adds
 
 
-class StagedRun(NamedTuple):
-    """A run and its state on the device of the gradient.
+class StagedBucket:
+    """The runs of a bucket and their states, on the device of the gradients.
 
     If ZeRO's offload stores them elsewhere, they are copies until ``write_back``.
+
+    Args:
+        stored: the runs, whose gradients are on one device.
+        stored_states: their states.
+        offload: stores the states; None: they are on the device of their run.
+
+    Attributes:
+        updates: the runs on that device.
+        states: their states there.
     """
 
-    stored: RunUpdate
-    stored_state: NestedState
-    update: RunUpdate
-    state: NestedState
-
-    @classmethod
-    def of(cls, u: RunUpdate, state: NestedState, offload: HostOffload | None) -> "StagedRun":
-        """Returns a run whose weight and state are on the device of its gradient."""
-        device = u.g.device
-        staged = state if offload is None else host_offload.state_to_device(state, device)
-        p = host_offload.to_device(u.p, device)
-        return cls(u, state, u if p is u.p else u._replace(p=p), staged)
-
-    def write_back(self, offload: HostOffload | None) -> None:
-        """Copies the stepped weight and state to where they are stored."""
-        if self.update.p is not self.stored.p:
-            self.stored.p.copy_(self.update.p, non_blocking=True)
+    def __init__(
+        self,
+        stored: Sequence[RunUpdate],
+        stored_states: Sequence[NestedState],
+        offload: HostOffload | None,
+    ) -> None:
+        self.stored, self.stored_states, self.offload = stored, stored_states, offload
+        self.updates, self.states = stored, stored_states
+        if not stored:
+            return
+        device = stored[0].g.device
         if offload is not None:
-            offload.store_state(self.stored_state, self.state)
+            self.states = [host_offload.state_to_device(s, device) for s in stored_states]
+        if any(u.p.device != device for u in stored):
+            self.updates = [u._replace(p=host_offload.to_device(u.p, device)) for u in stored]
+
+    def write_back(self, unchanged: Container[Tensor]) -> None:
+        """Copies weights and states to where they are stored, except of ``unchanged`` params."""
+        if self.updates is self.stored and self.offload is None:
+            return
+        runs = zip(self.stored, self.updates, self.stored_states, self.states, strict=True)
+        for stored, update, stored_state, state in runs:
+            if update.param in unchanged:
+                continue
+            if update.p is not stored.p:
+                stored.p.copy_(update.p, non_blocking=True)
+            if self.offload is not None:
+                self.offload.store_state(stored_state, state)
 
 
 def by_device(updates: Iterable[RunUpdate]) -> list[list[RunUpdate]]:

@@ -4,7 +4,6 @@ They are scratch, sums, and pinned host memory. Each is as large as the largest 
 needed so far. Sums over ranks lie next to each other, so a round reduces them in place.
 """
 
-import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,8 +14,6 @@ from torch import Tensor
 
 SCRATCH, SUMS, HOST = range(3)
 ALIGNMENT = 4  # elements, of scratch memory: 16 bytes
-# Buffers of sums by address.
-_of_sums: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
 class Memory:
@@ -57,9 +54,7 @@ class Memory:
         piece = self._pieces[which]
         if piece is None:
             piece = self._pieces[which] = self._made(which, self.sizes[which])
-            if which == SUMS:
-                _of_sums[piece.data_ptr()] = piece
-        return piece.narrow(0, start, n)
+        return piece[start : start + n]
 
     def _made(self, which: int, n: int) -> Tensor:
         if which == HOST:
@@ -67,6 +62,22 @@ class Memory:
             return torch.empty(n, dtype=torch.int64, device="cpu", pin_memory=is_pinned)
         make = torch.zeros if which == SUMS else torch.empty
         return make(n, dtype=torch.float32, device=self.device)
+
+    def joined(self, sums: Sequence[Tensor]) -> Tensor | None:
+        """Returns the part of the buffer of sums that ``sums`` fill, flat [n].
+
+        None if they are not adjacent in it.
+        """
+        piece = self._pieces[SUMS]
+        if piece is None:
+            return None
+        ordered = sorted(sums, key=Tensor.data_ptr)
+        start = end = (ordered[0].data_ptr() - piece.data_ptr()) // 4
+        for x in ordered:
+            if x.data_ptr() != piece.data_ptr() + 4 * end or not x.is_contiguous():
+                return None
+            end += x.numel()
+        return piece[start:end] if 0 <= start and end <= len(piece) else None
 
 
 class Addresses(NamedTuple):
@@ -79,18 +90,3 @@ class Addresses(NamedTuple):
     def pointers(self) -> NDArray[np.int64]:
         """The addresses, [n]."""
         return self.values.data_ptr() + self.starts
-
-
-def joined(sums: Sequence[Tensor]) -> Tensor | None:
-    """Returns the part of a buffer that ``sums`` fill, flat [n]; None if they are not adjacent."""
-    ordered = sorted(sums, key=Tensor.data_ptr)
-    first = ordered[0]
-    piece = _of_sums.get(first.untyped_storage().data_ptr())
-    if piece is None:
-        return None
-    start = end = (first.data_ptr() - piece.data_ptr()) // 4
-    for x in ordered:
-        if x.data_ptr() != piece.data_ptr() + 4 * end or not x.is_contiguous():
-            return None
-        end += x.numel()
-    return piece[start:end]

@@ -251,7 +251,9 @@ class Launcher:
         kinds: dict[str, object] = {}
         given: list[Tensor | float] = []
         for name, value in columns.items():
-            if (pointers := getattr(value, "pointers", None)) is not None:
+            if isinstance(value, float) and name in NUMBERS:
+                kinds[name], numbers[name] = NUMBER, value
+            elif (pointers := getattr(value, "pointers", None)) is not None:
                 kinds[name], addresses[name] = ADDRESS, pointers
             elif isinstance(value, Formula):
                 kinds[name] = value.taken_apart(given)

@@ -172,7 +172,10 @@ def options(warps: int) -> dict[str, Any]:
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Makes a GPU the current device, on which Triton launches."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    return torch.cuda.device(device) if device.type == "cuda" else _NULL
+
+
+_NULL = contextlib.nullcontext()
 
 
 @functools.cache
