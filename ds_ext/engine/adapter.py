@@ -325,7 +325,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.layout.discard()
         engine, steps = self.engine, self.engine.gradient_accumulation_steps()
         if engine_settings.counts_micro_batches(engine) and engine.micro_steps % steps:
-            log("zero_grad() discards the micro-batches of this step so far: the step starts again")
+            log("the micro-batches of this step so far are discarded: the step starts again")
             engine.micro_steps -= engine.micro_steps % steps
         engine._unmanaged_backward_count = 0
 
