@@ -48,6 +48,4 @@ def _fit(given: argparse.Namespace, path: Path) -> None:
     if given.checkpointing:
         print("The program must enable activation checkpointing, as the plan assumes.")
     if last.accumulates:
-        print(
-            "Set gradient_accumulation_steps in it, which is 1. The plan is the same for any number."
-        )
+        print("Set gradient_accumulation_steps in it, now 1. The plan is the same for any number.")
