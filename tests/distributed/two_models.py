@@ -1,6 +1,8 @@
 """Jobs that train two models, a generator and a discriminator, or one model of many."""
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -136,3 +138,27 @@ def first_of_many_alone(world: int) -> list[torch.Tensor]:
         torch.nn.utils.clip_grad_norm_(models[0].parameters(), 0.01)
         optimizer.step()
     return [p.detach() for p in models[0].parameters()]
+
+
+def beside_a_failed_pass() -> int:
+    """One engine fails in backward, another one clips exactly -> how often the first ended."""
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.1}
+    g, d = (
+        deepspeed.initialize(model=m, optimizer=ds_ext.LOMO(m.parameters(), lr=LR), config=config)[
+            0
+        ]
+        for m in make()
+    )
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    loss = g(noise(0, dist.get_rank(), 3)).square().mean()
+    list(g.module.parameters())[-1].register_hook(fail)
+    with contextlib.suppress(ArithmeticError):
+        g.backward(loss)
+    assert g.optimizer.fused.uses.used_at
+    with mock.patch.object(g.optimizer.fused, "finish") as ended:
+        d.backward(d(noise(0, dist.get_rank(), 5)).square().mean())
+        d.step()
+    return ended.call_count
