@@ -12,6 +12,11 @@ REPLACED = (
     "one."
 )
 BEGUN = "ema() was called between backward and the end of the step: end the step first."
+LOADED = (
+    "load_state_dict() was called between backward and optimizer.step(): backward has already "
+    "updated parameters, by the states that are replaced. Call it between steps, or keep gradients "
+    'until the step: gradient_policy="sharded".'
+)
 STEPPED = (
     "zero_grad() discards gradients, but backward has already updated %d of %d parameters, and "
     "these updates stay. To discard a whole batch, skip its backward pass, or keep gradients until "

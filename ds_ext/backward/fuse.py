@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_ext import logs
-from ds_ext.backward import gradient_config, int8_weights, owners, startup_log
+from ds_ext.backward import error_texts, gradient_config, int8_weights, owners, startup_log
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.distributed import consensus, fully_shard
 from ds_ext.distributed.groups import Group, everyone
@@ -110,7 +110,11 @@ def fuse_into_backward(
         fused.finish()
         fused.end_step()
 
-    optimizer.attach(layout, end_step)
+    def before_load() -> None:
+        if fused.state.used_up and layout.rank == 0:
+            logs.logger.warning(error_texts.LOADED)
+
+    optimizer.attach(layout, end_step, before_load)
     return fused
 
 

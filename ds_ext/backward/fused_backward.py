@@ -269,6 +269,11 @@ class FusedBackward:
             self.optimizer.drop_unstepped(given & self.state.projected.keys())
             self.state.drop(given)
             return
+        self.drop_step()
+
+    def drop_step(self) -> None:
+        """Drops the step in progress without a warning, on all ranks. Its updates stay."""
+        self._rollback_skipped()
         had_begun, self.is_asked = self.is_begun, False
         self.buckets.discard()
         self._begin_step()
@@ -307,8 +312,7 @@ class FusedBackward:
             return None
         self.finish()
         self._rollback_skipped()
-        so_far, device = self.state.norm_so_far(), self.layout.device
-        norm = torch.tensor(so_far, dtype=torch.float64, device=device)
+        norm = torch.tensor(self.state.norm_so_far(), dtype=torch.float64).to(self.layout.device)
         if asked.get("error_if_nonfinite") and not norm.isfinite():
             raise RuntimeError(error_texts.NOT_FINITE)
         return norm
@@ -331,11 +335,8 @@ class FusedBackward:
 
     def begin_with(self, kept: Mapping[Tensor, Tensor]) -> None:
         """Begins a step with runs of gradients of earlier micro-batches."""
-        self._rollback_skipped()
-        self.buckets.discard()
         size_of = {p: self.buckets.size_of[p] // self.layout.of[p].num_shards for p in kept}
-        pad = nn.functional.pad
-        padded = {p: pad(x, (0, size_of[p] - len(x))) for p, x in kept.items()}
+        padded = {p: nn.functional.pad(x, (0, size_of[p] - len(x))) for p, x in kept.items()}
         self._begin_step({p: ReducedGrad(x) for p, x in padded.items()})
 
     def _wanted(self, param: Tensor) -> bool:

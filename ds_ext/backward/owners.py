@@ -53,12 +53,16 @@ class GradientOwner(Protocol):
 
 
 _owners: Any = WeakTensorKeyDictionary()  # parameter: weak reference to its Owner
-_live: "weakref.WeakSet[GradientOwner]" = weakref.WeakSet()
-_lock = threading.Lock()  # for _live: a set that grows cannot be iterated over
+# All owners, in an order that is the same on all ranks, unlike that of a set: see ``live``.
+_live: "weakref.WeakKeyDictionary[GradientOwner, None]" = weakref.WeakKeyDictionary()
+_lock = threading.Lock()  # for _live: a dictionary that grows cannot be iterated over
 
 
 def live() -> list[GradientOwner]:
-    """Returns all owners, of any thread."""
+    """Returns all owners, of any thread, in the order in which they claimed parameters.
+
+    Owners that one loss uses end their backward passes in this order, by collectives.
+    """
     with _lock:
         return list(_live)
 
@@ -80,13 +84,13 @@ def claim(param: Tensor, by: GradientOwner, name: str) -> None:
         )
     _owners[param] = weakref.ref(by)
     with _lock:
-        _live.add(by)
+        _live[by] = None
 
 
 def release(params: Iterable[Tensor], by: GradientOwner) -> None:
     """Removes the owner of those ``params`` that ``by`` owns."""
     with _lock:
-        _live.discard(by)
+        _live.pop(by, None)
     for param in params:
         if owner(param) is by:
             del _owners[param]

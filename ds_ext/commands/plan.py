@@ -47,3 +47,5 @@ def _fit(given: argparse.Namespace, path: Path) -> None:
     print(f"\nFits {last.cards[0]:g} GiB, less what is not counted. Config: {path}")
     if given.checkpointing:
         print("The program must enable activation checkpointing, as the plan assumes.")
+    if last.accumulates:
+        print("Set gradient_accumulation_steps in it, now 1. The plan is the same for any number.")

@@ -204,13 +204,14 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         """Context in which the engine's hooks ignore a backward pass of ``loss``."""
         state = self._backward_hook_state
         hooks, state._grad_acc_post_hooks = state._grad_acc_post_hooks, []
-        self._is_prepass = True
+        entered, self._is_prepass = self._entered, True
         try:
             yield
         finally:
             self._is_prepass = False
             state._grad_acc_post_hooks = hooks
-        self._rearm_callback(loss)
+        if self._entered != entered:  # the loss is of this engine, and not only of others
+            self._rearm_callback(loss)
 
     def _rearm_callback(self, loss: Tensor) -> None:
         """Makes the engine's hooks run again in the second backward pass of a graph."""
@@ -325,7 +326,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.layout.discard()
         engine, steps = self.engine, self.engine.gradient_accumulation_steps()
         if engine_settings.counts_micro_batches(engine) and engine.micro_steps % steps:
-            log("zero_grad() discards the micro-batches of this step so far: the step starts again")
+            log("the micro-batches of this step so far are discarded: the step starts again")
             engine.micro_steps -= engine.micro_steps % steps
         engine._unmanaged_backward_count = 0
 

@@ -25,7 +25,7 @@ from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.distributed.groups import size_of
 from ds_ext.distributed.layout import Layout
 from ds_ext.engine import engine_settings, expert_parallel
-from ds_ext.engine.rank_logging import log
+from ds_ext.engine.rank_logging import log, warn
 from ds_ext.engine.zero3 import Zero3Layout
 from ds_ext.errors import CheckpointError
 from ds_ext.ops import int8
@@ -99,6 +99,7 @@ class Contents:
 
     def load(self, pieces: Pieces) -> None:
         """Loads the results of ``save``. The caller must publish the weights to other ranks."""
+        self._drop_step()
         resharding.load_state(pieces, self.optimizer, self.owned)
         self.load_scaler(pieces.saved[0])
         self.load_gradients(pieces)
@@ -106,9 +107,18 @@ class Contents:
 
     def load_without_state(self, pieces: Pieces) -> None:
         """Loads only the weights, and resets the optimizer's state."""
+        self._drop_step()
         self.optimizer.state.clear()
-        self.fused.begin_with({})
         self.load_weights(pieces)
+
+    def _drop_step(self) -> None:
+        """Drops the step in progress: its gradients are those of the weights to be replaced."""
+        if self.fused.is_begun:
+            warn(
+                "load_checkpoint drops the gradients of an unfinished step, which were computed "
+                "with the weights that it replaces: call it after the step to use them"
+            )
+        self.fused.drop_step()
 
     def load_weights(self, pieces: Pieces) -> None:
         """Loads the weights, and logs the names of weights that the checkpoint lacks."""

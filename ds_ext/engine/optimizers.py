@@ -71,13 +71,18 @@ def is_ours(engine: DeepSpeedEngine) -> bool:
     return isinstance(client, RuleOptimizer)
 
 
+def is_made_later(engine: DeepSpeedEngine) -> bool:
+    """Returns whether an engine was given a function that creates its optimizer later."""
+    client = engine.client_optimizer
+    return client is not None and not isinstance(client, torch.optim.Optimizer)
+
+
 def name_of_other(engine: DeepSpeedEngine) -> str:
     """Returns the optimizer that an engine will use if ds_ext does not own it; "" if none."""
     client = engine.client_optimizer
     if client is None:
         return engine.optimizer_name() or ""
-    is_made = isinstance(client, torch.optim.Optimizer)  # not a function that makes it
-    return type(client).__name__ if is_made else ""
+    return "" if is_made_later(engine) else type(client).__name__
 
 
 def refuse_unknown(name: str) -> None:

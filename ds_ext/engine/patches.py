@@ -114,6 +114,9 @@ def _configure_distributed_model(original: Method, engine: DeepSpeedEngine, mode
         with rank_logging.traceback_once():
             sequence_parallel.add_groups(engine, engine._ds_ext_mpu)
             forward.apply(engine, model)
+    elif optimizers.is_made_later(engine):
+        with rank_logging.traceback_once():
+            forward.apply(engine, model)
     elif other := optimizers.name_of_other(engine):
         with rank_logging.traceback_once():
             config_checks.raise_first(parsing.unread(engine._config._param_dict, other))
@@ -163,6 +166,12 @@ def _do_optimizer_sanity_check(
     original: Method, engine: DeepSpeedEngine, basic_optimizer: Any
 ) -> Any:
     ours = isinstance(basic_optimizer, RuleOptimizer)
+    if optimizers.is_made_later(engine):
+        if ours:
+            sequence_parallel.refuse_without_groups(engine)
+        else:
+            name = type(basic_optimizer).__name__
+            config_checks.raise_first(parsing.unread(engine._config._param_dict, name))
     if ours:
         pipeline.restore_groups(basic_optimizer)
         pipeline.on_all_stages(engine, lambda: engine_checks.validate(engine, basic_optimizer))

@@ -1,12 +1,14 @@
 """Scratch memory of one block, which every block of a pass reuses, so that it stays in the cache.
 
 A pass over gigabytes keeps its temporaries here: it neither requests pages from the system nor
-sends temporaries through main memory.
+sends temporaries through main memory. Each stream of a GPU has its own, because streams run side by
+side.
 """
 
 import math
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ class _Kind:
 
 class _Kinds(threading.local):
     def __init__(self) -> None:
-        self.of: dict[tuple[torch.dtype, torch.device], _Kind] = {}
+        self.of: dict[tuple[torch.dtype, torch.device, Any], _Kind] = {}
 
 
 _kinds = _Kinds()
@@ -70,9 +72,10 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     n = math.prod(shape)
     if n > BLOCK:
         return torch.empty(shape, dtype=dtype, device=device)
-    kind = _kinds.of.get((dtype, device))
+    key = dtype, device, _stream(device)
+    kind = _kinds.of.get(key)
     if kind is None:
-        kind = _kinds.of[dtype, device] = _Kind()
+        kind = _kinds.of[key] = _Kind()
     i = kind.used
     kind.used += 1
     if i == len(kind.held):
@@ -85,9 +88,14 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     return kind.seen[i]
 
 
+def _stream(device: torch.device) -> Any:
+    """The current stream of a GPU; None on a CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+
+
 def nbytes(device: torch.device | None = None) -> int:
     """Bytes of this thread's scratch memory on ``device``, or on all devices if None."""
-    held = [kind.held for (_, where), kind in _kinds.of.items() if device in (None, where)]
+    held = [kind.held for (_, where, _), kind in _kinds.of.items() if device in (None, where)]
     return sum(buffer.nbytes for buffers in held for buffer in buffers)
 
 

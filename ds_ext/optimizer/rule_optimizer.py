@@ -44,6 +44,7 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
     """
 
     end_backward: Callable[[], None] | None = None  # see ``attach``
+    before_load: Callable[[], None] | None = None
     hypers: ClassVar[type]  # the rule, with the fields of ``RoundingConfig`` after its own
 
     def __init_subclass__(cls) -> None:
@@ -149,17 +150,24 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         dtensor_state.make(self, [p for p in self.group_of if p in found])
         return self
 
-    def attach(self, layout: Layout, end_backward: Callable[[], None] | None = None) -> None:
+    def attach(
+        self,
+        layout: Layout,
+        end_backward: Callable[[], None] | None = None,
+        before_load: Callable[[], None] | None = None,
+    ) -> None:
         """Lets hooks step the parameters inside backward, on the runs that ``layout`` gives.
 
-        ``step`` then calls ``end_backward``, if given, which ends a step made inside backward.
+        ``step`` then calls ``end_backward``, if given, which ends a step made inside backward;
+        ``load_state_dict`` first calls ``before_load``.
         """
         self.fused, self.end_backward = layout, end_backward or self.end_backward
+        self.before_load = before_load or self.before_load
 
     def detach(self, layout: Layout) -> None:
         """Undoes ``attach``, unless another layout was attached since."""
         if self.fused is layout:
-            self.fused = self.end_backward = None
+            self.fused = self.end_backward = self.before_load = None
 
     def set_offload(self, offload: HostOffload | None) -> None:
         """Sets where states lie between steps; None: on the device of their parameter."""
@@ -253,6 +261,8 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
                 nothing is changed.
         """
         self.refuse_exchanged()
+        if self.before_load is not None:
+            self.before_load()
         self.follow_groups()
         states: dict[Tensor, dict[str, Any]] = {}
 

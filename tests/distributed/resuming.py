@@ -263,6 +263,29 @@ def accumulate(folder: str, kind: str, stage: int, way: str) -> dict[str, Any]:
     return results
 
 
+def load_over(stage: int) -> list[tuple[bool, list[str]]]:
+    """Loads between the micro-batches of a step, and trains: as if they had not been."""
+    whole_step = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+    results = []
+    for module_only in (False, True):
+        engines = [start("came", stage, 7, **whole_step) for _ in range(2)]
+        with shared_folder() as folder, logged() as said:
+            engines[0].save_checkpoint(folder)
+            engines[0].backward(engines[0](models.batch(9, 1)[0], step=9))
+            engines[0].step()
+            for engine in engines:
+                engine.load_checkpoint(folder, load_module_only=module_only)
+        for engine in engines:
+            for part in range(2):
+                engine.backward(engine(models.batch(part, 1)[0], step=part))
+                engine.step()
+        weights = list(map(whole, engines))
+        moved = not same(weights[0], whole(start("came", stage, 7)))
+        lines = [line for line in said if "unfinished step" in line]
+        results.append((moved and same(*weights), lines))
+    return results
+
+
 def message(action: Callable[[], Any]) -> str:
     """The error of an action, or ""."""
     return ranks.message(action, ds_ext.CheckpointError, ValueError, RuntimeError)

@@ -16,6 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 import ds_ext
 from benchmarks import pieces
+from ds_ext.forward.batch_splits import InPieces
+from ds_ext.forward.chunked_loss import ChunkedHead
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common.plain import mean_step
 from tests.common.ranks import message, whole
@@ -39,6 +41,7 @@ class Case:
     max_norm: float = 0.0
     model: str = "llama"  # or "mixtral", "lora"
     chunks: int = 0
+    given: str = "name"  # how the engine gets its optimizer: or an "object", or a "function"
 
 
 def make(kind: str) -> nn.Module:
@@ -96,10 +99,16 @@ def train(case: Case) -> tuple[dict[str, Tensor], int]:
             fused.backward(model(**batch(step, rank)).loss)
             optimizer.step()
         return whole_dtensors(model), 0
-    config = {
+    kind = OPTIMIZERS[case.rule]
+    given = {
+        "name": {},
+        "object": {"optimizer": kind(model.parameters(), **hypers)},
+        "function": {"optimizer": lambda params: kind(params, **hypers)},
+    }[case.given]
+    named = {"optimizer": {"type": kind.__name__, "params": hypers}}
+    config = ({} if given else named) | {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_clipping": case.max_norm,
-        "optimizer": {"type": OPTIMIZERS[case.rule].__name__, "params": hypers},
         "zero_optimization": {
             "stage": case.stage,
             "reduce_bucket_size": 300,
@@ -110,7 +119,10 @@ def train(case: Case) -> tuple[dict[str, Tensor], int]:
         },
         "ds_ext": {"batch_splits": case.splits, "chunked_loss": case.chunks or False},
     }
-    engine = deepspeed.initialize(model=model, config=config)[0]
+    engine = deepspeed.initialize(model=model, config=config, **given)[0]
+    replaced = {type(vars(module).get("forward")) for module in engine.module.modules()}
+    assert (InPieces in replaced) == (case.splits > 1)
+    assert (ChunkedHead in replaced) == bool(case.chunks)
     gather = "_PartitionedParameterCoordinator__all_gather_params"
     original = getattr(PartitionedParameterCoordinator, gather)
     with mock.patch.object(
@@ -157,4 +169,7 @@ def refusals(rank_rows: int) -> list[str]:
             "ds_ext": {"batch_splits": 2} | extra,
         }
         said.append(message(lambda m=model, c=config: deepspeed.initialize(model=m, config=c)))
+    config = {"train_micro_batch_size_per_gpu": 1, "ds_ext": {"batch_splits": 2}}
+    other = {"config": config, "optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}
+    said.append(message(lambda: deepspeed.initialize(model=make("llama"), **other)))
     return said

@@ -105,6 +105,13 @@ def test_gradients_that_wait_are_gone_on_from(folder, kind, stage):
     assert whole["micro"] == one["micro"] == 3
 
 
+@pytest.mark.parametrize("stage", params(STAGES, [2, 3]))
+def test_a_load_between_micro_batches_drops_the_step_and_says_so(stage):
+    for rank, got in enumerate(worlds.run(2, resuming.load_over, stage)):
+        for is_fresh, lines in got:
+            assert is_fresh and len(lines) == (rank == 0)
+
+
 @pytest.mark.supports(
     "HF Trainer's resume",
     stage=lambda name: TRAINERS[name],

@@ -18,8 +18,10 @@ CASES = [
     *(Case(stage, max_norm=0.3, chunks=5) for stage in (0, 2, 3, "fsdp2")),
     Case(3, splits=1, chunks=3, model="mixtral"),
     *(Case(3, rule=rule) for rule in ("lomo", "came")),
+    *(Case(stage, chunks=5, given="object") for stage in (0, 3)),
+    *(Case(stage, chunks=5, given="function") for stage in (0, 3)),
 ]
-QUICK = [Case(2), *(Case(stage, max_norm=0.3, chunks=5) for stage in (3, "fsdp2"))]
+QUICK = [Case(2), *CASES[-1:], *(Case(stage, max_norm=0.3, chunks=5) for stage in (3, "fsdp2"))]
 
 
 @pytest.mark.parametrize("case", params(CASES, QUICK))
@@ -56,8 +58,9 @@ def test_pieces_keep_no_gradients_and_need_one_gather_per_pass(stage, monkeypatc
 
 def test_models_that_cannot_be_split_are_refused_by_their_key():
     said = worlds.run(2, jobs.refusals, 2)
-    for batch_norm, no_layers, zero, no_head in said:
+    for batch_norm, no_layers, zero, no_head, other in said:
         assert "0.1 is a batch norm, whose statistics are those of the whole batch" in batch_norm
         assert "no nn.ModuleList of at least two modules of one class" in no_layers
         assert "ds_ext.batch_splits is 0; allowed: a whole number > 0" in zero
         assert "no language model of transformers with an output head" in no_head
+        assert "ds_ext.batch_splits = 2 has no effect under SGD, which is no optimizer" in other

@@ -80,3 +80,13 @@ def test_a_gan_of_two_engines(stage, policy, max_norm):
     wanted = two_models.reference(2, True, max_norm or torch.inf)
     for got in worlds.run(2, two_models.engines, stage, policy, max_norm):
         assert_equal_updates(got["after"], wanted, got["before"])
+
+
+def test_ranks_end_the_backward_passes_of_many_engines_in_the_same_order():
+    wanted = two_models.first_of_many_alone(2)
+    for before, after in worlds.run(2, two_models.first_of_many):
+        assert_equal_updates(after, wanted, before)
+
+
+def test_an_engine_whose_backward_pass_has_failed_takes_no_part_in_another_engines():
+    assert worlds.run(2, two_models.beside_a_failed_pass) == [0, 0]

@@ -1,6 +1,8 @@
-"""Jobs that train two models: a generator and a discriminator, as users write it."""
+"""Jobs that train two models, a generator and a discriminator, or one model of many."""
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -93,3 +95,70 @@ def engines(stage: int, policy: str, max_norm: float = 0.0) -> dict[str, Any]:
         g.step()
     after = [p for m in models for p in whole(m)]
     return {"before": before, "after": after}
+
+
+def chain() -> list[nn.Module]:
+    """Models of different sizes, each for the outputs of the one before."""
+    torch.manual_seed(0)
+    return [nn.Sequential(*(nn.Linear(4, 4) for _ in range(1 + i % 3))) for i in range(6)]
+
+
+def through(models: list[nn.Module], step: int, rank: int) -> torch.Tensor:
+    h = noise(step, rank, 4)
+    for model in models:
+        h = torch.tanh(model(h))
+    return h.square().mean()
+
+
+def first_of_many() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Six engines, of which the first is clipped and stepped -> its parameters before and after."""
+    rank, engines, apart = dist.get_rank(), [], []
+    for i, model in enumerate(chain()):
+        apart.append([object() for _ in range(1000 * rank * i)])  # other addresses on each rank
+        config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0 if i else 0.01}
+        optimizer = ds_ext.LOMO(model.parameters(), lr=LR)
+        made = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        engines.append(made[0])
+    before = whole(engines[0].module)
+    for step in range(STEPS):
+        for engine in engines:
+            engine.zero_grad()
+        engines[0].backward(through(engines, step, rank))
+        engines[0].step()
+    return before, whole(engines[0].module)
+
+
+def first_of_many_alone(world: int) -> list[torch.Tensor]:
+    """The same by SGD on the mean over ranks."""
+    models = chain()
+    optimizer = torch.optim.SGD(models[0].parameters(), LR)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        sum(through(models, step, rank) for rank in range(world)).div(world).backward()
+        torch.nn.utils.clip_grad_norm_(models[0].parameters(), 0.01)
+        optimizer.step()
+    return [p.detach() for p in models[0].parameters()]
+
+
+def beside_a_failed_pass() -> int:
+    """One engine fails in backward, another one clips exactly -> how often the first ended."""
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.1}
+    g, d = (
+        deepspeed.initialize(model=m, optimizer=ds_ext.LOMO(m.parameters(), lr=LR), config=config)[
+            0
+        ]
+        for m in make()
+    )
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    loss = g(noise(0, dist.get_rank(), 3)).square().mean()
+    list(g.module.parameters())[-1].register_hook(fail)
+    with contextlib.suppress(ArithmeticError):
+        g.backward(loss)
+    assert g.optimizer.fused.uses.used_at
+    with mock.patch.object(g.optimizer.fused, "finish") as ended:
+        d.backward(d(noise(0, dist.get_rank(), 5)).square().mean())
+        d.step()
+    return ended.call_count

@@ -166,6 +166,18 @@ def test_other_options_are_in_the_config(fit):
     assert config["ds_ext"] == {"gradient_policy": "sharded", "shard_size": 2}
 
 
+@pytest.mark.parametrize("asked", [(), ("--accumulate",), ("--accumulate", "projected")])
+def test_it_says_that_accumulation_is_to_be_set(asked, folder, tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    given = ("plan", "--model", folder, "--seq", 8, "--memory", 8, "--optimizer", "GaLoreAdamW")
+    assert main([*map(str, (*given, "--fit", path, *asked))]) == 0
+    is_said = "Set gradient_accumulation_steps in it" in capsys.readouterr().out
+    assert is_said == bool(asked)
+    config = json.loads(path.read_text())
+    kept = asked[-1].removeprefix("--accumulate") or "sharded" if asked else None
+    assert config.get("ds_ext", {}).get("gradient_policy") == kept
+
+
 def test_nothing_fits(folder, tmp_path, capsys):
     path = tmp_path / "ds.json"
     given = ("plan", "--model", folder, "--seq", 256, "--fit", path, "--memory", 0.01)

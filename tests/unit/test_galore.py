@@ -28,6 +28,7 @@ from ds_ext.optimizer import param_groups
 from ds_ext.optimizer.model_view import ModelView
 from ds_ext.rules import GaLoreAdamW, lowrank
 from tests.common import plain, table
+from tests.common.accumulated import side_of, textbook
 from tests.common.choose import params
 from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, stepped
 from tests.common.states import from_file, same
@@ -61,47 +62,6 @@ SETTINGS = {
 }
 
 
-def textbook(p, grads, rank, gap, side=None, quantized=None, **hypers):
-    """The parameter after ``grads``: galore_torch's formulas, the signs of the basis fixed.
-
-    ``side`` is that of the whole matrix, or None for AdamW; ``quantized`` rounds (m, v).
-    """
-    lr, scale = hypers.get("lr", 1e-3), hypers.get("scale", 0.25)
-    beta1, beta2 = hypers.get("betas", (0.9, 0.999))
-    eps = hypers.get("eps", 1e-6)
-    m = v = 0.0
-    for t, g in enumerate(grads, 1):
-        if side and (t - 1) % gap == 0:
-            u, _, vh = torch.linalg.svd(g, full_matrices=False)
-            tall = g.shape[0] > g.shape[1] or (g.shape[0] == g.shape[1] and side == "right")
-            short = vh.T if tall else u
-            signs = short.gather(0, short.abs().argmax(0, keepdim=True)).sign()
-            q = ((vh.T if side == "right" else u) * signs)[:, :rank]
-        r = g if not side else g @ q if side == "right" else q.T @ g
-        m, v = beta1 * m + (1 - beta1) * r, beta2 * v + (1 - beta2) * r**2
-        n = m / (v.sqrt() + eps)
-        if quantized:
-            m, v = quantized(m, v)
-        step = lr
-        if hypers.get("correct_bias", True):
-            step *= (1 - beta2**t) ** 0.5 / (1 - beta1**t)
-        back = n if not side else n @ q.T if side == "right" else q @ n
-        p = p - step * (scale if side else 1) * back
-        p = p - lr * hypers.get("weight_decay", 0.0) * p
-    return p
-
-
-def side_of(shape, proj_type="std"):
-    """As galore_torch's GaLoreProjector chooses it."""
-    if len(shape) != 2:
-        return None
-    is_tall = shape[0] >= shape[1]
-    return {
-        "std": "right" if is_tall else "left",
-        "reverse_std": "left" if is_tall else "right",
-    }.get(proj_type, proj_type)
-
-
 def gradients(steps, shapes=SHAPES, dtype=torch.float64):
     """The table's, with singular values well apart: a basis is not defined where they meet."""
     generator = torch.Generator().manual_seed(3)
@@ -121,10 +81,10 @@ def gradients(steps, shapes=SHAPES, dtype=torch.float64):
 @functools.cache
 def expected(setting, gap, shapes=SHAPES, steps=STEPS):
     hypers = dict(SETTINGS[setting])
-    rank, proj_type = hypers.pop("rank"), hypers.pop("proj_type", "std")
+    rank = hypers.pop("rank")
     grads = zip(*gradients(steps, shapes), strict=True)
     return [
-        textbook(p, gs, rank, gap, side_of(p.shape, proj_type), **hypers)
+        textbook(p, zip(gs), rank, gap, **hypers)
         for p, gs in zip(table.weights(shapes), grads, strict=True)
     ]
 
@@ -389,7 +349,7 @@ def test_bf16_gradients_give_updates_nearer_to_fp64_than_the_authors(world):
     before = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
     by_param = zip(*[[g.double() for g in of_step] for of_step in grads], strict=True)
     expected = [
-        textbook(p, gs, low["rank"], 200, side_of(p.shape), scale=1.0)
+        textbook(p, zip(gs), low["rank"], 200, scale=1.0)
         for p, gs in zip(before, by_param, strict=True)
     ]
     theirs, _ = plain.stepped(
@@ -442,10 +402,9 @@ def test_8_bit_equals_the_textbook_that_rounds_its_moments():
     for shapes in [((96, 64),), ((64, 96),), ((1500,),), ((64, 16),)]:
         ranks = run(shapes, 1, EIGHT, 5, dtype=torch.float64)
         grads = zip(*gradients(5, shapes), strict=True)
-        hypers = {"lr": 0.01}
         exact, plain = [
             [
-                textbook(p, gs, 16, 9, side_of(p.shape), q, **hypers)
+                textbook(p, zip(gs), 16, 9, quantized=q, lr=0.01)
                 for p, gs in zip(table.weights(shapes), grads, strict=True)
             ]
             for q, grads in zip((rounded, None), itertools.tee(grads), strict=True)

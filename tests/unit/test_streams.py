@@ -41,12 +41,13 @@ def world(request, monkeypatch):
         dist.destroy_process_group()
 
 
-def train(name, steps=2, **how):
-    """Trains by a bucket for each matrix -> the simulated GPU."""
+def train(name, steps=2, before=lambda: None, **how):
+    """Trains by a bucket for each matrix -> the simulated GPU; runs ``before`` on it first."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(LAYERS)))
     optimizer = getattr(ds_ext, name)(model.parameters(), lr=1e-3)
     with simulated() as gpu:
+        before()
         fused = ds_ext.fuse_into_backward(model, optimizer, bucket_size=SIDE * SIDE, **how)
         for _ in range(steps):
             fused.backward(model(torch.randn(2, SIDE)).square().sum())
@@ -72,6 +73,17 @@ EACH = [(1, *HOW[0]), *((4, *how) for how in HOW)]
 @pytest.mark.parametrize("world, name, how", EACH, indirect=["world"], ids=str)
 def test_no_operation_runs_too_early(world, name, how):
     assert train(name, **how).errors == []
+
+
+def step_alone():
+    """A step of a small matrix on the stream of backward."""
+    weight = nn.Parameter(torch.ones(12, 13))
+    weight.grad = torch.ones(12, 13)
+    ds_ext.AdaLomo([weight]).step()
+
+
+def test_streams_do_not_share_scratch_memory():
+    assert train("AdaLomo", before=step_alone).errors == []
 
 
 FAULTS = {

@@ -1,5 +1,6 @@
-"""zero_grad() without an engine: what it drops, and what it cannot."""
+"""zero_grad() and load_state_dict() before the step, without an engine."""
 
+import copy
 import logging
 
 import pytest
@@ -74,3 +75,31 @@ def test_a_part_of_the_model_may_be_discarded_alone():
     discarding.skip(model, torch.Tensor.backward, model.first.zero_grad, "forward", 0)
     model.middle.zero_grad()
     assert_close(model, moved(model, optimizer), wanted)
+
+
+def test_a_state_that_is_loaded_before_the_step_steps_kept_gradients_and_warns_of_used_ones(caplog):
+    stepped = []
+    for policy in ("plain", "sharded", "fused"):
+        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        with torch.no_grad():
+            for i, p in enumerate(model.parameters(), 1):
+                p.copy_(torch.arange(p.numel()).view_as(p).sin() / i)
+        optimizer = ds_ext.AdamW(model.parameters(), lr=LR)
+        if policy != "plain":
+            ds_ext.fuse_into_backward(model, optimizer, bucket_size=1, gradient_policy=policy)
+        x = torch.linspace(-1, 1, 15).view(3, 5)
+        saved = []
+        for scale in (1, 2):
+            model(scale * x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            saved.append(copy.deepcopy(optimizer.state_dict()))
+        model(3 * x).square().sum().backward()
+        with caplog.at_level(logging.WARNING, "ds_ext"):
+            optimizer.load_state_dict(saved[0])
+        optimizer.step()
+        stepped.append([p.detach() for p in model.parameters()])
+        assert len(caplog.records) == (policy == "fused")
+        optimizer.load_state_dict(saved[0])
+    assert all(map(torch.equal, *stepped[:2])) and len(caplog.records) == 1
+    assert "backward has already updated parameters" in caplog.text
