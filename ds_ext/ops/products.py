@@ -7,16 +7,19 @@ TF32 setting where bf16 products are not used.
 """
 
 import functools
-from typing import cast
+from collections.abc import Callable
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 
+from ds_ext.ops import scratch
 from ds_ext.ops.executors.native import bf16_products as native
 from ds_ext.ops.expressions import Gradient, Scaled, accumulator, part, read
-from ds_ext.ops.shard import Block
+from ds_ext.ops.shard import Block, Shard
 
 BF16 = torch.bfloat16
+Product: TypeAlias = tuple[tuple[slice, slice] | slice, Tensor, Tensor]  # place, and operands
 MOST = 6  # bf16 products of two operands with three terms each
 
 
@@ -75,35 +78,59 @@ def operand(x: Tensor, terms: int) -> Tensor:
 class Operand:
     """A gradient as an operand of matrix products.
 
-    If its numbers are bf16, and these have fast products, they are used as they are stored, and the
-    other operand is rounded to bf16. The factor of the gradient then multiplies the product.
+    If its numbers are bf16, and these have fast products, they are used as they are stored. The
+    factor of the gradient then multiplies the product.
 
     Args:
         g: a run of a matrix.
+
+    Attributes:
+        dtype: of the blocks that are multiplied.
     """
 
     def __init__(self, g: Gradient) -> None:
         self._factor: Tensor | float = 1.0
-        self.is_bf16 = g.dtype == BF16 and most_products(g.device) > 0
-        if isinstance(g, Scaled):
-            self.is_bf16 = self.is_bf16 and g.bound is None
-            if self.is_bf16:
+        is_bf16 = g.dtype == BF16 and most_products(g.device) > 0
+        if is_bf16 and isinstance(g, Scaled):
+            is_bf16 = g.bound is None
+            if is_bf16:
                 self._factor, g = g.factor, cast(Tensor, g.x)
-        self._g = g
+        self._g, self.dtype = g, BF16 if is_bf16 else accumulator(g.dtype)
 
-    def block(self, b: Block) -> Tensor:
-        """Returns a block of one matrix, [rows, cols], in bf16 or in the accumulator's dtype."""
-        return part(cast(Tensor, self._g), b)[0] if self.is_bf16 else read(self._g, b)[0]
+    def summed(
+        self,
+        shard: Shard,
+        shape: tuple[int, int],
+        of: Callable[[Block, Tensor], Product],
+        terms: int,
+    ) -> Tensor:
+        """Returns a sum of products with the blocks of the gradient's run.
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of blocks, and of the other operand."""
-        return BF16 if self.is_bf16 else accumulator(self._g.dtype)
-
-    def scaled_(self, product: Tensor) -> Tensor:
-        """Multiplies a sum of products of blocks by the factor that blocks leave out."""
+        Args:
+            shard: the geometry of the run, in a matrix.
+            shape: of the result, which is 0 where no block has a product.
+            of: returns the place of a product in the result, and its operands, for a block and its
+                values, [rows, cols].
+            terms: of the other operand, see ``add_product_``.
+        """
+        # Native products read a bf16 gradient where it is stored, so blocks may be large.
+        is_read = self.dtype == BF16 and terms == 1 and self._g.device.type == "cpu"
+        is_one = is_read and len(shard) == shard.numel > 0
+        made = torch.empty if is_one else torch.zeros
+        total = made(shape, dtype=accumulator(self._g.dtype), device=self._g.device)
+        limit = scratch.product_limit(self._g.device)
+        for b in scratch.blocks(shard, max(limit, len(shard)) if is_read else limit):
+            is_bf16 = self.dtype == BF16
+            x = part(cast(Tensor, self._g), b)[0] if is_bf16 else read(self._g, b)[0]
+            place, left, right = of(b, x)
+            _product_(total[place], left, right, terms, adds=not is_one)
         factor = self._factor
-        return product if isinstance(factor, float) and factor == 1 else product.mul_(factor)
+        return total if isinstance(factor, float) and factor == 1 else total.mul_(factor)
+
+
+def terms_for(dtype: torch.dtype) -> int:
+    """Returns the terms of an operand that is as exact as a gradient of a dtype: 1 for bf16."""
+    return 1 if dtype == BF16 else 3
 
 
 def most_products(device: torch.device) -> int:
@@ -148,8 +175,8 @@ def _product_(out: Tensor, a: Tensor, b: Tensor, terms: int, adds: bool) -> Tens
 
 
 def _terms(x: Tensor, count: int) -> list[Tensor]:
-    """bf16 matrices whose sum is ``x``, or nearly so."""
-    if x.dtype == BF16:
+    """bf16 matrices whose sum is ``x``, or nearly so; ``x`` itself if native code rounds it."""
+    if x.dtype == BF16 or count == 1 and x.device.type == "cpu":
         return [x]
     terms = [x.to(BF16)]
     for _ in range(count - 1):

@@ -102,7 +102,7 @@ class GaLoreAdamW:
         """Returns R of a gradient. The R of a sum of gradients is the sum of theirs."""
         _, right = self.space(shard)
         dtype = ops.Operand(g).dtype
-        (r,) = yield (lowrank.project(g, s["q"].to(dtype), right, shard),)
+        (r,) = yield (lowrank.project(g, s["q"], right, shard, ops.terms_for(dtype)),)
         return ProjectedGrad(r, dtype)
 
     def step_projected(
@@ -114,14 +114,14 @@ class GaLoreAdamW:
         step = self.adam.advance(s, r.view(-1)[part], r.numel())
         u = ops.evaluate(step, Shard.whole((part.stop - part.start,)), r)
         u.mul_(self.factor(t) * self.scale)
-        q = s["q"].to(g.dtype)
+        q, terms = s["q"], ops.terms_for(g.dtype)
         if right:
             own = lowrank.own_part(rank, right, shard)
             u = u[own.start - part.start : own.stop - part.start].view(-1, rank)
-            self.apply_(p, lowrank.Product(u.to(g.dtype), q, first), shard)
+            self.apply_(p, lowrank.Product(u, q, first, terms), shard)
         else:
             (u,) = yield (ops.pad(u, part, r),)
-            self.apply_(p, lowrank.Product(q, u.to(g.dtype), first), shard)
+            self.apply_(p, lowrank.Product(q, u, first, terms), shard)
 
     def apply_(self, p: ops.Writable, u: ops.Readable, shard: Shard) -> None:
         """Steps ``p`` by an update that ``factor`` has multiplied."""

@@ -100,12 +100,11 @@ def test_rows_and_columns_of_a_product_have_the_bits_of_the_whole_product():
 def test_a_gradient_is_scaled_and_bounded_in_products(processor, factor, bound, dtype):
     x, q = wide(13, 29, dtype), wide(29, 7, torch.float32).bfloat16().float()
     g = ops.Operand(ops.Scaled(x.flatten(), factor, bound))
-    out = torch.zeros(13, 7)
-    for b in ops.blocks(Shard.whole((13, 29)), x):
-        add_product_(out[b.rows], g.block(b), q.to(g.dtype)[b.cols])
+    whole, terms = Shard.whole((13, 29)), products.terms_for(g.dtype)
+    out = g.summed(whole, (13, 7), lambda b, part: (b.rows, part, q[b.cols]), terms)
     values = x.double() * float(factor)
     values = values if bound is None else values.clamp(-bound, bound)
-    assert error(g.scaled_(out), values, q) <= SUMS
+    assert error(out, values, q) <= SUMS
     fast = dtype == torch.bfloat16 and bound is None and native.is_available()
     assert g.dtype == (torch.bfloat16 if fast else torch.float32)
 

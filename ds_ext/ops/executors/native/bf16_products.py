@@ -9,6 +9,8 @@ from torch import Tensor
 from ds_ext.logs import logger
 from ds_ext.ops.executors.native import library
 
+_Sizes = ctypes.c_int64 * 10
+
 
 @functools.cache
 def is_available() -> bool:
@@ -25,8 +27,8 @@ def product_(out: Tensor, a: Tensor, b: Tensor, adds: bool, mirrors: bool = Fals
 
     Args:
         out: [m, n] in fp32, with consecutive columns.
-        a: [m, k] in bf16.
-        b: [k, n] in bf16.
+        a: [m, k] in bf16, or in fp32, which is rounded to bf16.
+        b: [k, n] likewise.
         adds: whether to add.
         mirrors: whether the result is symmetric; only one half of it is then computed.
     """
@@ -36,6 +38,7 @@ def product_(out: Tensor, a: Tensor, b: Tensor, adds: bool, mirrors: bool = Fals
         and out.dtype == torch.float32
         and (out.stride(1) == 1 or out.shape[1] == 1)
     )
-    sizes = (ctypes.c_int64 * 8)(*a.shape, b.shape[1], *a.stride(), *b.stride(), out.stride(0))
+    are_fp32 = (x.dtype == torch.float32 for x in (a, b))
+    sizes = _Sizes(*a.shape, b.shape[1], *a.stride(), *b.stride(), out.stride(0), *are_fp32)
     pointers = a.data_ptr(), b.data_ptr(), out.data_ptr()
     found.products_run(*pointers, sizes, adds, mirrors, torch.get_num_threads())

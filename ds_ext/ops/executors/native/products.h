@@ -14,33 +14,80 @@ namespace bf16 {
 
 const int64_t ROWS = 6, VECTORS = 4, PANEL = VECTORS * WIDTH;  // of the result, in registers
 const int64_t DEPTH = 1024;                                    // rows of B in the cache
-const int64_t TASK_ROWS = 86 * ROWS;                           // many, because each task packs B
+const int64_t TASKS = 4;                                       // of each thread, if rows are cut: each task packs B
 const int64_t FEW = 1 << 22;                                   // multiplications that one thread makes
 
-// Element (i, k) is at data[i * row + k * col].
+// Element (i, k) is at data[i * row + k * col], in bf16, or in fp32 that is rounded to bf16 when it is read.
 struct Matrix {
-    const uint16_t *data;
+    const void *data;
     int64_t row, col;
-    uint16_t at(int64_t i, int64_t k) const { return data[i * row + k * col]; }
-    Matrix from(int64_t i, int64_t k) const { return {data + i * row + k * col, row, col}; }
+    bool is_fp32;
+    const uint16_t *half(int64_t at) const { return static_cast<const uint16_t *>(data) + at; }
+    const float *full(int64_t at) const { return static_cast<const float *>(data) + at; }
+    uint16_t at(int64_t i, int64_t k) const {
+        int64_t at = i * row + k * col;
+        if (!is_fp32) return *half(at);
+        return static_cast<uint16_t>(_mm_extract_epi16((__m128i)_mm_cvtneps_pbh(_mm_set_ss(*full(at))), 0));
+    }
+    // WIDTH numbers, and 2 * WIDTH, that lie together.
+    __m256i some(int64_t at) const {
+        return is_fp32 ? (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(full(at))) : _mm256_loadu_si256(reinterpret_cast<const __m256i *>(half(at)));
+    }
+    __m512i more(int64_t at) const {
+        return is_fp32 ? (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(full(at + WIDTH)), _mm512_loadu_ps(full(at))) : _mm512_loadu_si512(half(at));
+    }
+    Matrix from(int64_t i, int64_t k) const {
+        int64_t at = i * row + k * col;
+        return {is_fp32 ? static_cast<const void *>(full(at)) : half(at), row, col, is_fp32};
+    }
+    Matrix transposed() const { return {data, col, row, is_fp32}; }
 };
 
 inline uint32_t pair(uint16_t low, uint16_t high) { return low | static_cast<uint32_t>(high) << 16; }
 
-// [depth, cols] -> [depth / 2, PANEL] pairs, filled up with zeros.
-inline void pack(const Matrix &b, int64_t depth, int64_t cols, uint32_t *to) {
-    for (int64_t k = 0; k < depth; k += 2, to += PANEL) {
+// Transposes WIDTH x WIDTH numbers of 32 bits.
+inline void transpose(__m512i *x) {
+    __m512i y[WIDTH];
+    for (int i = 0; i < WIDTH; i += 2) y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]), y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    for (int i = 0; i < WIDTH; i += 4)
+        for (int j = 0; j < 2; ++j)
+            x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + j + 2]), x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + j + 2]);
+    for (int i = 0; i < WIDTH; i += 8)
+        for (int j = 0; j < 4; ++j)
+            y[i + j] = _mm512_shuffle_i32x4(x[i + j], x[i + j + 4], 0x88), y[i + j + 4] = _mm512_shuffle_i32x4(x[i + j], x[i + j + 4], 0xdd);
+    for (int j = 0; j < 8; ++j)
+        x[j] = _mm512_shuffle_i32x4(y[j], y[j + 8], 0x88), x[j + 8] = _mm512_shuffle_i32x4(y[j], y[j + 8], 0xdd);
+}
+
+// [depth, cols] -> [depth / 2, width] pairs, of which those after ``cols`` become zeros up to ``filled``.
+inline void pack(const Matrix &b, int64_t depth, int64_t cols, uint32_t *to, int64_t width, int64_t filled) {
+    int64_t done = 0;  // rows of pairs that are packed
+    if (b.row == 1)    // pairs lie together
+        for (int64_t pairs = depth / 2; done + WIDTH <= pairs; done += WIDTH) {
+            int64_t j = 0;
+            for (; j + WIDTH <= cols; j += WIDTH) {
+                __m512i x[WIDTH];
+                for (int64_t i = 0; i < WIDTH; ++i) x[i] = b.more(2 * done + (j + i) * b.col);
+                transpose(x);
+                for (int64_t i = 0; i < WIDTH; ++i) _mm512_storeu_si512(to + (done + i) * width + j, x[i]);
+            }
+            for (int64_t i = done; i < done + WIDTH; ++i) {
+                for (int64_t q = j; q < cols; ++q) to[i * width + q] = pair(b.at(2 * i, q), b.at(2 * i + 1, q));
+                for (int64_t q = cols; q < filled; ++q) to[i * width + q] = 0;
+            }
+        }
+    to += done * width;
+    for (int64_t k = 2 * done; k < depth; k += 2, to += width) {
         bool two = k + 1 < depth;
         int64_t j = 0;
-        if (b.col == 1 && two)
+        if (b.col == 1)
             for (; j + WIDTH <= cols; j += WIDTH) {
-                auto read = [&](int64_t row) {
-                    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(b.data + row * b.row + j)));
-                };
-                _mm512_storeu_si512(to + j, _mm512_or_si512(read(k), _mm512_slli_epi32(read(k + 1), 16)));
+                __m512i low = _mm512_cvtepu16_epi32(b.some(k * b.row + j));
+                __m512i high = two ? _mm512_slli_epi32(_mm512_cvtepu16_epi32(b.some((k + 1) * b.row + j)), 16) : _mm512_setzero_si512();
+                _mm512_storeu_si512(to + j, _mm512_or_si512(low, high));
             }
         for (; j < cols; ++j) to[j] = pair(b.at(k, j), two ? b.at(k + 1, j) : 0);
-        for (; j < PANEL; ++j) to[j] = 0;
+        for (; j < filled; ++j) to[j] = 0;
     }
 }
 
@@ -80,20 +127,34 @@ inline void tiles(const uint16_t *a, int64_t row, int64_t step, const uint32_t *
 }
 
 // c [m, n], rows ``width`` apart, (+)= a [m, k] · b [k, n]. If c is symmetric, half of it is computed, and mirrored.
-inline void multiply(Matrix a, const Matrix &b, float *c, int64_t width, int64_t m, int64_t k, int64_t n, bool adds, bool mirrors, int threads) {
+inline void multiply(const Matrix &a, const Matrix &b, float *c, int64_t width, int64_t m, int64_t k, int64_t n, bool adds, bool mirrors, int threads) {
+    if (m * k * n < FEW) threads = 1;
     std::vector<uint32_t> pairs;
+    const uint16_t *left = a.half(0);
     int64_t row = a.row, step = 2;
-    if (a.col != 1 || k % 2) {  // pairs of A do not lie in memory: [k / 2, m]
+    if (a.is_fp32 || a.col != 1 || k % 2) {  // pairs of A do not lie in memory
         pairs.resize(static_cast<size_t>((k + 1) / 2 * m));
-        for (int64_t i = 0; i < k; i += 2)
-            for (int64_t j = 0; j < m; ++j) pairs[static_cast<size_t>(i / 2 * m + j)] = pair(a.at(j, i), i + 1 < k ? a.at(j, i + 1) : 0);
-        a.data = reinterpret_cast<const uint16_t *>(pairs.data());
-        row = 2, step = 2 * m;
+        left = reinterpret_cast<const uint16_t *>(pairs.data());
+        if (a.col == 1) {  // [m, k / 2]
+            row = k + k % 2;
+            uint16_t *to = reinterpret_cast<uint16_t *>(pairs.data());
+            for (int64_t i = 0; i < m; ++i, to += row) {
+                int64_t q = 0;
+                for (; q + WIDTH <= k; q += WIDTH) _mm256_storeu_si256(reinterpret_cast<__m256i *>(to + q), a.some(i * a.row + q));
+                for (; q < k; ++q) to[q] = a.at(i, q);
+                if (k % 2) to[k] = 0;
+            }
+        } else {  // [k / 2, m]
+            row = 2, step = 2 * m;
+            pack(a.transposed(), k, m, pairs.data(), m, m);
+        }
     }
-    int64_t panels = (n + PANEL - 1) / PANEL, parts = (m + TASK_ROWS - 1) / TASK_ROWS;
-    parallel(panels * parts, m * k * n < FEW ? 1 : threads, [&](int64_t task) {
+    int64_t panels = (n + PANEL - 1) / PANEL, tiles_of_rows = (m + ROWS - 1) / ROWS;
+    int64_t parts = threads < 2 ? 1 : (TASKS * threads + panels - 1) / panels;
+    int64_t task_rows = (tiles_of_rows + parts - 1) / parts * ROWS;
+    parallel(panels * parts, threads, [&](int64_t task) {
         int64_t j = task % panels * PANEL, cols = n - j < PANEL ? n - j : PANEL;
-        int64_t first = task / panels * TASK_ROWS, last = first + TASK_ROWS < m ? first + TASK_ROWS : m;
+        int64_t first = task / panels * task_rows, last = first + task_rows < m ? first + task_rows : m;
         if (mirrors && last > j + cols) last = j + cols;
         if (first >= last) return;
         thread_local std::vector<uint32_t> packed;
@@ -101,9 +162,9 @@ inline void multiply(Matrix a, const Matrix &b, float *c, int64_t width, int64_t
         int64_t at = 0;
         do {
             int64_t depth = k - at < DEPTH ? k - at : DEPTH;
-            pack(b.from(at, j), depth, cols, packed.data());
+            pack(b.from(at, j), depth, cols, packed.data(), PANEL, PANEL);
             for (int64_t i = first; i < last; i += ROWS)
-                tiles(a.data + i * row + at / 2 * step, row, step, packed.data(), (depth + 1) / 2, c + i * width + j, width, last - i, cols, adds || at > 0);
+                tiles(left + i * row + at / 2 * step, row, step, packed.data(), (depth + 1) / 2, c + i * width + j, width, last - i, cols, adds || at > 0);
         } while ((at += DEPTH) < k);
         for (int64_t q = j; mirrors && q < j + cols; ++q)
             for (int64_t i = first; i < last && i < q; ++i) c[q * width + i] = c[i * width + q];
@@ -126,11 +187,11 @@ extern "C" __attribute__((visibility("default"))) int products_available() {
 #endif
 }
 
-// Writes a [m, k] · b [k, n], or adds it, to c [m, n]. sizes: m, k, n, the two strides of a and of b, c's stride of rows.
-// mirrors: c is symmetric.
-extern "C" __attribute__((visibility("default"))) void products_run(const uint16_t *a, const uint16_t *b, float *c, const int64_t *sizes, int adds, int mirrors, int threads) {
+// Writes a [m, k] · b [k, n], or adds it, to c [m, n]. sizes: m, k, n, the two strides of a and of b, c's stride of rows,
+// and whether a and b are fp32. mirrors: c is symmetric.
+extern "C" __attribute__((visibility("default"))) void products_run(const void *a, const void *b, float *c, const int64_t *sizes, int adds, int mirrors, int threads) {
 #ifdef DS_EXT_BF16
-    bf16::multiply({a, sizes[3], sizes[4]}, {b, sizes[5], sizes[6]}, c, sizes[7], sizes[0], sizes[1], sizes[2], adds, mirrors, threads);
+    bf16::multiply({a, sizes[3], sizes[4], sizes[8] != 0}, {b, sizes[5], sizes[6], sizes[9] != 0}, c, sizes[7], sizes[0], sizes[1], sizes[2], adds, mirrors, threads);
 #else
     (void)a, (void)b, (void)c, (void)sizes, (void)adds, (void)mirrors, (void)threads;
 #endif
