@@ -8,6 +8,7 @@ TF32 setting where bf16 products are not used.
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias, cast
 
 import torch
@@ -19,7 +20,7 @@ from ds_ext.ops.expressions import Gradient, Scaled, accumulator, part, read
 from ds_ext.ops.shard import Block, Shard
 
 BF16 = torch.bfloat16
-Product: TypeAlias = tuple[tuple[slice, slice] | slice, Tensor, Tensor]  # place, and operands
+PlacedProduct: TypeAlias = tuple[tuple[slice, slice] | slice, Tensor, Tensor]  # place, and operands
 MOST = 6  # bf16 products of two operands with three terms each
 
 
@@ -101,7 +102,7 @@ class Operand:
         self,
         shard: Shard,
         shape: tuple[int, int],
-        of: Callable[[Block, Tensor], Product],
+        of: Callable[[Block, Tensor], PlacedProduct],
         terms: int,
     ) -> Tensor:
         """Returns a sum of products with the blocks of the gradient's run.
@@ -126,6 +127,29 @@ class Operand:
             _product_(total[place], left, right, terms, adds=not is_one)
         factor = self._factor
         return total if isinstance(factor, float) and factor == 1 else total.mul_(factor)
+
+
+@dataclass(frozen=True)
+class Product:
+    """left · right, [rows touched, k] · [k, cols]: a run of a matrix that a pass computes."""
+
+    left: Tensor
+    right: Tensor
+    first: int  # the row of the whole matrix at which ``left`` starts
+    terms: int = 3  # bf16 terms of an operand
+
+    def block(self, b: Block) -> Tensor:
+        """Returns block ``b`` of the product."""
+        rows = slice(b.rows.start - self.first, b.rows.stop - self.first)
+        return product(self.left[rows], self.right[:, b.cols], self.terms).unsqueeze(0)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether one native product of bf16 numbers computes it."""
+        left, right = self.left.dtype, self.right.dtype
+        is_one = self.terms == 1 and torch.float64 not in (left, right)
+        device = self.left.device
+        return (is_one or left == right == BF16) and device.type == "cpu" and native.is_available()
 
 
 def terms_for(dtype: torch.dtype) -> int:

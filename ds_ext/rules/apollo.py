@@ -112,7 +112,7 @@ class APOLLO:
         """Returns a run's share of R, [channels, rank]. The sum over ranks is R."""
         first = shard.touched.start
 
-        def product(b: Block, x: Tensor) -> ops.Product:
+        def product(b: Block, x: Tensor) -> ops.PlacedProduct:
             if _is_tall(shard):
                 return b.rows, x, q[b.cols]
             return b.cols, x.T, q[b.rows.start - first : b.rows.stop - first]

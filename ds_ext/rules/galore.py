@@ -112,16 +112,16 @@ class GaLoreAdamW:
         (rank, right), r, first = self.space(shard), g.values, shard.touched.start
         part = lowrank.own_part(rank, right, shard, self.adam.unit(r.numel()))
         step = self.adam.advance(s, r.view(-1)[part], r.numel())
-        u = ops.evaluate(step, Shard.whole((part.stop - part.start,)), r)
-        u.mul_(self.factor(t) * self.scale)
+        scaled = ops.times(step, self.factor(t) * self.scale)
+        u = ops.evaluate(scaled, Shard.whole((part.stop - part.start,)), r)
         q, terms = s["q"], ops.terms_for(g.dtype)
         if right:
             own = lowrank.own_part(rank, right, shard)
             u = u[own.start - part.start : own.stop - part.start].view(-1, rank)
-            self.apply_(p, lowrank.Product(u, q, first, terms), shard)
+            self.apply_(p, ops.Product(u, q, first, terms), shard)
         else:
             (u,) = yield (ops.pad(u, part, r),)
-            self.apply_(p, lowrank.Product(q, u, first, terms), shard)
+            self.apply_(p, ops.Product(q, u, first, terms), shard)
 
     def apply_(self, p: ops.Writable, u: ops.Readable, shard: Shard) -> None:
         """Steps ``p`` by an update that ``factor`` has multiplied."""

@@ -6,7 +6,6 @@ U [rows, rank] that its run touches, and R = U'·G [rank, cols].
 """
 
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -60,7 +59,7 @@ def project(g: ops.Gradient, q: Tensor, right: bool, shard: Shard, terms: int = 
     """
     first = shard.touched.start
 
-    def product(b: Block, x: Tensor) -> ops.Product:
+    def product(b: Block, x: Tensor) -> ops.PlacedProduct:
         if right:
             return b.rows, x, q[:, b.cols].T
         rows = q[b.rows.start - first : b.rows.stop - first]
@@ -68,21 +67,6 @@ def project(g: ops.Gradient, q: Tensor, right: bool, shard: Shard, terms: int = 
 
     shape = (shard.rows, q.shape[0]) if right else (q.shape[1], shard.cols)
     return ops.Operand(g).summed(shard, shape, product, terms)
-
-
-@dataclass(frozen=True)
-class Product:
-    """left · right, [rows touched, rank] · [rank, cols]: a run of a matrix, projected back."""
-
-    left: Tensor
-    right: Tensor
-    first: int  # the row of the whole matrix at which ``left`` starts
-    terms: int = 3  # bf16 terms of an operand
-
-    def block(self, b: Block) -> Tensor:
-        """Returns block ``b`` of the product."""
-        rows = slice(b.rows.start - self.first, b.rows.stop - self.first)
-        return ops.product(self.left[rows], self.right[:, b.cols], self.terms).unsqueeze(0)
 
 
 def basis(g: ops.Gradient, rank: int, right: bool, shard: Shard) -> Generator[Sums, Sums, Tensor]:

@@ -11,6 +11,7 @@ from ds_ext.ops import products
 from ds_ext.ops.executors.native import bf16_products as native
 from ds_ext.ops.products import add_product_, product
 from ds_ext.ops.shard import Shard
+from ds_ext.ops.weight_storage import SplitWeight, StochasticWeight
 
 SHAPES = [(1, 1, 1), (7, 5, 3), (13, 29, 17), (6, 2050, 64), (65, 1025, 130), (600, 33, 70)]
 SHAPES += [(3, 0, 4), (0, 3, 4)]
@@ -113,6 +114,54 @@ def test_fp64_stays_fp64(processor):
     a, b = wide(13, 29, torch.float64), wide(29, 17, torch.float64)
     found = product(a, b, 1)
     assert found.dtype == torch.float64 and error(found, a, b) < 1e-15
+
+
+STORED = {
+    "fp32": lambda run, start: run,
+    "bf16": lambda run, start: StochasticWeight(run.bfloat16(), 12345, start),
+    "residual": lambda run, start: SplitWeight(run.bfloat16(), run.new_zeros(len(run)).short()),
+}
+
+
+@needs_bf16
+@pytest.mark.parametrize("kind", STORED)
+@pytest.mark.parametrize("shape, k", [((13, 29), 3), ((129, 2100), 5), ((300, 64), 128)])
+def test_an_update_that_is_a_product_has_the_bits_of_its_blocks(shape, k, kind, monkeypatch):
+    """Native code applies it box by box; otherwise blocks of it are computed, and applied then."""
+    applied = []
+    apply_ = native.apply_
+    monkeypatch.setattr(native, "apply_", lambda *args: applied.append(args) or apply_(*args))
+
+    def stepped(shard, dtypes, weight_decay):
+        own = shard.touched
+        left = wide(own.stop - own.start, k, dtypes[0])
+        u = ops.Product(left, wide(k, shape[1], dtypes[1]), own.start, 1)
+        p = STORED[kind](wide(1, len(shard), torch.float32).view(-1), shard.start)
+        ops.apply_(p, u, shard, lr=0.1, weight_decay=weight_decay)
+        return (
+            p
+            if isinstance(p, torch.Tensor)
+            else torch.stack([p.run, getattr(p, "residual", p.run)])
+        )
+
+    cases = list(
+        itertools.product(
+            [Shard.of_rank(shape, *of) for of in ((0, 1), (1, 3), (2, 7))],
+            itertools.product((torch.float32, torch.bfloat16), repeat=2),
+            (0.0, 0.3),
+        )
+    )
+    found = [stepped(*case) for case in cases]
+    assert len(applied) == len(cases)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3 - min(threads, 2))
+    try:
+        assert all(torch.equal(x, stepped(*case)) for x, case in zip(found, cases, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+    monkeypatch.setattr(ops.Product, "is_native", property(lambda self: False))
+    assert all(torch.equal(x, stepped(*case)) for x, case in zip(found, cases, strict=True))
+    assert len(applied) == 2 * len(cases)
 
 
 @needs_bf16

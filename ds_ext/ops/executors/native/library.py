@@ -50,6 +50,8 @@ def load() -> ctypes.CDLL | None:
     ]
     library.products_run.restype = None
     library.products_run.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int] * 3]
+    library.products_apply.restype = None
+    library.products_apply.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int]
     return library
 
 

@@ -15,6 +15,7 @@ namespace bf16 {
 const int64_t ROWS = 6, VECTORS = 4, PANEL = VECTORS * WIDTH;  // of the result, in registers
 const int64_t DEPTH = 1024;                                    // rows of B in the cache
 const int64_t TASKS = 4;                                       // of each thread, if rows are cut: each task packs B
+const int64_t BOX_ROWS = 4 * ROWS, BOX_COLS = 32 * PANEL;      // of an update that is computed and applied
 const int64_t FEW = 1 << 22;                                   // multiplications that one thread makes
 
 // Element (i, k) is at data[i * row + k * col], in bf16, or in fp32 that is rounded to bf16 when it is read.
@@ -35,6 +36,9 @@ struct Matrix {
     }
     __m512i more(int64_t at) const {
         return is_fp32 ? (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(full(at + WIDTH)), _mm512_loadu_ps(full(at))) : _mm512_loadu_si512(half(at));
+    }
+    void prefetch(int64_t at) const {
+        _mm_prefetch(static_cast<const char *>(is_fp32 ? static_cast<const void *>(full(at)) : half(at)), _MM_HINT_T1);
     }
     Matrix from(int64_t i, int64_t k) const {
         int64_t at = i * row + k * col;
@@ -82,6 +86,7 @@ inline void pack(const Matrix &b, int64_t depth, int64_t cols, uint32_t *to, int
         int64_t j = 0;
         if (b.col == 1)
             for (; j + WIDTH <= cols; j += WIDTH) {
+                b.prefetch(k * b.row + j + width), b.prefetch((k + 1) * b.row + j + width);  // of the next panel
                 __m512i low = _mm512_cvtepu16_epi32(b.some(k * b.row + j));
                 __m512i high = two ? _mm512_slli_epi32(_mm512_cvtepu16_epi32(b.some((k + 1) * b.row + j)), 16) : _mm512_setzero_si512();
                 _mm512_storeu_si512(to + j, _mm512_or_si512(low, high));
@@ -102,6 +107,8 @@ template <int R> inline void tile(const uint16_t *a, int64_t row, int64_t step, 
     for (int i = 0; i < R; ++i)
         for (int v = 0; v < VECTORS; ++v) sum[i][v] = adds ? _mm512_maskz_loadu_ps(mask[v], c + i * width + v * WIDTH) : _mm512_setzero_ps();
     for (int64_t k = 0; k < pairs; ++k, a += step, b += PANEL) {
+        if (step == 2 && k % WIDTH == 0)  // a cache line of each row of the next tile
+            for (int i = 0; i < R; ++i) _mm_prefetch(reinterpret_cast<const char *>(a + (i + R) * row), _MM_HINT_T0);
         __m512i right[VECTORS];
         for (int v = 0; v < VECTORS; ++v) right[v] = _mm512_loadu_si512(b + v * WIDTH);
         for (int i = 0; i < R; ++i) {
@@ -126,32 +133,40 @@ inline void tiles(const uint16_t *a, int64_t row, int64_t step, const uint32_t *
     }
 }
 
+// A [m, k]: pair q of row i is at data[i * row + q * step].
+struct Left {
+    const uint16_t *data;
+    int64_t row, step;
+};
+
+// A as it lies in memory, or its pairs in ``pairs``.
+inline Left left_of(const Matrix &a, int64_t m, int64_t k, std::vector<uint32_t> &pairs) {
+    if (!a.is_fp32 && a.col == 1 && k % 2 == 0) return {a.half(0), a.row, 2};
+    pairs.resize(static_cast<size_t>((k + 1) / 2 * m));
+    uint16_t *to = reinterpret_cast<uint16_t *>(pairs.data());
+    if (a.col != 1) {  // [k / 2, m]
+        pack(a.transposed(), k, m, pairs.data(), m, m);
+        return {to, 2, 2 * m};
+    }
+    int64_t row = k + k % 2;  // [m, k / 2]
+    for (int64_t i = 0; i < m; ++i) {
+        uint16_t *own = to + i * row;
+        int64_t q = 0;
+        for (; q + WIDTH <= k; q += WIDTH) _mm256_storeu_si256(reinterpret_cast<__m256i *>(own + q), a.some(i * a.row + q));
+        for (; q < k; ++q) own[q] = a.at(i, q);
+        if (k % 2) own[k] = 0;
+    }
+    return {to, row, 2};
+}
+
 // c [m, n], rows ``width`` apart, (+)= a [m, k] · b [k, n]. If c is symmetric, half of it is computed, and mirrored.
 inline void multiply(const Matrix &a, const Matrix &b, float *c, int64_t width, int64_t m, int64_t k, int64_t n, bool adds, bool mirrors, int threads) {
     if (m * k * n < FEW) threads = 1;
     std::vector<uint32_t> pairs;
-    const uint16_t *left = a.half(0);
-    int64_t row = a.row, step = 2;
-    if (a.is_fp32 || a.col != 1 || k % 2) {  // pairs of A do not lie in memory
-        pairs.resize(static_cast<size_t>((k + 1) / 2 * m));
-        left = reinterpret_cast<const uint16_t *>(pairs.data());
-        if (a.col == 1) {  // [m, k / 2]
-            row = k + k % 2;
-            uint16_t *to = reinterpret_cast<uint16_t *>(pairs.data());
-            for (int64_t i = 0; i < m; ++i, to += row) {
-                int64_t q = 0;
-                for (; q + WIDTH <= k; q += WIDTH) _mm256_storeu_si256(reinterpret_cast<__m256i *>(to + q), a.some(i * a.row + q));
-                for (; q < k; ++q) to[q] = a.at(i, q);
-                if (k % 2) to[k] = 0;
-            }
-        } else {  // [k / 2, m]
-            row = 2, step = 2 * m;
-            pack(a.transposed(), k, m, pairs.data(), m, m);
-        }
-    }
-    int64_t panels = (n + PANEL - 1) / PANEL, tiles_of_rows = (m + ROWS - 1) / ROWS;
+    const Left left = left_of(a, m, k, pairs);
+    int64_t panels = (n + PANEL - 1) / PANEL, heights = (m + ROWS - 1) / ROWS;
     int64_t parts = threads < 2 ? 1 : (TASKS * threads + panels - 1) / panels;
-    int64_t task_rows = (tiles_of_rows + parts - 1) / parts * ROWS;
+    int64_t task_rows = (heights + parts - 1) / parts * ROWS;
     parallel(panels * parts, threads, [&](int64_t task) {
         int64_t j = task % panels * PANEL, cols = n - j < PANEL ? n - j : PANEL;
         int64_t first = task / panels * task_rows, last = first + task_rows < m ? first + task_rows : m;
@@ -164,10 +179,46 @@ inline void multiply(const Matrix &a, const Matrix &b, float *c, int64_t width, 
             int64_t depth = k - at < DEPTH ? k - at : DEPTH;
             pack(b.from(at, j), depth, cols, packed.data(), PANEL, PANEL);
             for (int64_t i = first; i < last; i += ROWS)
-                tiles(left + i * row + at / 2 * step, row, step, packed.data(), (depth + 1) / 2, c + i * width + j, width, last - i, cols, adds || at > 0);
+                tiles(left.data + i * left.row + at / 2 * left.step, left.row, left.step, packed.data(), (depth + 1) / 2, c + i * width + j, width, last - i, cols, adds || at > 0);
         } while ((at += DEPTH) < k);
         for (int64_t q = j; mirrors && q < j + cols; ++q)
             for (int64_t i = first; i < last && i < q; ++i) c[q * width + i] = c[i * width + q];
+    });
+}
+
+// Makes the pass APPLY over one run of a matrix, by the update a · b. Row ``first`` of the matrix is the first row
+// of ``a`` [rows, k]. A box of the update is computed and applied while it is in the cache.
+inline void apply(const Call &call, const Entry &e, const Matrix &a, const Matrix &b, int64_t k, int64_t first, int threads) {
+    int64_t n = e.cols, stop = e.start + e.n, panels = (n + PANEL - 1) / PANEL, size = (k + 1) / 2 * PANEL;
+    if (e.n * k < FEW) threads = 1;
+    std::vector<uint32_t> packed(static_cast<size_t>(panels * size));
+    parallel(panels, threads, [&](int64_t j) {
+        int64_t left = n - j * PANEL;
+        pack(b.from(0, j * PANEL), k, left < PANEL ? left : PANEL, packed.data() + j * size, PANEL, PANEL);
+    });
+    const int64_t weight = call.storage == PLAIN_FP32 ? 4 : 2;  // bytes
+    int64_t low = e.start / n, high = (stop + n - 1) / n, across = (n + BOX_COLS - 1) / BOX_COLS;
+    parallel((high - low + BOX_ROWS - 1) / BOX_ROWS * across, threads, [&](int64_t task) {
+        int64_t top = low + task / across * BOX_ROWS, rows = high - top < BOX_ROWS ? high - top : BOX_ROWS;
+        int64_t begin = task % across * BOX_COLS, end = n - begin < BOX_COLS ? n : begin + BOX_COLS;
+        thread_local std::vector<uint32_t> pairs;
+        thread_local std::vector<float> update(static_cast<size_t>(BOX_ROWS * BOX_COLS));
+        const Left left = left_of(a.from(top - first, 0), rows, k, pairs);
+        for (int64_t j = begin; j < end; j += PANEL)
+            for (int64_t i = 0; i < rows; i += ROWS) {
+                for (int64_t r = i; r < i + ROWS && r < rows; ++r)
+                    for (int64_t at = (top + r) * n + j - e.start, q = 0; q < PANEL * weight; q += 64)
+                        __builtin_prefetch(static_cast<const char *>(e.w) + at * weight + q, 1, 2);
+                tiles(left.data + i * left.row, left.row, left.step, packed.data() + j / PANEL * size, (k + 1) / 2, &update[static_cast<size_t>(i * BOX_COLS + j - begin)], BOX_COLS, rows - i, end - j, false);
+            }
+        Entry own = e;
+        for (int64_t i = 0; i < rows; ++i) {
+            int64_t at = (top + i) * n, from = at + begin > e.start ? at + begin : e.start, to = at + end < stop ? at + end : stop;
+            if (from >= to) continue;
+            own.x = &update[static_cast<size_t>(i * BOX_COLS + from - at - begin)] - (from - e.start);
+            double sums[2];
+            v4::apply(call, own, {0, from - e.start, to - e.start, 0}, sums);
+        }
     });
 }
 
@@ -194,5 +245,15 @@ extern "C" __attribute__((visibility("default"))) void products_run(const void *
     bf16::multiply({a, sizes[3], sizes[4], sizes[8] != 0}, {b, sizes[5], sizes[6], sizes[9] != 0}, c, sizes[7], sizes[0], sizes[1], sizes[2], adds, mirrors, threads);
 #else
     (void)a, (void)b, (void)c, (void)sizes, (void)adds, (void)mirrors, (void)threads;
+#endif
+}
+
+// Makes the pass APPLY over one run, by the update a [rows, k] · b [k, cols]. sizes: k, the row of the matrix that is a's
+// first, the two strides of a and of b, and whether they are fp32.
+extern "C" __attribute__((visibility("default"))) void products_apply(const Call *call, const Entry *entry, const void *a, const void *b, const int64_t *sizes, int threads) {
+#ifdef DS_EXT_BF16
+    bf16::apply(*call, *entry, {a, sizes[2], sizes[3], sizes[6] != 0}, {b, sizes[4], sizes[5], sizes[7] != 0}, sizes[0], sizes[1], threads);
+#else
+    (void)call, (void)entry, (void)a, (void)b, (void)sizes, (void)threads;
 #endif
 }
