@@ -34,11 +34,13 @@ def product(a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
     """
     dtype = accumulator(torch.promote_types(a.dtype, b.dtype))
     out = a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
-    return _product_(out, a, b, terms, adds=False)
+    return _product_(out, a, b, terms, 0.0)
 
 
-def add_product_(out: Tensor, a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
-    """Adds a · b to ``out`` and returns it.
+def add_product_(
+    out: Tensor, a: Tensor, b: Tensor, terms: int = 3, keeps: Tensor | float = 1.0
+) -> Tensor:
+    """out ← keeps · out + a · b; returns ``out``.
 
     bf16 operands are exact. Others are used in fp32 (fp64 for fp64), or as a sum of ``terms`` bf16
     numbers where these products take less time than one of fp32 numbers: see ``most_products``.
@@ -49,8 +51,9 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
         b: [k, n].
         terms: 1, 2 or 3, for a relative error of each operand's elements of 2**-8, 2**-16 or 2**-24
             at most. Terms below 2**-126 count as 0.
+        keeps: the factor of ``out``, not 0.
     """
-    return _product_(out, a, b, terms, adds=True)
+    return _product_(out, a, b, terms, keeps)
 
 
 def symmetric_product(a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
@@ -59,11 +62,11 @@ def symmetric_product(a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
     a, b = operand(a, terms), operand(b, terms)
     out = a.new_empty(n, n, dtype=dtype)
     if a.dtype == b.dtype == BF16 and a.device.type == "cpu" and native.is_available():
-        native.product_(out, a, b, adds=False, mirrors=True)
+        native.product_(out, a, b, 0.0, mirrors=True)
         return out
     for start in range(0, n, step := max(1, n // 4)):
         stop = min(start + step, n)
-        _product_(out[:stop, start:stop], a[:stop], b[:, start:stop], terms, adds=False)
+        _product_(out[:stop, start:stop], a[:stop], b[:, start:stop], terms, 0.0)
         out[start:stop, :start] = out[:start, start:stop].T
         square = out[start:stop, start:stop]
         square.copy_(square.triu() + square.triu(1).T)  # its halves differ by rounding errors
@@ -124,7 +127,7 @@ class Operand:
             is_bf16 = self.dtype == BF16
             x = part(cast(Tensor, self._g), b)[0] if is_bf16 else read(self._g, b)[0]
             place, left, right = of(b, x)
-            _product_(total[place], left, right, terms, adds=not is_one)
+            _product_(total[place], left, right, terms, float(not is_one))
         factor = self._factor
         return total if isinstance(factor, float) and factor == 1 else total.mul_(factor)
 
@@ -176,11 +179,12 @@ def _most_products_of_gpu(device: torch.device) -> int:
     return 0 if major < 8 else MOST if minor == 0 and major <= 10 else 1
 
 
-def _product_(out: Tensor, a: Tensor, b: Tensor, terms: int, adds: bool) -> Tensor:
+def _product_(out: Tensor, a: Tensor, b: Tensor, terms: int, keeps: Tensor | float) -> Tensor:
     split = sum(x.dtype != BF16 for x in (a, b))
     count = (1, terms, terms * (terms + 1) // 2)[split]
     if out.dtype == torch.float64 or count > most_products(a.device):
-        return torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(adds), out=out)
+        adds = _scaled_(out, keeps)
+        return torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=adds, out=out)
     pairs = [
         (x, y)
         for i, x in enumerate(_terms(a, terms))
@@ -189,13 +193,21 @@ def _product_(out: Tensor, a: Tensor, b: Tensor, terms: int, adds: bool) -> Tens
     ]
     for x, y in reversed(pairs):  # the small ones first
         if out.device.type == "cpu":
-            native.product_(out, x, y, adds)
-        elif adds:
+            native.product_(out, x, y, float(keeps))
+        elif _scaled_(out, keeps):
             out.add_(torch.mm(x, y, out_dtype=torch.float32))
         else:
             out.copy_(torch.mm(x, y, out_dtype=torch.float32))
-        adds = True
+        keeps = 1.0
     return out
+
+
+def _scaled_(out: Tensor, by: Tensor | float) -> bool:
+    """Multiplies ``out`` by a number; returns whether it is not 0."""
+    if isinstance(by, float) and by in (0, 1):
+        return by == 1
+    out.mul_(by)
+    return True
 
 
 def _terms(x: Tensor, count: int) -> list[Tensor]:

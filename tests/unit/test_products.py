@@ -65,6 +65,8 @@ def test_products_of_bf16_operands_are_exact(processor, m, k, n, transposed):
     assert add_product_(out[:, 1:-2], a, b).data_ptr() == out[:, 1:-2].data_ptr()
     assert error(out[:, 1:-2], a, b, 0.5) <= SUMS
     assert (out[:, 0] == 0.5).all() and (out[:, -2:] == 0.5).all()
+    out.fill_(3.0)
+    assert error(add_product_(out[:, 1:-2], a, b, keeps=0.25), a, b, 0.75) <= SUMS
 
 
 @pytest.mark.parametrize("terms", BOUNDS)

@@ -96,8 +96,8 @@ inline void pack(const Matrix &b, int64_t depth, int64_t cols, uint32_t *to, int
     }
 }
 
-// c[R, cols] (+)= pairs of A · pairs of B. Pair k of row i is at a[i * row + k * step].
-template <int R> inline void tile(const uint16_t *a, int64_t row, int64_t step, const uint32_t *b, int64_t pairs, float *c, int64_t width, int64_t cols, bool adds) {
+// c[R, cols] ← keeps · c + pairs of A · pairs of B; c is not read if keeps is 0. Pair k of row i is at a[i * row + k * step].
+template <int R> inline void tile(const uint16_t *a, int64_t row, int64_t step, const uint32_t *b, int64_t pairs, float *c, int64_t width, int64_t cols, float keeps) {
     __m512 sum[R][VECTORS];
     __mmask16 mask[VECTORS];
     for (int v = 0; v < VECTORS; ++v) {
@@ -105,7 +105,7 @@ template <int R> inline void tile(const uint16_t *a, int64_t row, int64_t step, 
         mask[v] = static_cast<__mmask16>(left >= WIDTH ? 0xFFFF : left > 0 ? (1 << left) - 1 : 0);
     }
     for (int i = 0; i < R; ++i)
-        for (int v = 0; v < VECTORS; ++v) sum[i][v] = adds ? _mm512_maskz_loadu_ps(mask[v], c + i * width + v * WIDTH) : _mm512_setzero_ps();
+        for (int v = 0; v < VECTORS; ++v) sum[i][v] = keeps == 0 ? _mm512_setzero_ps() : _mm512_mul_ps(_mm512_maskz_loadu_ps(mask[v], c + i * width + v * WIDTH), _mm512_set1_ps(keeps));
     for (int64_t k = 0; k < pairs; ++k, a += step, b += PANEL) {
         if (step == 2 && k % WIDTH == 0)  // a cache line of each row of the next tile
             for (int i = 0; i < R; ++i) _mm_prefetch(reinterpret_cast<const char *>(a + (i + R) * row), _MM_HINT_T0);
@@ -122,14 +122,14 @@ template <int R> inline void tile(const uint16_t *a, int64_t row, int64_t step, 
         for (int v = 0; v < VECTORS; ++v) _mm512_mask_storeu_ps(c + i * width + v * WIDTH, mask[v], sum[i][v]);
 }
 
-inline void tiles(const uint16_t *a, int64_t row, int64_t step, const uint32_t *b, int64_t pairs, float *c, int64_t width, int64_t rows, int64_t cols, bool adds) {
+inline void tiles(const uint16_t *a, int64_t row, int64_t step, const uint32_t *b, int64_t pairs, float *c, int64_t width, int64_t rows, int64_t cols, float keeps) {
     switch (rows) {
-    case 1: return tile<1>(a, row, step, b, pairs, c, width, cols, adds);
-    case 2: return tile<2>(a, row, step, b, pairs, c, width, cols, adds);
-    case 3: return tile<3>(a, row, step, b, pairs, c, width, cols, adds);
-    case 4: return tile<4>(a, row, step, b, pairs, c, width, cols, adds);
-    case 5: return tile<5>(a, row, step, b, pairs, c, width, cols, adds);
-    default: return tile<ROWS>(a, row, step, b, pairs, c, width, cols, adds);
+    case 1: return tile<1>(a, row, step, b, pairs, c, width, cols, keeps);
+    case 2: return tile<2>(a, row, step, b, pairs, c, width, cols, keeps);
+    case 3: return tile<3>(a, row, step, b, pairs, c, width, cols, keeps);
+    case 4: return tile<4>(a, row, step, b, pairs, c, width, cols, keeps);
+    case 5: return tile<5>(a, row, step, b, pairs, c, width, cols, keeps);
+    default: return tile<ROWS>(a, row, step, b, pairs, c, width, cols, keeps);
     }
 }
 
@@ -159,16 +159,34 @@ inline Left left_of(const Matrix &a, int64_t m, int64_t k, std::vector<uint32_t>
     return {to, row, 2};
 }
 
-// c [m, n], rows ``width`` apart, (+)= a [m, k] · b [k, n]. If c is symmetric, half of it is computed, and mirrored.
-inline void multiply(const Matrix &a, const Matrix &b, float *c, int64_t width, int64_t m, int64_t k, int64_t n, bool adds, bool mirrors, int threads) {
+// Columns [begin, end) of rows [first, last) above the diagonal of c, mirrored.
+inline void mirror(float *c, int64_t width, int64_t first, int64_t last, int64_t begin, int64_t end) {
+    for (int64_t i = first; i < last; i += WIDTH)
+        for (int64_t j = begin; j < end; j += WIDTH) {
+            int64_t rows = last - i < WIDTH ? last : i + WIDTH, cols = end - j < WIDTH ? end : j + WIDTH;
+            if (rows - i == WIDTH && cols - j == WIDTH && rows <= j) {
+                __m512i x[WIDTH];
+                for (int64_t q = 0; q < WIDTH; ++q) x[q] = _mm512_loadu_si512(c + (i + q) * width + j);
+                transpose(x);
+                for (int64_t q = 0; q < WIDTH; ++q) _mm512_storeu_si512(c + (j + q) * width + i, x[q]);
+                continue;
+            }
+            for (int64_t r = i; r < rows; ++r)
+                for (int64_t q = j > r ? j : r + 1; q < cols; ++q) c[q * width + r] = c[r * width + q];
+        }
+}
+
+// c [m, n], rows ``width`` apart, ← keeps · c + a [m, k] · b [k, n]. If c is symmetric, half of it is computed, and mirrored.
+inline void multiply(const Matrix &a, const Matrix &b, float *c, int64_t width, int64_t m, int64_t k, int64_t n, float keeps, bool mirrors, int threads) {
     if (m * k * n < FEW) threads = 1;
     std::vector<uint32_t> pairs;
     const Left left = left_of(a, m, k, pairs);
-    int64_t panels = (n + PANEL - 1) / PANEL, heights = (m + ROWS - 1) / ROWS;
+    int64_t unit = mirrors ? PANEL : ROWS;  // one task mirrors the square on the diagonal
+    int64_t panels = (n + PANEL - 1) / PANEL, heights = (m + unit - 1) / unit;
     int64_t parts = threads < 2 ? 1 : (TASKS * threads + panels - 1) / panels;
-    int64_t task_rows = (heights + parts - 1) / parts * ROWS;
+    int64_t task_rows = (heights + parts - 1) / parts * unit;
     parallel(panels * parts, threads, [&](int64_t task) {
-        int64_t j = task % panels * PANEL, cols = n - j < PANEL ? n - j : PANEL;
+        int64_t j = (panels - 1 - task % panels) * PANEL, cols = n - j < PANEL ? n - j : PANEL;
         int64_t first = task / panels * task_rows, last = first + task_rows < m ? first + task_rows : m;
         if (mirrors && last > j + cols) last = j + cols;
         if (first >= last) return;
@@ -179,10 +197,9 @@ inline void multiply(const Matrix &a, const Matrix &b, float *c, int64_t width, 
             int64_t depth = k - at < DEPTH ? k - at : DEPTH;
             pack(b.from(at, j), depth, cols, packed.data(), PANEL, PANEL);
             for (int64_t i = first; i < last; i += ROWS)
-                tiles(left.data + i * left.row + at / 2 * left.step, left.row, left.step, packed.data(), (depth + 1) / 2, c + i * width + j, width, last - i, cols, adds || at > 0);
+                tiles(left.data + i * left.row + at / 2 * left.step, left.row, left.step, packed.data(), (depth + 1) / 2, c + i * width + j, width, last - i, cols, at > 0 ? 1 : keeps);
         } while ((at += DEPTH) < k);
-        for (int64_t q = j; mirrors && q < j + cols; ++q)
-            for (int64_t i = first; i < last && i < q; ++i) c[q * width + i] = c[i * width + q];
+        if (mirrors) mirror(c, width, first, last, j, j + cols);
     });
 }
 
@@ -209,7 +226,7 @@ inline void apply(const Call &call, const Entry &e, const Matrix &a, const Matri
                 for (int64_t r = i; r < i + ROWS && r < rows; ++r)
                     for (int64_t at = (top + r) * n + j - e.start, q = 0; q < PANEL * weight; q += 64)
                         __builtin_prefetch(static_cast<const char *>(e.w) + at * weight + q, 1, 2);
-                tiles(left.data + i * left.row, left.row, left.step, packed.data() + j / PANEL * size, (k + 1) / 2, &update[static_cast<size_t>(i * BOX_COLS + j - begin)], BOX_COLS, rows - i, end - j, false);
+                tiles(left.data + i * left.row, left.row, left.step, packed.data() + j / PANEL * size, (k + 1) / 2, &update[static_cast<size_t>(i * BOX_COLS + j - begin)], BOX_COLS, rows - i, end - j, 0);
             }
         Entry own = e;
         for (int64_t i = 0; i < rows; ++i) {
@@ -238,13 +255,13 @@ extern "C" __attribute__((visibility("default"))) int products_available() {
 #endif
 }
 
-// Writes a [m, k] · b [k, n], or adds it, to c [m, n]. sizes: m, k, n, the two strides of a and of b, c's stride of rows,
+// c [m, n] ← keeps · c + a [m, k] · b [k, n]. sizes: m, k, n, the two strides of a and of b, c's stride of rows,
 // and whether a and b are fp32. mirrors: c is symmetric.
-extern "C" __attribute__((visibility("default"))) void products_run(const void *a, const void *b, float *c, const int64_t *sizes, int adds, int mirrors, int threads) {
+extern "C" __attribute__((visibility("default"))) void products_run(const void *a, const void *b, float *c, const int64_t *sizes, float keeps, int mirrors, int threads) {
 #ifdef DS_EXT_BF16
-    bf16::multiply({a, sizes[3], sizes[4], sizes[8] != 0}, {b, sizes[5], sizes[6], sizes[9] != 0}, c, sizes[7], sizes[0], sizes[1], sizes[2], adds, mirrors, threads);
+    bf16::multiply({a, sizes[3], sizes[4], sizes[8] != 0}, {b, sizes[5], sizes[6], sizes[9] != 0}, c, sizes[7], sizes[0], sizes[1], sizes[2], keeps, mirrors, threads);
 #else
-    (void)a, (void)b, (void)c, (void)sizes, (void)adds, (void)mirrors, (void)threads;
+    (void)a, (void)b, (void)c, (void)sizes, (void)keeps, (void)mirrors, (void)threads;
 #endif
 }
 
