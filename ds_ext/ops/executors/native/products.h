@@ -140,12 +140,16 @@ struct Left {
 };
 
 // A as it lies in memory, or its pairs in ``pairs``.
-inline Left left_of(const Matrix &a, int64_t m, int64_t k, std::vector<uint32_t> &pairs) {
+inline Left left_of(const Matrix &a, int64_t m, int64_t k, std::vector<uint32_t> &pairs, int threads) {
     if (!a.is_fp32 && a.col == 1 && k % 2 == 0) return {a.half(0), a.row, 2};
     pairs.resize(static_cast<size_t>((k + 1) / 2 * m));
     uint16_t *to = reinterpret_cast<uint16_t *>(pairs.data());
     if (a.col != 1) {  // [k / 2, m]
-        pack(a.transposed(), k, m, pairs.data(), m, m);
+        const int64_t part = 4 * PANEL;
+        parallel((m + part - 1) / part, threads, [&](int64_t task) {
+            int64_t i = task * part, rows = m - i < part ? m - i : part;
+            pack(a.from(i, 0).transposed(), k, rows, pairs.data() + i, m, rows);
+        });
         return {to, 2, 2 * m};
     }
     int64_t row = k + k % 2;  // [m, k / 2]
@@ -180,7 +184,7 @@ inline void mirror(float *c, int64_t width, int64_t first, int64_t last, int64_t
 inline void multiply(const Matrix &a, const Matrix &b, float *c, int64_t width, int64_t m, int64_t k, int64_t n, float keeps, bool mirrors, int threads) {
     if (m * k * n < FEW) threads = 1;
     std::vector<uint32_t> pairs;
-    const Left left = left_of(a, m, k, pairs);
+    const Left left = left_of(a, m, k, pairs, threads);
     int64_t unit = mirrors ? PANEL : ROWS;  // one task mirrors the square on the diagonal
     int64_t panels = (n + PANEL - 1) / PANEL, heights = (m + unit - 1) / unit;
     int64_t parts = threads < 2 ? 1 : (TASKS * threads + panels - 1) / panels;
@@ -220,7 +224,7 @@ inline void apply(const Call &call, const Entry &e, const Matrix &a, const Matri
         int64_t begin = task % across * BOX_COLS, end = n - begin < BOX_COLS ? n : begin + BOX_COLS;
         thread_local std::vector<uint32_t> pairs;
         thread_local std::vector<float> update(static_cast<size_t>(BOX_ROWS * BOX_COLS));
-        const Left left = left_of(a.from(top - first, 0), rows, k, pairs);
+        const Left left = left_of(a.from(top - first, 0), rows, k, pairs, 1);
         for (int64_t j = begin; j < end; j += PANEL)
             for (int64_t i = 0; i < rows; i += ROWS) {
                 for (int64_t r = i; r < i + ROWS && r < rows; ++r)
