@@ -190,7 +190,8 @@ inline void multiply(const Matrix &a, const Matrix &b, float *c, int64_t width, 
     int64_t parts = threads < 2 ? 1 : (TASKS * threads + panels - 1) / panels;
     int64_t task_rows = (heights + parts - 1) / parts * unit;
     parallel(panels * parts, threads, [&](int64_t task) {
-        int64_t j = (panels - 1 - task % panels) * PANEL, cols = n - j < PANEL ? n - j : PANEL;
+        int64_t panel = mirrors ? panels - 1 - task % panels : task % panels;  // the longest ones first
+        int64_t j = panel * PANEL, cols = n - j < PANEL ? n - j : PANEL;
         int64_t first = task / panels * task_rows, last = first + task_rows < m ? first + task_rows : m;
         if (mirrors && last > j + cols) last = j + cols;
         if (first >= last) return;
