@@ -9,6 +9,7 @@ import torch
 
 BENCHMARKS = {
     "step": "time of the optimizers' update",
+    "pairs": "time of GaLore, APOLLO and Muon beside their authors' code",
     "host": "time of the host in a step",
     "gpu": "first session on a GPU: whether it is right, its memory, its speed",
     "traffic": "bytes of memory that a step passes over",

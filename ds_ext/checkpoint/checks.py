@@ -10,6 +10,7 @@ from ds_ext.checkpoint.pieces import Pieces
 from ds_ext.checkpoint.resharding import OwnedRun, of_all_ranks, save_groups
 from ds_ext.errors import CheckpointError
 from ds_ext.ops.state import leaves
+from ds_ext.ops.state import saved as saved_parts
 from ds_ext.optimizer import RuleOptimizer
 
 
@@ -122,7 +123,7 @@ def _check_state(
             own = owned[param]
             if pieces.first("state", own.name) is None:
                 continue
-            for keys, part in leaves(optimizer.state_spec(param, own.shard, rule)):
+            for keys, part in leaves(saved_parts(optimizer.state_spec(param, own.shard, rule))):
                 if pieces.is_incomplete(part, "state", own.name, *keys):
                     what = ".".join(keys)
                     raise CheckpointError(

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ext import ops
 from ds_ext.checkpoint.folder import VERSION
 from ds_ext.checkpoint.pieces import Pieces, piece
 from ds_ext.ops import int8
+from ds_ext.ops import state as spec
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import NestedState, Part, Parts
 from ds_ext.optimizer import RuleOptimizer, ema, host_offload
@@ -120,7 +120,7 @@ def save_state(optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> di
     for param, own in owned.items():
         if param in optimizer.group_of and (kept := optimizer.state.get(param)):
             is_writer = optimizer.number_of[param] % own.num_shards == own.shard_index
-            parts = optimizer.state_spec(param, own.shard, optimizer.rule_of(param))
+            parts = spec.saved(optimizer.state_spec(param, own.shard, optimizer.rule_of(param)))
             saved[own.name] = {"step": kept["step"], **_pieces(kept, parts, is_writer)}
     return saved
 
@@ -136,7 +136,7 @@ def load_state(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, 
     for param, own in owned.items():
         found = pieces.first("state", own.name)
         if found is not None and param in optimizer.group_of:
-            parts = optimizer.state_spec(param, own.shard, optimizer.rule_of(param))
+            parts = spec.saved(optimizer.state_spec(param, own.shard, optimizer.rule_of(param)))
             state = _read(pieces, parts, own, param.device, optimizer.offload)
             optimizer.state[param] = {**state, "step": found["step"]}
 
@@ -165,8 +165,8 @@ def _read(
     for key, part in parts.items():
         if isinstance(part, Part):
             values = pieces.read(part, "state", own.name, *above, key)
-            dtype = part.dtype or ops.accumulator(own.run.dtype)
-            made[key] = host_offload.store(values.view(part.shape).to(dtype), device, offload)
+            values = values.view(part.shape).to(part.dtype_for(own.run.dtype))
+            made[key] = host_offload.store(values, device, offload)
         else:
             made[key] = _read(pieces, part, own, device, offload, *above, key)
     return made

@@ -94,9 +94,13 @@ def advance(generator: StepGenerator, totals: Sums | None) -> Sums | None:
 def run(generators: Iterable[StepGenerator], all_reduce: Callable[[Tensor], None] | None) -> int:
     """Runs generators to their end, with one in-place ``all_reduce`` per round; returns the rounds.
 
-    None means one rank: its partial sums are the totals, and are not copied.
+    None means one rank: its partial sums are the totals, and are not copied. Unless passes are
+    launched together, each generator ends before the next one begins: the caches of a CPU then hold
+    what its later passes read again.
     """
     rounds = 0
+    if all_reduce is None and not isinstance(generators, Generators):
+        return max(map(_finish, generators), default=0)
     if all_reduce is None:
         waiting = _advance_all(generators)
         while waiting:
@@ -105,6 +109,14 @@ def run(generators: Iterable[StepGenerator], all_reduce: Callable[[Tensor], None
     for flat in merged_rounds(lockstep(generators)):
         all_reduce(flat)
         rounds += 1
+    return rounds
+
+
+def _finish(generator: StepGenerator) -> int:
+    """Runs a generator of one rank to its end; returns its rounds."""
+    sums, rounds = advance(generator, None), 0
+    while sums is not None:
+        sums, rounds = advance(generator, sums), rounds + 1
     return rounds
 
 

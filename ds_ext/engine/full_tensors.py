@@ -13,7 +13,7 @@ from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import as_bytes
 from ds_ext.distributed.rank_failure import explained
 from ds_ext.engine.parameters import unpartitioned_shape
-from ds_ext.ops.state import Part, leaves
+from ds_ext.ops.state import Part, leaves, saved
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.optimizer.model_view import summary
 
@@ -192,7 +192,7 @@ class StateAccess:
                 f"{name} is divided by tensor parallelism: read its state from a checkpoint."
             )
         keeps = optimizer.state_spec(param, self.layout.shard(param), optimizer.rule_of(param))
-        parts = {".".join(keys): (keys, part) for keys, part in leaves(keeps)}
+        parts = {".".join(keys): (keys, part) for keys, part in leaves(saved(keeps))}
         found = [parts[k] for k in (key, *_NAMES.get(key, ())) if k in parts]
         if not found:
             known = summary(parts) if parts else "nothing"

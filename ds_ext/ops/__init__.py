@@ -50,7 +50,7 @@ from ds_ext.ops.passes import (
     unit_quotient,
     weighted_square_sums,
 )
-from ds_ext.ops.products import Operand, add_product_, product
+from ds_ext.ops.products import Operand, PlacedProduct, Product, add_product_, product, terms_for
 
 __all__ = [
     "AdamStep",
@@ -58,6 +58,8 @@ __all__ = [
     "Extended",
     "Gradient",
     "Operand",
+    "PlacedProduct",
+    "Product",
     "Quotient",
     "Readable",
     "Residual",
@@ -99,6 +101,7 @@ __all__ = [
     "square_sum",
     "square_sums",
     "square_sums_of",
+    "terms_for",
     "times",
     "unit_quotient",
     "weighted_square_sums",

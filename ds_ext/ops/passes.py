@@ -355,7 +355,12 @@ def evaluate(x: Readable, shard: Shard, like: Gradient) -> Tensor:
 
 
 def pad(x: Tensor, part: slice, like: Tensor) -> Tensor:
-    """Returns zeros of the shape of ``like``, with ``x`` as its flat elements ``part``."""
+    """Returns zeros of the shape of ``like``, with ``x`` as its flat elements ``part``.
+
+    If these are all elements, it returns a view of ``x``.
+    """
+    if part == slice(0, like.numel()):
+        return x.view(like.shape)
     whole = torch.zeros_like(like)
     whole.view(-1)[part] = x
     return whole

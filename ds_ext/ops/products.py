@@ -7,16 +7,20 @@ TF32 setting where bf16 products are not used.
 """
 
 import functools
-from typing import cast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 
+from ds_ext.ops import scratch
 from ds_ext.ops.executors.native import bf16_products as native
 from ds_ext.ops.expressions import Gradient, Scaled, accumulator, part, read
-from ds_ext.ops.shard import Block
+from ds_ext.ops.shard import Block, Shard
 
 BF16 = torch.bfloat16
+PlacedProduct: TypeAlias = tuple[tuple[slice, slice] | slice, Tensor, Tensor]  # place, and operands
 MOST = 6  # bf16 products of two operands with three terms each
 
 
@@ -30,11 +34,13 @@ def product(a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
     """
     dtype = accumulator(torch.promote_types(a.dtype, b.dtype))
     out = a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
-    return _product_(out, a, b, terms, adds=False)
+    return _product_(out, a, b, terms, 0.0)
 
 
-def add_product_(out: Tensor, a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
-    """Adds a · b to ``out`` and returns it.
+def add_product_(
+    out: Tensor, a: Tensor, b: Tensor, terms: int = 3, keeps: Tensor | float = 1.0
+) -> Tensor:
+    """out ← keeps · out + a · b; returns ``out``.
 
     bf16 operands are exact. Others are used in fp32 (fp64 for fp64), or as a sum of ``terms`` bf16
     numbers where these products take less time than one of fp32 numbers: see ``most_products``.
@@ -45,8 +51,9 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
         b: [k, n].
         terms: 1, 2 or 3, for a relative error of each operand's elements of 2**-8, 2**-16 or 2**-24
             at most. Terms below 2**-126 count as 0.
+        keeps: the factor of ``out``, not 0.
     """
-    return _product_(out, a, b, terms, adds=True)
+    return _product_(out, a, b, terms, keeps)
 
 
 def symmetric_product(a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
@@ -55,11 +62,11 @@ def symmetric_product(a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
     a, b = operand(a, terms), operand(b, terms)
     out = a.new_empty(n, n, dtype=dtype)
     if a.dtype == b.dtype == BF16 and a.device.type == "cpu" and native.is_available():
-        native.product_(out, a, b, adds=False, mirrors=True)
+        native.product_(out, a, b, 0.0, mirrors=True)
         return out
     for start in range(0, n, step := max(1, n // 4)):
         stop = min(start + step, n)
-        _product_(out[:stop, start:stop], a[:stop], b[:, start:stop], terms, adds=False)
+        _product_(out[:stop, start:stop], a[:stop], b[:, start:stop], terms, 0.0)
         out[start:stop, :start] = out[:start, start:stop].T
         square = out[start:stop, start:stop]
         square.copy_(square.triu() + square.triu(1).T)  # its halves differ by rounding errors
@@ -75,35 +82,82 @@ def operand(x: Tensor, terms: int) -> Tensor:
 class Operand:
     """A gradient as an operand of matrix products.
 
-    If its numbers are bf16, and these have fast products, they are used as they are stored, and the
-    other operand is rounded to bf16. The factor of the gradient then multiplies the product.
+    If its numbers are bf16, and these have fast products, they are used as they are stored. The
+    factor of the gradient then multiplies the product.
 
     Args:
         g: a run of a matrix.
+
+    Attributes:
+        dtype: of the blocks that are multiplied.
     """
 
     def __init__(self, g: Gradient) -> None:
         self._factor: Tensor | float = 1.0
-        self.is_bf16 = g.dtype == BF16 and most_products(g.device) > 0
-        if isinstance(g, Scaled):
-            self.is_bf16 = self.is_bf16 and g.bound is None
-            if self.is_bf16:
+        is_bf16 = g.dtype == BF16 and most_products(g.device) > 0
+        if is_bf16 and isinstance(g, Scaled):
+            is_bf16 = g.bound is None
+            if is_bf16:
                 self._factor, g = g.factor, cast(Tensor, g.x)
-        self._g = g
+        self._g, self.dtype = g, BF16 if is_bf16 else accumulator(g.dtype)
+
+    def summed(
+        self,
+        shard: Shard,
+        shape: tuple[int, int],
+        of: Callable[[Block, Tensor], PlacedProduct],
+        terms: int,
+    ) -> Tensor:
+        """Returns a sum of products with the blocks of the gradient's run.
+
+        Args:
+            shard: the geometry of the run, in a matrix.
+            shape: of the result, which is 0 where no block has a product.
+            of: returns the place of a product in the result, and its operands, for a block and its
+                values, [rows, cols].
+            terms: of the other operand, see ``add_product_``.
+        """
+        # Native products read a bf16 gradient where it is stored, so blocks may be large.
+        is_read = self.dtype == BF16 and terms == 1 and self._g.device.type == "cpu"
+        is_one = is_read and len(shard) == shard.numel > 0
+        made = torch.empty if is_one else torch.zeros
+        total = made(shape, dtype=accumulator(self._g.dtype), device=self._g.device)
+        limit = scratch.product_limit(self._g.device)
+        for b in scratch.blocks(shard, max(limit, len(shard)) if is_read else limit):
+            is_bf16 = self.dtype == BF16
+            x = part(cast(Tensor, self._g), b)[0] if is_bf16 else read(self._g, b)[0]
+            place, left, right = of(b, x)
+            _product_(total[place], left, right, terms, float(not is_one))
+        factor = self._factor
+        return total if isinstance(factor, float) and factor == 1 else total.mul_(factor)
+
+
+@dataclass(frozen=True)
+class Product:
+    """left · right, [rows touched, k] · [k, cols]: a run of a matrix that a pass computes."""
+
+    left: Tensor
+    right: Tensor
+    first: int  # the row of the whole matrix at which ``left`` starts
+    terms: int = 3  # bf16 terms of an operand
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block of one matrix, [rows, cols], in bf16 or in the accumulator's dtype."""
-        return part(cast(Tensor, self._g), b)[0] if self.is_bf16 else read(self._g, b)[0]
+        """Returns block ``b`` of the product."""
+        rows = slice(b.rows.start - self.first, b.rows.stop - self.first)
+        return product(self.left[rows], self.right[:, b.cols], self.terms).unsqueeze(0)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of blocks, and of the other operand."""
-        return BF16 if self.is_bf16 else accumulator(self._g.dtype)
+    def is_native(self) -> bool:
+        """Whether one native product of bf16 numbers computes it."""
+        left, right = self.left.dtype, self.right.dtype
+        is_one = self.terms == 1 and torch.float64 not in (left, right)
+        device = self.left.device
+        return (is_one or left == right == BF16) and device.type == "cpu" and native.is_available()
 
-    def scaled_(self, product: Tensor) -> Tensor:
-        """Multiplies a sum of products of blocks by the factor that blocks leave out."""
-        factor = self._factor
-        return product if isinstance(factor, float) and factor == 1 else product.mul_(factor)
+
+def terms_for(dtype: torch.dtype) -> int:
+    """Returns the terms of an operand that is as exact as a gradient of a dtype: 1 for bf16."""
+    return 1 if dtype == BF16 else 3
 
 
 def most_products(device: torch.device) -> int:
@@ -125,11 +179,12 @@ def _most_products_of_gpu(device: torch.device) -> int:
     return 0 if major < 8 else MOST if minor == 0 and major <= 10 else 1
 
 
-def _product_(out: Tensor, a: Tensor, b: Tensor, terms: int, adds: bool) -> Tensor:
+def _product_(out: Tensor, a: Tensor, b: Tensor, terms: int, keeps: Tensor | float) -> Tensor:
     split = sum(x.dtype != BF16 for x in (a, b))
     count = (1, terms, terms * (terms + 1) // 2)[split]
     if out.dtype == torch.float64 or count > most_products(a.device):
-        return torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(adds), out=out)
+        adds = _scaled_(out, keeps)
+        return torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=adds, out=out)
     pairs = [
         (x, y)
         for i, x in enumerate(_terms(a, terms))
@@ -138,18 +193,26 @@ def _product_(out: Tensor, a: Tensor, b: Tensor, terms: int, adds: bool) -> Tens
     ]
     for x, y in reversed(pairs):  # the small ones first
         if out.device.type == "cpu":
-            native.product_(out, x, y, adds)
-        elif adds:
+            native.product_(out, x, y, float(keeps))
+        elif _scaled_(out, keeps):
             out.add_(torch.mm(x, y, out_dtype=torch.float32))
         else:
             out.copy_(torch.mm(x, y, out_dtype=torch.float32))
-        adds = True
+        keeps = 1.0
     return out
 
 
+def _scaled_(out: Tensor, by: Tensor | float) -> bool:
+    """Multiplies ``out`` by a number; returns whether it is not 0."""
+    if isinstance(by, float) and by in (0, 1):
+        return by == 1
+    out.mul_(by)
+    return True
+
+
 def _terms(x: Tensor, count: int) -> list[Tensor]:
-    """bf16 matrices whose sum is ``x``, or nearly so."""
-    if x.dtype == BF16:
+    """bf16 matrices whose sum is ``x``, or nearly so; ``x`` itself if native code rounds it."""
+    if x.dtype == BF16 or count == 1 and x.device.type == "cpu":
         return [x]
     terms = [x.to(BF16)]
     for _ in range(count - 1):

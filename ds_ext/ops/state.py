@@ -23,6 +23,7 @@ class Part:
 
     Ranks that keep the same elements have the same values. If ``is_shared``, every rank has all
     elements. ``dtype`` None is the accumulator's for the parameter. ``is_stream``: see ``stream``.
+    ``is_cache``: see ``cache``.
     """
 
     start: int
@@ -32,6 +33,7 @@ class Part:
     dtype: torch.dtype | None = None
     is_shared: bool = False
     is_stream: bool = False
+    is_cache: bool = False
 
     @classmethod
     def whole(cls, *shape: int) -> "Part":
@@ -49,6 +51,16 @@ class Part:
         return cls(0, 1, 1, (), torch.int64, is_shared=True, is_stream=True)
 
     @classmethod
+    def cache(cls, *shape: int) -> "Part":
+        """A tensor that the rule can compute again, in bf16 if the weights are.
+
+        No checkpoint and no state dict contains it. After a load it has no elements, [0], until the
+        rule computes it.
+        """
+        n = math.prod(shape)
+        return cls(0, n, n, shape, is_cache=True)
+
+    @classmethod
     def of(cls, run: slice, total: int, dtype: torch.dtype | None = None) -> "Part":
         """A flat run."""
         return cls(run.start, run.stop, total, (run.stop - run.start,), dtype)
@@ -57,6 +69,12 @@ class Part:
     def like(cls, shard: Shard) -> "Part":
         """One number per element of a parameter, sharded as the parameter is."""
         return cls.of(slice(shard.start, shard.stop), shard.numel)
+
+    def dtype_for(self, weights: torch.dtype) -> torch.dtype:
+        """Returns the dtype of the tensor for weights of a dtype."""
+        if self.is_cache and weights == torch.bfloat16:
+            return weights
+        return self.dtype or accumulator(weights)
 
 
 Parts: TypeAlias = Mapping[str, Union[Part, "Parts"]]
@@ -72,12 +90,32 @@ def zeros(parts: Parts, p: Tensor, stream: int = 0) -> NestedState:
     made: NestedState = {}
     for key, part in parts.items():
         if isinstance(part, Part):
-            dtype = part.dtype or accumulator(p.dtype)
-            fill = stream if part.is_stream else 0
+            fill, dtype = stream if part.is_stream else 0, part.dtype_for(p.dtype)
             made[key] = torch.full(part.shape, fill, dtype=dtype, device=p.device)
         else:
             made[key] = zeros(part, p, zlib.crc32(key.encode(), stream))
     return made
+
+
+def saved(parts: Parts) -> Parts:
+    """Returns the parts that checkpoints contain: all except caches."""
+    return {
+        key: part if isinstance(part, Part) else saved(part)
+        for key, part in parts.items()
+        if not (isinstance(part, Part) and part.is_cache)
+    }
+
+
+def without_caches(state: Mapping[str, Any], parts: Parts) -> dict[str, Any]:
+    """Returns a state, nested in dicts as ``parts`` are, without the caches that they declare."""
+    found: dict[str, Any] = {}
+    for key, x in state.items():
+        part = parts.get(key)
+        if isinstance(part, Mapping):
+            found[key] = without_caches(x, part)
+        elif part is None or not part.is_cache:
+            found[key] = x
+    return found
 
 
 def leaves(parts: Parts, *above: str) -> Iterator[tuple[tuple[str, ...], Part]]:

@@ -243,6 +243,8 @@ class BucketStep:
 
 def with_turns(table: ParamTable, updates: Sequence[RunUpdate]) -> list[RunUpdate]:
     """Returns runs with their turns set, so that all ranks get shared work of similar cost."""
+    if not any(u.shard.is_cut for u in updates):
+        return [*updates]
     params = tuple(_sharing(table, u) for u in updates)
     if not any(param.works for param in params):
         return [*updates]

@@ -16,7 +16,7 @@ from ds_ext.distributed.dtensors import is_dtensor, local, lying_as
 from ds_ext.distributed.placement import Placement
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import Part, Parts, zeros
+from ds_ext.ops.state import Part, Parts, without_caches, zeros
 from ds_ext.optimizer import param_checks
 from ds_ext.optimizer.param_table import ParamTable
 
@@ -47,16 +47,18 @@ def make(table: ParamTable, params: Iterable[Tensor]) -> None:
 
 
 def saved(table: ParamTable, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a parameter's state as it is saved. DTensors share memory with the state.
+    """Returns a parameter's state as it is saved, without caches.
 
-    All ranks of the parameter call it, because some tensors are gathered.
+    DTensors share memory with the state. All ranks of the parameter call it, because some tensors
+    are gathered.
 
     Args:
         table: the table of the optimizer.
-        param: the parameter; if it is no DTensor, its state is returned as it is.
+        param: the parameter; if it is no DTensor, the tensors of its state are returned.
         state: this rank's state, nested in dicts.
     """
-    at = table.placement(param)
+    at, rule = table.placement(param), table.rule_of(param)
+    state = without_caches(state, table.state_spec(param, table.shard(param), rule))
     if at is None:
         return state
     declared = DeclaredState.of(table, param, at.shard(param))

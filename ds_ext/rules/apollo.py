@@ -18,7 +18,10 @@ gradient of 0, as for an expert that no token has reached, to a growth of 1 % pe
     p ← p (1 − lr · weight_decay)
 
 State: ``m`` and ``v`` are the authors' exp_avg and exp_avg_sq, transposed if cols > rows. ``n`` is
-their scaled_grad. P is temporary: each step generates its 4 · rank · short side bytes again.
+their scaled_grad. ``q`` holds the rows of P that the run touches, or all of P if rows >= cols. It
+is in bf16 if the weights are, as the authors' is, because each rank keeps all of P of a tall
+matrix. Checkpoints leave it out: a step without it draws it again, from ``stream``. Other values of
+``seed`` or ``update_proj_gap`` take effect when P is renewed.
 
 A step takes two rounds. The first round sums R and the squares of each channel. Each rank then
 advances the moments of its share of the channels, 8 · rank · channels / d bytes. The second round
@@ -27,20 +30,22 @@ sends ‖N‖² of each channel to all ranks. ‖U‖² = sum(a² · ‖channel�
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.hyperparams import Count, Fraction, NonNegative, Positive, Scaling, Size
 from ds_ext.ops.normal import normals
-from ds_ext.ops.shard import Shard
+from ds_ext.ops.shard import Block, Shard
 from ds_ext.ops.state import Part, Parts
 from ds_ext.rules.base import Rounds, State, register
 
 GROWTH = 1.01  # largest ratio of an update's norm to the previous one
 TINY = 1e-8  # added to norms that divide
 
-STATE = "8·r/(S·d), r the rank, S the short side"
+STATE = (
+    "8·r/(S·d) for moments + 4·r/L for a projection (2 in bf16), replicated if R >= C, "
+    "r the rank, S and L the short and the long side"
+)
 
 
 @register(paper="2412.05270", state=STATE, rounds="2", sums_first=True, others={"type": "AdamW"})
@@ -61,15 +66,19 @@ class APOLLO:
     def state_spec(self, shard: Shard) -> Parts:
         own, n = _own_channels(shard), max(shard.rows, shard.cols)
         moment = Part.of(slice(own.start * self.rank, own.stop * self.rank), n * self.rank)
-        return {"m": moment, "v": moment, "n": Part.whole(), "stream": Part.stream()}
+        side = _projected_side(shard)
+        q = Part.cache(side.stop - side.start, self.rank)
+        return {"m": moment, "v": moment, "n": Part.whole(), "stream": Part.stream(), "q": q}
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         (beta1, beta2), own = self.betas, _own_channels(shard)
-        draw = (t - 1) // self.update_proj_gap
+        is_new = (t - 1) % self.update_proj_gap == 0 or not s["q"].numel()
+        q = self.drawn(s, t, shard) if is_new else s["q"]
         row_sq, col_sq = ops.row_col_square_sums(g, shard, g)
         g_sq = row_sq if _is_tall(shard) else col_sq
-        r, g_sq = yield self.projected(g, s["stream"], draw, shard), g_sq.view(-1)
+        r, g_sq = yield self.projected(g, q, shard), g_sq.view(-1)
 
+        s["q"] = q
         adam = ops.AdamStep(
             ops.RootQuotient(s["m"], s["v"], self.eps), r[own].view(-1), beta1, beta2
         )
@@ -92,23 +101,24 @@ class APOLLO:
         """Returns the sums of the squares of each channel of ``x``, of the size of ``like``."""
         return ops.row_col_square_sums(x, Shard.whole(tuple(like.shape)), like)[0].view(-1)
 
-    def projected(self, g: ops.Gradient, stream: Tensor, draw: int, shard: Shard) -> Tensor:
-        """Returns a run's share of R, [channels, rank]. The sum over ranks is R."""
-        tall = _is_tall(shard)
-        side = slice(0, shard.cols) if tall else shard.touched  # the rows of P that the run needs
+    def drawn(self, s: State, t: int, shard: Shard) -> Tensor:
+        """Returns the rows of P that a run needs in step ``t``, as ``q`` stores them."""
+        side, draw = _projected_side(shard), (t - 1) // self.update_proj_gap
         numbers = slice(side.start * self.rank, side.stop * self.rank)
-        dtype = ops.accumulator(g.dtype)
-        x = ops.Operand(g)
-        basis = normals(stream, self.seed, draw, numbers).to(dtype).mul_(self.rank**-0.5)
-        basis = basis.to(x.dtype).view(-1, self.rank)
-        r = torch.zeros(max(shard.rows, shard.cols), self.rank, dtype=dtype, device=g.device)
-        for b in ops.blocks(shard, g):
-            if tall:
-                ops.add_product_(r[b.rows], x.block(b), basis[b.cols])
-            else:
-                rows = basis[b.rows.start - side.start : b.rows.stop - side.start]
-                ops.add_product_(r[b.cols], x.block(b).T, rows)
-        return x.scaled_(r)
+        q = normals(s["stream"], self.seed, draw, numbers).to(s["m"].dtype).mul_(self.rank**-0.5)
+        return q.to(s["q"].dtype).view(-1, self.rank)
+
+    def projected(self, g: ops.Gradient, q: Tensor, shard: Shard) -> Tensor:
+        """Returns a run's share of R, [channels, rank]. The sum over ranks is R."""
+        first = shard.touched.start
+
+        def product(b: Block, x: Tensor) -> ops.PlacedProduct:
+            if _is_tall(shard):
+                return b.rows, x, q[b.cols]
+            return b.cols, x.T, q[b.rows.start - first : b.rows.stop - first]
+
+        x, shape = ops.Operand(g), (max(shard.rows, shard.cols), self.rank)
+        return x.summed(shard, shape, product, ops.terms_for(x.dtype))
 
 
 @register(
@@ -131,6 +141,11 @@ class APOLLOMini(APOLLO):
 def _is_tall(shard: Shard) -> bool:
     """Whether a matrix's channels are its rows."""
     return shard.rows >= shard.cols
+
+
+def _projected_side(shard: Shard) -> slice:
+    """The rows of P that a run needs."""
+    return slice(0, shard.cols) if _is_tall(shard) else shard.touched
 
 
 def _own_channels(shard: Shard) -> slice:

@@ -27,6 +27,7 @@ dimensions, and groups with rank null: moments 8·numel / d, and no rounds (with
 a cut splits a block).
 """
 
+import functools
 from collections.abc import Generator
 from dataclasses import dataclass
 
@@ -102,7 +103,7 @@ class GaLoreAdamW:
         """Returns R of a gradient. The R of a sum of gradients is the sum of theirs."""
         _, right = self.space(shard)
         dtype = ops.Operand(g).dtype
-        (r,) = yield (lowrank.project(g, s["q"].to(dtype), right, shard),)
+        (r,) = yield (lowrank.project(g, s["q"], right, shard, ops.terms_for(dtype)),)
         return ProjectedGrad(r, dtype)
 
     def step_projected(
@@ -112,16 +113,16 @@ class GaLoreAdamW:
         (rank, right), r, first = self.space(shard), g.values, shard.touched.start
         part = lowrank.own_part(rank, right, shard, self.adam.unit(r.numel()))
         step = self.adam.advance(s, r.view(-1)[part], r.numel())
-        u = ops.evaluate(step, Shard.whole((part.stop - part.start,)), r)
-        u.mul_(self.factor(t) * self.scale)
-        q = s["q"].to(g.dtype)
+        scaled = ops.times(step, self.factor(t) * self.scale)
+        u = ops.evaluate(scaled, Shard.whole((part.stop - part.start,)), r)
+        q, terms = s["q"], ops.terms_for(g.dtype)
         if right:
             own = lowrank.own_part(rank, right, shard)
             u = u[own.start - part.start : own.stop - part.start].view(-1, rank)
-            self.apply_(p, lowrank.Product(u.to(g.dtype), q, first), shard)
+            self.apply_(p, ops.Product(u, q, first, terms), shard)
         else:
             (u,) = yield (ops.pad(u, part, r),)
-            self.apply_(p, lowrank.Product(q, u.to(g.dtype), first), shard)
+            self.apply_(p, ops.Product(q, u, first, terms), shard)
 
     def apply_(self, p: ops.Writable, u: ops.Readable, shard: Shard) -> None:
         """Steps ``p`` by an update that ``factor`` has multiplied."""
@@ -151,7 +152,7 @@ class GaLoreAdamW:
         right = sides.get(self.proj_type, self.proj_type == "right")
         return min(self.rank, shard.rows, shard.cols), right
 
-    @property
+    @functools.cached_property
     def adam(self) -> Adam:
         """Adam for a parameter or its projection."""
         eps = self.eps or (1e-8 if self.nbits == 8 else 1e-6)

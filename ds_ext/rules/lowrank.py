@@ -6,7 +6,6 @@ U [rows, rank] that its run touches, and R = U'·G [rank, cols].
 """
 
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -53,35 +52,21 @@ def own_basis(q: Tensor, right: bool, shard: Shard) -> Tensor:
     return (q.T if right else q[shard.touched]).clone(memory_format=torch.contiguous_format)
 
 
-def project(g: ops.Gradient, q: Tensor, right: bool, shard: Shard) -> Tensor:
+def project(g: ops.Gradient, q: Tensor, right: bool, shard: Shard, terms: int = 3) -> Tensor:
     """Returns a run's share of R, to be summed over ranks.
 
-    ``q`` is its part of the basis, in full precision or in the dtype of ``ops.Operand``.
+    ``q`` is its part of the basis, used with ``terms`` bf16 terms.
     """
-    shape = (shard.rows, q.shape[0]) if right else (q.shape[1], shard.cols)
-    r = torch.zeros(shape, dtype=ops.accumulator(g.dtype), device=q.device)
-    first, x = shard.touched.start, ops.Operand(g)
-    for b in ops.blocks(shard, g):
+    first = shard.touched.start
+
+    def product(b: Block, x: Tensor) -> ops.PlacedProduct:
         if right:
-            ops.add_product_(r[b.rows], x.block(b), q[:, b.cols].T)
-        else:
-            rows = q[b.rows.start - first : b.rows.stop - first]
-            ops.add_product_(r[:, b.cols], rows.T, x.block(b))
-    return x.scaled_(r)
+            return b.rows, x, q[:, b.cols].T
+        rows = q[b.rows.start - first : b.rows.stop - first]
+        return (slice(None), b.cols), rows.T, x
 
-
-@dataclass(frozen=True)
-class Product:
-    """left · right, [rows touched, rank] · [rank, cols]: a run of a matrix, projected back."""
-
-    left: Tensor
-    right: Tensor
-    first: int  # the row of the whole matrix at which ``left`` starts
-
-    def block(self, b: Block) -> Tensor:
-        """Returns block ``b`` of the product."""
-        rows = slice(b.rows.start - self.first, b.rows.stop - self.first)
-        return ops.product(self.left[rows], self.right[:, b.cols]).unsqueeze(0)
+    shape = (shard.rows, q.shape[0]) if right else (q.shape[1], shard.cols)
+    return ops.Operand(g).summed(shard, shape, product, terms)
 
 
 def basis(g: ops.Gradient, rank: int, right: bool, shard: Shard) -> Generator[Sums, Sums, Tensor]:

@@ -55,11 +55,10 @@ from ds_ext.hyperparams import (
 )
 from ds_ext.ops import companding, formats
 from ds_ext.ops.formats import Format
-from ds_ext.ops.products import product, symmetric_product
+from ds_ext.ops.products import Product, product, symmetric_product
 from ds_ext.ops.shard import BLOCK, Block, Shard, outward
 from ds_ext.ops.state import Part, Parts
 from ds_ext.rules.base import Rounds, State, Sums, register
-from ds_ext.rules.lowrank import Product
 from ds_ext.rules.newton_schulz import orthogonalized, pack, polynomial, steps_of, unpack
 
 TINY = 1e-10  # added to roots that divide

@@ -67,7 +67,9 @@ def orthogonalized(x: Tensor, coefficients: Coefficients, eps: float, terms: int
         )
         scale = abc[0] if i < STEEP else factor.diagonal().mean()
         factor.diagonal().sub_(scale)
-        x = add_product_(x * scale, *((factor, half) if is_wide else (half, factor)), terms)
+        operands = (factor, half) if is_wide else (half, factor)
+        x = x.clone() if half is x else x  # the product overwrites it
+        add_product_(x, *operands, terms, keeps=scale)
     return x
 
 

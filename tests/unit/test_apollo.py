@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import ds_ext
+from ds_ext.ops.normal import normals
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import leaves
-from ds_ext.rules import APOLLO, APOLLOMini
+from ds_ext.ops.state import leaves, saved, zeros
+from ds_ext.rules import APOLLO, APOLLOMini, apollo
 from tests.common import low_rank, plain, table
 from tests.common.choose import params
 from tests.common.low_rank import projection
@@ -135,7 +136,8 @@ def test_moments_are_cut_over_the_ranks(shape, world):
         kept = [i for part in parts for i in range(part.start, part.stop)]
         assert kept == list(range(4 * max(shape)))  # each by one rank
         assert {part.total for part in parts} == {4 * max(shape)}
-    ours = [part.shape for _, part in leaves(rule.state_spec(Shard.of_rank(shape, 0, world)))]
+    parts = rule.state_spec(Shard.of_rank(shape, 0, world))
+    ours = [part.shape for _, part in leaves(saved(parts))]
     assert sorted(ours)[:2] == [(), ()] and len(ours) == 4  # the limiter's norm and the stream
 
 
@@ -195,6 +197,38 @@ def test_defaults_are_those_of_the_authors_readme():
     mini = APOLLOMini()
     assert (mini.rank, mini.scale, mini.scale_type) == (1, 128.0, "tensor")
     assert (mini.betas, mini.eps, mini.update_proj_gap) == ((0.9, 0.999), 1e-6, 200)
+
+
+# The stored projection.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_projection_is_drawn_at_renewals_and_after_a_load(dtype, monkeypatch):
+    """Its draws are counted; a loaded state has none until the next step."""
+    drawn = []
+    monkeypatch.setattr(apollo, "normals", lambda *args: drawn.append(args[2]) or normals(*args))
+    before, steps = table.weights(SHAPES, dtype), table.gradients(8, SHAPES, dtype)
+
+    def start(weights):
+        return ds_ext.APOLLO(weights, rank=4, update_proj_gap=3)
+
+    weights = [p.clone().requires_grad_() for p in before]
+    optimizer = start(weights)
+    plain.steps(optimizer, weights, steps[:5])
+    assert drawn == [0] * len(SHAPES) + [1] * len(SHAPES)
+    kept = copy.deepcopy(optimizer.state_dict())
+    assert {key for s in kept["state"].values() for key in s} == {"step", "m", "v", "n", "stream"}
+    for p in weights:
+        q, alone = optimizer.state[p]["q"], APOLLO(rank=4).state_spec(Shard.whole(p.shape))
+        assert (q.shape, q.dtype) == (zeros(alone, p)["q"].shape, dtype)
+    half = [p.detach().clone().requires_grad_() for p in weights]
+    other = start(half)
+    other.load_state_dict(kept)
+    drawn.clear()
+    plain.steps(other, half, steps[5:])  # the sixth step is in the middle of a period
+    assert drawn == [1] * len(SHAPES) + [2] * len(SHAPES)
+    plain.steps(optimizer, weights, steps[5:])
+    assert all(map(torch.equal, weights, half))
 
 
 # The norm-growth limiter.

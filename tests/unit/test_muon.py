@@ -154,9 +154,9 @@ def test_two_bf16_terms_are_within_the_bound_where_ranks_share_a_matrix(turned, 
     """A GPU multiplies several bf16 terms faster than fp32; this test's products are a CPU's."""
     asked = []
 
-    def multiplied(out, a, b, adds):
+    def multiplied(out, a, b, keeps):
         asked.append((a.dtype, b.dtype))
-        torch.addmm(out, a.float(), b.float(), beta=int(adds), out=out)
+        torch.addmm(out, a.float(), b.float(), beta=keeps, out=out)
 
     monkeypatch.setattr(products, "most_products", lambda device: products.MOST)
     monkeypatch.setattr(products.native, "product_", multiplied)

@@ -11,6 +11,7 @@ from ds_ext.ops import products
 from ds_ext.ops.executors.native import bf16_products as native
 from ds_ext.ops.products import add_product_, product
 from ds_ext.ops.shard import Shard
+from ds_ext.ops.weight_storage import SplitWeight, StochasticWeight
 
 SHAPES = [(1, 1, 1), (7, 5, 3), (13, 29, 17), (6, 2050, 64), (65, 1025, 130), (600, 33, 70)]
 SHAPES += [(3, 0, 4), (0, 3, 4)]
@@ -64,6 +65,8 @@ def test_products_of_bf16_operands_are_exact(processor, m, k, n, transposed):
     assert add_product_(out[:, 1:-2], a, b).data_ptr() == out[:, 1:-2].data_ptr()
     assert error(out[:, 1:-2], a, b, 0.5) <= SUMS
     assert (out[:, 0] == 0.5).all() and (out[:, -2:] == 0.5).all()
+    out.fill_(3.0)
+    assert error(add_product_(out[:, 1:-2], a, b, keeps=0.25), a, b, 0.75) <= SUMS
 
 
 @pytest.mark.parametrize("terms", BOUNDS)
@@ -100,12 +103,11 @@ def test_rows_and_columns_of_a_product_have_the_bits_of_the_whole_product():
 def test_a_gradient_is_scaled_and_bounded_in_products(processor, factor, bound, dtype):
     x, q = wide(13, 29, dtype), wide(29, 7, torch.float32).bfloat16().float()
     g = ops.Operand(ops.Scaled(x.flatten(), factor, bound))
-    out = torch.zeros(13, 7)
-    for b in ops.blocks(Shard.whole((13, 29)), x):
-        add_product_(out[b.rows], g.block(b), q.to(g.dtype)[b.cols])
+    whole, terms = Shard.whole((13, 29)), products.terms_for(g.dtype)
+    out = g.summed(whole, (13, 7), lambda b, part: (b.rows, part, q[b.cols]), terms)
     values = x.double() * float(factor)
     values = values if bound is None else values.clamp(-bound, bound)
-    assert error(g.scaled_(out), values, q) <= SUMS
+    assert error(out, values, q) <= SUMS
     fast = dtype == torch.bfloat16 and bound is None and native.is_available()
     assert g.dtype == (torch.bfloat16 if fast else torch.float32)
 
@@ -114,6 +116,54 @@ def test_fp64_stays_fp64(processor):
     a, b = wide(13, 29, torch.float64), wide(29, 17, torch.float64)
     found = product(a, b, 1)
     assert found.dtype == torch.float64 and error(found, a, b) < 1e-15
+
+
+STORED = {
+    "fp32": lambda run, start: run,
+    "bf16": lambda run, start: StochasticWeight(run.bfloat16(), 12345, start),
+    "residual": lambda run, start: SplitWeight(run.bfloat16(), run.new_zeros(len(run)).short()),
+}
+
+
+@needs_bf16
+@pytest.mark.parametrize("kind", STORED)
+@pytest.mark.parametrize("shape, k", [((13, 29), 3), ((129, 2100), 5), ((300, 64), 128)])
+def test_an_update_that_is_a_product_has_the_bits_of_its_blocks(shape, k, kind, monkeypatch):
+    """Native code applies it box by box; otherwise blocks of it are computed, and applied then."""
+    applied = []
+    apply_ = native.apply_
+    monkeypatch.setattr(native, "apply_", lambda *args: applied.append(args) or apply_(*args))
+
+    def stepped(shard, dtypes, weight_decay):
+        own = shard.touched
+        left = wide(own.stop - own.start, k, dtypes[0])
+        u = ops.Product(left, wide(k, shape[1], dtypes[1]), own.start, 1)
+        p = STORED[kind](wide(1, len(shard), torch.float32).view(-1), shard.start)
+        ops.apply_(p, u, shard, lr=0.1, weight_decay=weight_decay)
+        return (
+            p
+            if isinstance(p, torch.Tensor)
+            else torch.stack([p.run, getattr(p, "residual", p.run)])
+        )
+
+    cases = list(
+        itertools.product(
+            [Shard.of_rank(shape, *of) for of in ((0, 1), (1, 3), (2, 7))],
+            itertools.product((torch.float32, torch.bfloat16), repeat=2),
+            (0.0, 0.3),
+        )
+    )
+    found = [stepped(*case) for case in cases]
+    assert len(applied) == len(cases)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3 - min(threads, 2))
+    try:
+        assert all(torch.equal(x, stepped(*case)) for x, case in zip(found, cases, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+    monkeypatch.setattr(ops.Product, "is_native", property(lambda self: False))
+    assert all(torch.equal(x, stepped(*case)) for x, case in zip(found, cases, strict=True))
+    assert len(applied) == 2 * len(cases)
 
 
 @needs_bf16

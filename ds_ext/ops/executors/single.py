@@ -22,6 +22,7 @@ from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.expressions import Number, Source, read, source_of, storage_of
 from ds_ext.ops.formulas import Formula
+from ds_ext.ops.products import Product
 from ds_ext.ops.shard import Shard
 
 _makers = Makers()
@@ -126,16 +127,19 @@ def apply_(p: Any, u: Any, lr: Number, weight_decay: Number, shard: Shard) -> An
     source, weight = source_of(u), storage_of(p)
     if weight is None or not _takes(weight.run, shard):
         return NotImplemented
-    if source is None:
+    is_native = isinstance(u, Product) and u.is_native and shard.split is None
+    if source is None and not is_native:
         return _apply_slices(p, u, shard, weight.run.device, lr, weight_decay)
-    if not _reads(source, weight.run, shard):
+    if source is not None and not _reads(source, weight.run, shard):
         return NotImplemented
-    if source.storage is not None and (isinstance(weight_decay, Tensor) or weight_decay != 0):
+    is_decayed = isinstance(weight_decay, Tensor) or weight_decay != 0
+    if source is not None and source.storage is not None and is_decayed:
         return NotImplemented
     aux = None if weight.aux is None else Runs([weight.aux])
     weights = Weights(Runs([weight.run]), weight.how, aux, np.array([weight.key], dtype=np.uint32))
     batch = _alone(shard, weight.run.device, weight.start)
-    return batched.apply_(weights, u, lr, weight_decay, batch)
+    make = batched.apply_product_ if is_native else batched.apply_
+    return make(weights, u, lr, weight_decay, batch)
 
 
 def _apply_slices(

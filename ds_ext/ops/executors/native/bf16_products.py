@@ -2,12 +2,15 @@
 
 import ctypes
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_ext.logs import logger
 from ds_ext.ops.executors.native import library
+
+_Sizes = ctypes.c_int64 * 10
 
 
 @functools.cache
@@ -20,14 +23,14 @@ def is_available() -> bool:
     return False
 
 
-def product_(out: Tensor, a: Tensor, b: Tensor, adds: bool, mirrors: bool = False) -> None:
-    """Writes a · b to ``out``, or adds it.
+def product_(out: Tensor, a: Tensor, b: Tensor, keeps: float, mirrors: bool = False) -> None:
+    """out ← keeps · out + a · b.
 
     Args:
         out: [m, n] in fp32, with consecutive columns.
-        a: [m, k] in bf16.
-        b: [k, n] in bf16.
-        adds: whether to add.
+        a: [m, k] in bf16, or in fp32, which is rounded to bf16.
+        b: [k, n] likewise.
+        keeps: the factor of ``out``, which is not read if it is 0.
         mirrors: whether the result is symmetric; only one half of it is then computed.
     """
     found = library.load()
@@ -36,6 +39,24 @@ def product_(out: Tensor, a: Tensor, b: Tensor, adds: bool, mirrors: bool = Fals
         and out.dtype == torch.float32
         and (out.stride(1) == 1 or out.shape[1] == 1)
     )
-    sizes = (ctypes.c_int64 * 8)(*a.shape, b.shape[1], *a.stride(), *b.stride(), out.stride(0))
+    are_fp32 = a.dtype == torch.float32, b.dtype == torch.float32
+    sizes = _Sizes(*a.shape, b.shape[1], *a.stride(), *b.stride(), out.stride(0), *are_fp32)
     pointers = a.data_ptr(), b.data_ptr(), out.data_ptr()
-    found.products_run(*pointers, sizes, adds, mirrors, torch.get_num_threads())
+    found.products_run(*pointers, sizes, keeps, mirrors, torch.get_num_threads())
+
+
+def apply_(call: Any, entry: int, a: Tensor, b: Tensor, first: int) -> None:
+    """Makes the pass APPLY over one run of a matrix, by the update a · b.
+
+    Args:
+        call: of the pass, with the form of a run in fp32.
+        entry: the address of the run's row of the table; its column ``x`` is not read.
+        a: [rows touched, k] in bf16, or in fp32, which is rounded to bf16.
+        b: [k, cols] likewise.
+        first: the row of the matrix at which ``a`` starts.
+    """
+    found = library.load()
+    assert found is not None, "there are no native passes"
+    are_fp32 = a.dtype == torch.float32, b.dtype == torch.float32
+    sizes = _Sizes(a.shape[1], first, *a.stride(), *b.stride(), *are_fp32)
+    found.products_apply(call, entry, a.data_ptr(), b.data_ptr(), sizes, torch.get_num_threads())

@@ -49,7 +49,13 @@ def load() -> ctypes.CDLL | None:
         ctypes.c_int,
     ]
     library.products_run.restype = None
-    library.products_run.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int] * 3]
+    library.products_run.argtypes = [
+        *[ctypes.c_void_p] * 4,
+        ctypes.c_float,
+        *[ctypes.c_int] * 2,
+    ]
+    library.products_apply.restype = None
+    library.products_apply.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int]
     return library
 
 

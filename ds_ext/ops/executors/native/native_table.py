@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops import schema
-from ds_ext.ops.executors.native import library
+from ds_ext.ops.executors.native import bf16_products, library
 
 _TYPES = {"float": np.float32, "uint32_t": np.uint32}  # of columns; all others have 8 bytes
 _FIELDS = [(one.name, _TYPES.get(one.type, np.int64)) for one in schema.native_columns()]
@@ -71,6 +71,7 @@ class NativeTable:
         storage: tuple[str, torch.dtype] | None = None,
         decays: bool = False,
         fresh: bool = False,
+        product: tuple[Tensor, Tensor, int] | None = None,
     ) -> None:
         """Makes a pass over all rows, with as many threads as torch's operations use.
 
@@ -82,6 +83,7 @@ class NativeTable:
             storage: how weights are stored, and their dtype, one of ``schema.STORED``.
             decays: whether to add ``decay`` times the weights to the input.
             fresh: whether the memory for row and column sums is uninitialized.
+            product: the operands of the update of one run, as ``bf16_products.apply_`` takes them.
         """
         filled = self._filled
         for key, given in {**DEFAULTS, **columns}.items():
@@ -96,6 +98,8 @@ class NativeTable:
                 self._columns[key][:] = getattr(given, "pointers", given)
         read = _FORMS[form], _DTYPES[dtype] if dtype else 0, _STORED[storage] if storage else 0
         call = _Call(_PASSES[name], *read, decays, fresh)
+        if product is not None:
+            return bf16_products.apply_(call, self._address, *product)
         threads = torch.get_num_threads()
         _library().passes_run(call, self._address, len(self.entries), threads, INSTRUCTIONS)
 
