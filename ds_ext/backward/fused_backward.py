@@ -312,10 +312,10 @@ class FusedBackward:
             return None
         self.finish()
         self._rollback_skipped()
-        norm = torch.tensor(self.state.norm_so_far(), dtype=torch.float64).to(self.layout.device)
-        if asked.get("error_if_nonfinite") and not norm.isfinite():
+        norm = self.state.norm_so_far()
+        if asked.get("error_if_nonfinite") and not math.isfinite(norm):
             raise RuntimeError(error_texts.NOT_FINITE)
-        return norm
+        return torch.tensor(norm, dtype=torch.float64, device=self.layout.device)
 
     def leaf(self, param: Tensor) -> Tensor:
         """Returns the leaf that stands for a parameter in the graph of a loss."""

@@ -27,7 +27,6 @@ dimensions, and groups with rank null: moments 8·numel / d, and no rounds (with
 a cut splits a block).
 """
 
-import functools
 from collections.abc import Generator
 from dataclasses import dataclass
 
@@ -152,7 +151,7 @@ class GaLoreAdamW:
         right = sides.get(self.proj_type, self.proj_type == "right")
         return min(self.rank, shard.rows, shard.cols), right
 
-    @functools.cached_property
+    @property
     def adam(self) -> Adam:
         """Adam for a parameter or its projection."""
         eps = self.eps or (1e-8 if self.nbits == 8 else 1e-6)

@@ -23,7 +23,6 @@ from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable
 from ds_ext.ops.executors.triton.launcher import SquareParts
 from ds_ext.ops.expressions import Number, Quotient, Source, source_of
 from ds_ext.ops.formulas import Formula
-from ds_ext.ops.products import Product
 
 _makers = Makers()
 
@@ -278,16 +277,6 @@ def apply_(p: Weights, u: Any, lr: Number, weight_decay: Number, batch: TableBat
     _run("apply", batch, source, p, decays, **numbers)
 
 
-def apply_product_(
-    p: Weights, u: Product, lr: Number, weight_decay: Number, batch: TableBatch
-) -> None:
-    """``apply_`` of one native product to one run of a matrix."""
-    decays = isinstance(weight_decay, Tensor) or weight_decay != 0
-    numbers = {"lr": lr, "decay": weight_decay} if decays else {"lr": lr}
-    product = u.left, u.right, u.first
-    _run("apply", batch, Source("IS_RUN"), p, decays, product=product, **numbers)
-
-
 @_makers.makes(passes.Mark)
 def mark_(given: Sequence[tuple[Tensor, Tensor]], are_batched: bool) -> None:
     """Writes the fingerprints of runs on one device."""
@@ -369,10 +358,9 @@ def _run(
     source: Source,
     p: Weights | None = None,
     decays: bool = False,
-    product: Any = None,
     **columns: Any,
 ) -> SquareParts | None:
-    """Makes a pass that reads ``source``, or a native product, and writes ``p`` if it is given."""
+    """Makes a pass that reads ``source``, and writes ``p`` if it is given."""
     filled: dict[str, Any] = {**source.scalars, **columns}
     _refuse(name, batch.own, source.form, filled)
     for field, runs in source.tensors.items():
@@ -393,8 +381,7 @@ def _run(
         dtype = source.tensors["x"].dtype
     is_decayed = decays or "decay" in source.scalars
     fresh = batch.is_whole and name in ("row_col_sums", "weighted_sums", "normalize_whole_rows")
-    more = {} if product is None else {"product": product}
-    return batch.own.run(name, filled, source.form, dtype, storage, is_decayed, fresh, **more)
+    return batch.own.run(name, filled, source.form, dtype, storage, is_decayed, fresh)
 
 
 def _runs(x: Any) -> Any:

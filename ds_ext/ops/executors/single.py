@@ -8,7 +8,7 @@ import functools
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from ds_ext.ops import passes, schema, scratch
 from ds_ext.ops.batch import Runs, Weights
 from ds_ext.ops.dispatch import Makers
 from ds_ext.ops.executors import batched
+from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.expressions import Number, Source, read, source_of, storage_of
@@ -127,8 +128,11 @@ def apply_(p: Any, u: Any, lr: Number, weight_decay: Number, shard: Shard) -> An
     source, weight = source_of(u), storage_of(p)
     if weight is None or not _takes(weight.run, shard):
         return NotImplemented
-    is_native = isinstance(u, Product) and u.is_native and shard.split is None
-    if source is None and not is_native:
+    product = None
+    if isinstance(u, Product) and u.is_native and shard.split is None:
+        if not devices.supports(weight.run.device):
+            product = u.left, u.right, u.first
+    if source is None and product is None:
         return _apply_slices(p, u, shard, weight.run.device, lr, weight_decay)
     if source is not None and not _reads(source, weight.run, shard):
         return NotImplemented
@@ -136,10 +140,13 @@ def apply_(p: Any, u: Any, lr: Number, weight_decay: Number, shard: Shard) -> An
     if source is not None and source.storage is not None and is_decayed:
         return NotImplemented
     aux = None if weight.aux is None else Runs([weight.aux])
-    weights = Weights(Runs([weight.run]), weight.how, aux, np.array([weight.key], dtype=np.uint32))
+    run, key = Runs([weight.run]), np.array([weight.key], dtype=np.uint32)
     batch = _alone(shard, weight.run.device, weight.start)
-    make = batched.apply_product_ if is_native else batched.apply_
-    return make(weights, u, lr, weight_decay, batch)
+    if product is None:
+        return batched.apply_(Weights(run, weight.how, aux, key), u, lr, weight_decay, batch)
+    columns = {"w": run, "aux": aux or 0, "key": key, "lr": lr, "decay": weight_decay}
+    storage, table = (weight.how, weight.run.dtype), cast(NativeTable, batch.own)
+    return table.run("apply", columns, "IS_RUN", None, storage, is_decayed, product=product)
 
 
 def _apply_slices(
