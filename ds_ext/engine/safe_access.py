@@ -3,8 +3,13 @@
 DeepSpeed's functions use attributes that its ZeRO optimizers set on parameters. ``attach`` sets
 attributes that access a parameter's run, kept gradient and state instead. The ``full`` functions
 are collectives: all ranks must call them for the same parameters in the same order.
+
+The attributes hold the engine and the parameter by weak references. Autograd holds parameters too,
+for example if a module keeps its loss (``l_aux`` of ``deepspeed.moe``), and Python's garbage
+collector does not see who holds an object in C++. It would never free what such a parameter holds.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +18,11 @@ from torch import Tensor
 
 from ds_ext.backward import int8_weights
 from ds_ext.backward.fused_backward import FusedBackward
+from ds_ext.distributed.layout import Layout
 from ds_ext.engine.full_tensors import FullTensors, StateAccess
 from ds_ext.engine.zero3 import Zero3Placement
 from ds_ext.ops import int8
+from ds_ext.optimizer import RuleOptimizer
 
 
 class _Method:
@@ -24,11 +31,11 @@ class _Method:
     def __init__(self, access: "Access", name: str, param: Tensor, place: int) -> None:
         self.access = access
         self.method = getattr(access, name)
-        self.param = param
+        self.param = weakref.ref(param)
         self.place = place  # index of the parameter among the arguments
 
     def __call__(self, *args: Any) -> Any:
-        return self.method(*args[: self.place], self.param, *args[self.place :])
+        return self.method(*args[: self.place], self.param(), *args[self.place :])
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -44,11 +51,35 @@ class Access:
     """
 
     def __init__(self, fused: FusedBackward) -> None:
-        self.fused = fused
-        self.layout = fused.layout
-        self.optimizer = fused.optimizer
-        self.full_tensors = FullTensors(fused.layout)
-        self.states = StateAccess(fused.layout, fused.optimizer)
+        self.owner = weakref.ref(fused)
+
+    @property
+    def fused(self) -> FusedBackward:
+        """The object that steps the parameter. Raises RuntimeError if the engine was freed."""
+        fused = self.owner()
+        if fused is None:
+            raise RuntimeError("the engine of this parameter no longer exists: keep the engine.")
+        return fused
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the engine's model."""
+        return self.fused.layout
+
+    @property
+    def optimizer(self) -> RuleOptimizer:
+        """The engine's optimizer."""
+        return self.fused.optimizer
+
+    @property
+    def full_tensors(self) -> FullTensors:
+        """Converts between runs, full tensors and partitions."""
+        return FullTensors(self.layout)
+
+    @property
+    def states(self) -> StateAccess:
+        """Reads and writes the optimizer's states."""
+        return StateAccess(self.layout, self.optimizer)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # pickles of parameters contain None instead
@@ -212,7 +243,7 @@ def detach(fused: FusedBackward) -> None:
     for param in fused.layout.names:
         for name, value in list(vars(param).items()):
             access = value.access if isinstance(value, _Method) else value
-            if isinstance(access, Access) and access.fused is fused:
+            if isinstance(access, Access) and access.owner() is fused:
                 delattr(param, name)
 
 

@@ -1,12 +1,14 @@
 """ZeRO-3: each rank keeps a run of each parameter, and DeepSpeed gathers parameters when needed."""
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import groups, z3_leaf_module
 from torch import Tensor, nn
@@ -201,12 +203,28 @@ def partition(engine: DeepSpeedEngine, cut: ReplicaGroups) -> DeepSpeedZeRoOfflo
         zero_module_granularity_threshold=engine.zero_module_granularity_threshold(),
         log_trace_cache_warnings=engine.zero_log_trace_cache_warnings(),
     )
+    _hold_weakly(engine.module)
     quantized_weights.exclude_unquantizable(offload, engine.module.parameters())
     if section(engine.config).weight_storage:
         int8_partitions.store(engine.module)
     else:
         restore_bf16(engine.module)  # which an earlier engine may have stored in 8 bits
     return offload
+
+
+def _hold_weakly(module: nn.Module) -> None:
+    """Replaces DeepSpeed's global reference to a partitioned model by a weak one.
+
+    Otherwise no model, engine or optimizer would ever be freed. DeepSpeed needs the entry at the
+    bottom of its stack of running modules for weights that are read outside of a forward pass.
+    """
+    stack = parameter_offload.FWD_MODULE_STACK
+
+    def remove(entry: object) -> None:  # by identity: comparing uses the freed model
+        stack[:] = [each for each in stack if each is not entry]
+
+    assert stack[-1] is module
+    stack[-1] = weakref.proxy(module, remove)
 
 
 def _secondary_group(engine: DeepSpeedEngine) -> Group:
