@@ -47,6 +47,7 @@ FEATURES = (
     "clipping by value",
     "gradient accumulation",
     "gradient accumulation with clipping",
+    "gradient accumulation, projected",
     "bf16 weights",
     "fp16, static loss scale",
     "fp16, dynamic loss scale",
@@ -321,6 +322,7 @@ _EXCEPT = "✓ except "
 _LABELS = {
     "nine BERT classes": "the nine BERT model classes",
     "own settings for a parameter group": "hyper-parameters per parameter group",
+    "gradient accumulation, projected": 'gradient accumulation, `"projected"`',
     "weight decay by the JSON config": "weight decay set in the JSON config",
     "clipping to a norm, gradients not kept": 'clipping by norm, `"fused"`',
     "clipping to a norm, gradients kept": 'clipping by norm, `"sharded"`',

@@ -223,8 +223,8 @@ def _hold_weakly(module: nn.Module) -> None:
     def remove(entry: object) -> None:  # by identity: comparing uses the freed model
         stack[:] = [each for each in stack if each is not entry]
 
-    assert stack[-1] is module
-    stack[-1] = weakref.proxy(module, remove)
+    if stack and stack[-1] is module:
+        stack[-1] = weakref.proxy(module, remove)
 
 
 def _secondary_group(engine: DeepSpeedEngine) -> Group:

@@ -46,6 +46,11 @@ def reference(ranks, groups, model):
     return {n: p.detach() for n, p in named.items()}, norms
 
 
+def stage_of(how):
+    return {"plain": None, "FSDP2": "fsdp2"}.get(how, projecting.ZERO.get(how, {}).get("stage"))
+
+
+@pytest.mark.supports("gradient accumulation, projected", stage=stage_of, optimizer="GaLoreAdamW")
 @pytest.mark.parametrize("how, ranks", params(CASES, QUICK))
 def test_equals_the_textbook(how, ranks):
     got = worlds.run(ranks, projecting.train, how)[0]
