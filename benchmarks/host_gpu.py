@@ -4,7 +4,6 @@ Without a GPU tensors of the CPU stand for its tensors. Not in the times then: c
 memory, and what an operation of torch takes to launch.
 """
 
-import ctypes
 import gc
 import importlib.util
 import itertools
@@ -99,10 +98,13 @@ def in_backward(name: str, rounds: int) -> dict[str, object]:
             model = nn.ParameterList(params)
             optimizer = OPTIMIZERS[name](params, **({"lr": 1e-6} if name != "adafactor" else {}))
             fused = ds_ext.fuse_into_backward(model, optimizer, bucket_size=size)
+            # Views of one block, which cost nothing to free, as memory of a GPU's allocator.
+            sizes = [p.numel() for p in params]
+            grads = torch.empty(sum(sizes), dtype=torch.bfloat16, device=DEVICE).split(sizes)
             seconds = []
             for _ in range(3 + rounds):
-                for param in params:
-                    param.grad = torch.empty_like(param)
+                for param, grad in zip(params, grads, strict=True):
+                    param.grad = grad.view(param.shape)
                 began = time.perf_counter()
                 with torch.no_grad():  # as in hooks
                     for param in reversed(params):
@@ -164,20 +166,11 @@ class Calls(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def keep_freed_memory() -> None:
-    """Makes the host's allocator keep freed memory, as the allocator of a GPU does."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # glibc
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: which does not shrink
-
-
 @contextmanager
 def doing_nothing() -> Iterator[Counter[str]]:
     """Kernels are launched and do nothing; memory is not touched. Counts launches and copies."""
     counts: Counter[str] = Counter()
     run, make = launches.launch_all, launch_memory.Memory._made
-    keep_freed_memory()
 
     def start(*args: object) -> None:
         counts["launches"] += 1

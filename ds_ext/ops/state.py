@@ -52,10 +52,10 @@ class Part:
 
     @classmethod
     def cache(cls, *shape: int) -> "Part":
-        """A tensor that the rule can compute again, in bf16 if the weights are.
+        """A tensor that the rule can compute again, in a dtype that it chooses.
 
-        No checkpoint and no state dict contains it. After a load it has no elements, [0], until the
-        rule computes it.
+        It counts as bf16 if the weights are bf16. No checkpoint and no state dict contains it.
+        After a load it is missing until the rule computes it.
         """
         n = math.prod(shape)
         return cls(0, n, n, shape, is_cache=True)

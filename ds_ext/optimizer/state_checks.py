@@ -216,9 +216,9 @@ def _fit(
         )
     for key, part in parts.items():
         if key not in state:
-            if not (isinstance(part, Part) and part.is_cache):
-                raise StateMismatch(_lacks(".".join((*above, key))))
-            state[key] = torch.empty(0, dtype=part.dtype_for(dtype), device=device or "cpu")
+            if isinstance(part, Part) and part.is_cache:
+                continue
+            raise StateMismatch(_lacks(".".join((*above, key))))
         if isinstance(part, Part):
             state[key] = _fitted(part, state[key], dtype, device, copy, *above, key)
         else:
@@ -229,10 +229,11 @@ def _fitted(
     part: Part, x: Any, dtype: torch.dtype, device: torch.device | None, copy: bool, *keys: str
 ) -> Tensor:
     """Returns a tensor with the declared dtype on ``device``: itself, if it fits already."""
-    wanted = part.dtype_for(dtype)
     if not isinstance(x, Tensor) or is_dtensor(x):
         raise StateMismatch(f"{'.'.join(keys)} is {type(x).__name__}, not a tensor of this process")
-    if x.shape != part.shape and not (part.is_cache and not x.numel()):
+    is_cache = part.is_cache and x.is_floating_point()  # its rule chooses the dtype
+    wanted = x.dtype if is_cache else part.dtype_for(dtype)
+    if x.shape != part.shape:
         raise StateMismatch(f"{'.'.join(keys)} has the shape {[*x.shape]}, not {[*part.shape]}")
     is_cast = x.dtype != wanted
     if is_cast and not (x.is_floating_point() and wanted.is_floating_point):

@@ -18,9 +18,9 @@ gradient of 0, as for an expert that no token has reached, to a growth of 1 % pe
     p ← p (1 − lr · weight_decay)
 
 State: ``m`` and ``v`` are the authors' exp_avg and exp_avg_sq, transposed if cols > rows. ``n`` is
-their scaled_grad. ``q`` holds the rows of P that the run touches, or all of P if rows >= cols. It
-is in bf16 if the weights are, as the authors' is, because each rank keeps all of P of a tall
-matrix. Checkpoints leave it out: a step without it draws it again, from ``stream``. Other values of
+their scaled_grad. ``q`` holds the rows of P that the run touches, or all of P if rows >= cols, in
+the dtype in which products use it: bf16 for bf16 gradients where bf16 products are fast.
+Checkpoints leave it out: a step without it draws it again, from ``stream``. Other values of
 ``seed`` or ``update_proj_gap`` take effect when P is renewed.
 
 A step takes two rounds. The first round sums R and the squares of each channel. Each rank then
@@ -72,8 +72,9 @@ class APOLLO:
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         (beta1, beta2), own = self.betas, _own_channels(shard)
-        is_new = (t - 1) % self.update_proj_gap == 0 or not s["q"].numel()
-        q = self.drawn(s, t, shard) if is_new else s["q"]
+        q, dtype = s.get("q"), ops.Operand(g).dtype
+        if q is None or q.dtype != dtype or (t - 1) % self.update_proj_gap == 0:
+            q = self.drawn(s, t, shard).to(dtype)
         row_sq, col_sq = ops.row_col_square_sums(g, shard, g)
         g_sq = row_sq if _is_tall(shard) else col_sq
         r, g_sq = yield self.projected(g, q, shard), g_sq.view(-1)
@@ -102,11 +103,11 @@ class APOLLO:
         return ops.row_col_square_sums(x, Shard.whole(tuple(like.shape)), like)[0].view(-1)
 
     def drawn(self, s: State, t: int, shard: Shard) -> Tensor:
-        """Returns the rows of P that a run needs in step ``t``, as ``q`` stores them."""
+        """Returns the rows of P that a run needs in step ``t``."""
         side, draw = _projected_side(shard), (t - 1) // self.update_proj_gap
         numbers = slice(side.start * self.rank, side.stop * self.rank)
         q = normals(s["stream"], self.seed, draw, numbers).to(s["m"].dtype).mul_(self.rank**-0.5)
-        return q.to(s["q"].dtype).view(-1, self.rank)
+        return q.view(-1, self.rank)
 
     def projected(self, g: ops.Gradient, q: Tensor, shard: Shard) -> Tensor:
         """Returns a run's share of R, [channels, rank]. The sum over ranks is R."""
