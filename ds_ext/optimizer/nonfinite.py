@@ -209,7 +209,7 @@ def checked_on_device(step: DeviceStep, queue: LaunchQueue, check: GradCheck) ->
         queue.begin_sequence()  # this pass, if any, runs in parallel with earlier ones
         squares = cast(Formula, step.squares())
         *totals, found = yield (*_values(asked), squares.values)
-        found_at = PointerArray(Flat(found, np.arange(len(found))).pointers, found)
+        found_at = PointerArray(Flat(found, np.arange(found.numel())).pointers, found)
         limits = GradLimits(found_at, step.upper_bounds())
         queue.begin_sequence()
         _record(step, limits, check, is_square=True)

@@ -391,7 +391,7 @@ def _runs(x: Any) -> Any:
 
 def _each(total: Tensor) -> Flat:
     """A vector with one number per parameter as a ``Flat``."""
-    return Flat(total, np.arange(len(total)))
+    return Flat(total, np.arange(total.numel()))
 
 
 def _sums(batch: TableBatch, *sizes: int) -> Sequence[Tensor]:

@@ -146,9 +146,8 @@ def _factors(table: Launcher, read: Read) -> None:
     columns = dict(read.columns)
     kernel = "factors"
     if "in3" in columns:
-        g = table.geometry
         kernel = "clipped_factors"
-        columns["a"] = (1 / (g.mats * g.rows * g.cols)).astype(np.float32)
+        columns["a"] = table.inverse_numel
     else:
         del columns["clip"]
     table.enqueue(table.launches(kernel, (), table.by_parameter, columns))

@@ -196,7 +196,10 @@ class LaunchTables:
         numbers: list[float] = []
         for one in given:
             for x in one.numbers:
-                numbers += [x] if isinstance(x, float) else x.tolist()
+                if isinstance(x, float):
+                    numbers.append(x)
+                else:
+                    numbers += x.tolist()
         words.view(np.float32)[self._numbers_at] = np.array(numbers, np.float32)[self._numbers]
 
 

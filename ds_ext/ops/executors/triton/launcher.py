@@ -86,7 +86,8 @@ class Launcher:
     ) -> None:
         self.device, self.n = device, len(geometries)
         self._zeros = np.zeros(self.n, dtype=np.int64)
-        self._steps = 4 * np.arange(self.n)  # offsets of the numbers of a tensor [n], bytes
+        self._own = np.arange(self.n)
+        self._steps = 4 * self._own  # offsets of the numbers of a tensor [n], bytes
         start, n, mats, rows, cols = np.array(geometries, dtype=np.int64).T
         first = np.array(firsts, dtype=np.int64)
         self.geometry = Geometry(start, n, mats, rows, cols, first)
@@ -109,9 +110,9 @@ class Launcher:
     def added_up(self, squares: SquareParts) -> Tensor:
         """Queues the reduction of ``squares``; returns its results, [n]."""
         total = self.zeros(self.n)
-        outs, own = Addresses(total, self._steps).pointers, np.arange(self.n)
-        launch = self._fold(squares.tiles, own, squares.at.pointers, outs, [squares.at, total])
-        self.enqueue((), [launch])
+        parts, outs = squares.at.pointers, Addresses(total, self._steps).pointers
+        alive = [squares.at, total]
+        self.enqueue((), [self._fold(squares.tiles, self._own, parts, outs, alive)])
         return total
 
     def copy_checked_values(self, limits: GradLimits, out: Addresses) -> None:
@@ -126,6 +127,12 @@ class Launcher:
     def zeros(self, n: int) -> Tensor:
         """Returns zeros to add sums to, [n] in fp32."""
         return self._memory.sums(n)
+
+    @functools.cached_property
+    def inverse_numel(self) -> NDArray[np.float32]:
+        """1 / the elements of each whole parameter, [n]."""
+        g = self.geometry
+        return (1 / (g.mats * g.rows * g.cols)).astype(np.float32)
 
     @functools.cached_property
     def flat(self) -> Tiles:
