@@ -216,9 +216,11 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.end_backward is not None:
+        if self.end_backward is None:
+            plain_step.step(self)
+        else:  # which leaves no gradients
             self.end_backward()
-        plain_step.step(self)
+            self.check_param_groups()
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
