@@ -5,6 +5,7 @@ native passes do nothing: what remains is the host's.
 """
 
 import argparse
+import platform
 import statistics
 import time
 from collections import Counter
@@ -52,7 +53,8 @@ def main(args: argparse.Namespace) -> None:
             host_gpu.in_backward(name, args.rounds) for name in args.optimizers
         ]
         print(report.table(tables["In backward"]), flush=True)
-    report.write("host", "Time of the host in a step", TEXT + host_gpu.TEXT, tables, None)
+    text = f"{TEXT}{host_gpu.TEXT}\nPython {platform.python_version()}.\n"
+    report.write("host", "Time of the host in a step", text, tables, None)
 
 
 TEXT = f"""
