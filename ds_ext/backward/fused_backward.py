@@ -341,7 +341,7 @@ class FusedBackward:
 
     def _wanted(self, param: Tensor) -> bool:
         """Whether the optimizer has the parameter. Raises ValueError if it cannot step it."""
-        is_ours = param in self.optimizer.index.group_of
+        is_ours = param in self.optimizer.group_of
         if is_ours and param.is_complex():
             param_checks.refuse_complex(self.optimizer, [param])
         return is_ours

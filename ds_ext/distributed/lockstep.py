@@ -98,25 +98,22 @@ def run(generators: Iterable[StepGenerator], all_reduce: Callable[[Tensor], None
     launched together, each generator ends before the next one begins: the caches of a CPU then hold
     what its later passes read again.
     """
-    rounds = 0
-    if all_reduce is None and not isinstance(generators, Generators):
-        return max(map(_finish, generators), default=0)
     if all_reduce is None:
-        waiting = _advance_all(generators)
-        while waiting:
-            waiting, rounds = _advance_all(generators, waiting), rounds + 1
-        return rounds
+        is_queued = isinstance(generators, Generators)
+        together = [generators] if is_queued else [[generator] for generator in generators]
+        return max(map(_finish, together), default=0)
+    rounds = 0
     for flat in merged_rounds(lockstep(generators)):
         all_reduce(flat)
         rounds += 1
     return rounds
 
 
-def _finish(generator: StepGenerator) -> int:
-    """Runs a generator of one rank to its end; returns its rounds."""
-    sums, rounds = advance(generator, None), 0
-    while sums is not None:
-        sums, rounds = advance(generator, sums), rounds + 1
+def _finish(generators: Iterable[StepGenerator]) -> int:
+    """Runs generators of one rank to their end; returns the rounds."""
+    waiting, rounds = _advance_all(generators), 0
+    while waiting:
+        waiting, rounds = _advance_all(generators, waiting), rounds + 1
     return rounds
 
 

@@ -234,8 +234,8 @@ class BucketStep:
             weight_update.mark(u.p, s)
         bad, state = self.check.bad, self.table.state
         self.staged.write_back(bad)
-        for param in [u.param for u in self.staged.stored if u.param in bad] if bad else []:
-            if not state[param]:
+        for param in bad:
+            if param in state and not state[param]:
                 del state[param]
         if self.plan is not None and self.queue is not None:
             self.plan.memory_sizes = [*map(max, self.plan.memory_sizes, self.queue.memory.used)]
