@@ -1,12 +1,13 @@
 """Checkpoints of each released version, in tests/data/checkpoints: later versions must load them.
 
     python -m tests.old_checkpoints [NAME]      # writes NAME.tar.xz, by default VERSION.tar.xz
+    python -m tests.old_checkpoints VERSION-states
 
 An archive has a folder for each optimizer, with the checkpoints ``zero3`` (fp32) and ``zero0``
 (bf16 with masters) of DeepSpeed's engine on two ranks, and ``plain.pt``, a model's and an
 optimizer's state dicts in plain PyTorch. Beside each are the weights when it was saved, and after
 two further steps. 0.1.0.tar.xz was written by that version's code, with a copy of this file.
-unreleased.tar.xz has the optimizers since; the next release replaces it.
+1.0.0-states.tar.xz has the ``STATES`` as the last commit of 1.0.0 saved them, without ``zero0``.
 """
 
 import dataclasses
@@ -15,9 +16,11 @@ import tarfile
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 import ds_ext
@@ -30,16 +33,32 @@ SHAPES = {"matrix": (7, 9), "vector": (11,)}
 KINDS = {"zero3": 3, "zero0": 0}  # stages of ZeRO
 HYPERS = {"lr": 0.05, "rank": 3, "update_proj_gap": 2, "ns_dtype": "fp32", "relative_step": False}
 STEPS, MORE = 3, 2  # before the save and after it
+FP16 = {"fp16": {"enabled": True, "loss_scale": 1}}
+EIGHT_BITS = {"nbits": 8, "min_8bit_size": 0}
+# States that depend on settings: the optimizer, its hyper-parameters, and the engine's config.
+STATES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "master24": ("adalomo", {"weight_update": "master24"}, {"bf16": {"enabled": True}}),
+    "master24-fp16": ("adalomo", {"weight_update": "master24"}, FP16),
+    "master-fp16": ("lion", {"weight_update": "master"}, FP16),
+    "master24-flash": ("flashadamw", {"weight_update": "master24"}, {"bf16": {"enabled": True}}),
+    "8-bit-adamw": ("adamw", EIGHT_BITS, {}),
+    "8-bit-galore": ("galoreadamw", EIGHT_BITS, {}),
+    "8-bit-lion": ("lion", {"nbits": 8}, {}),
+    "8-bit-muon": ("muon", {"nbits": 8}, {}),
+    "kept-projection": ("apollo", {}, {}),
+    "projected": ("galoreadamw", {}, {"ds_ext": {"gradient_policy": "projected"}}),
+    "int8": ("lomo", {}, {"bf16": {"enabled": True}, "ds_ext": {"weight_storage": "int8"}}),
+}
 Weights = dict[str, Tensor]
 
 
 class Whole(nn.Module):
     """Parameters whose gradients are whole numbers, the same on any number of ranks."""
 
-    def __init__(self, seed: int = 5) -> None:
+    def __init__(self, seed: int = 5, shapes: dict[str, tuple[int, ...]] = SHAPES) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        for name, shape in SHAPES.items():
+        for name, shape in shapes.items():
             self.register_parameter(
                 name, nn.Parameter(torch.randn(shape, generator=generator).bfloat16().float())
             )
@@ -63,24 +82,30 @@ def optimizer(rule: str, model: Whole, **own: Any) -> torch.optim.Optimizer:
     return OPTIMIZERS[rule](groups, **hypers)
 
 
-def engine(rule: str, stage: int, is_bf16: bool, seed: int = 5) -> Any:
-    """An engine of a rule, with masters if its weights are bf16."""
+def engine(name: str, kind: str, stage: int, seed: int = 5) -> Any:
+    """An engine of a rule or of one of ``STATES``; ``zero0`` has bf16 weights with masters."""
+    if kind == "zero0":
+        found = name, {"weight_update": "master"}, {"bf16": {"enabled": True}}
+    else:
+        found = STATES.get(name, (name, {}, {}))
+    rule, own, extra = found
     model = Whole(seed)
+    if name == "int8":
+        model = Whole(seed, SHAPES | {"matrix": (256, 256)}).bfloat16()
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,
-        "bf16": {"enabled": is_bf16},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20},
     }
-    own = {"weight_update": "master"} if is_bf16 else {}
     made = optimizer(rule, model, **own)
-    return deepspeed.initialize(model=model, optimizer=made, config=config)[0]
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
+        return deepspeed.initialize(model=model, optimizer=made, config=config | extra)[0]
 
 
 def weights(model: nn.Module) -> Weights:
     """Copies of the whole weights."""
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+        return {name: p.clone() for name, p in model.state_dict().items()}
 
 
 def train(engine: Any, first: int, steps: int) -> Weights:
@@ -100,11 +125,11 @@ def train_plain(model: Whole, optimizer: torch.optim.Optimizer, first: int, step
     return weights(model)
 
 
-def write_on_ranks(folder: str) -> None:
+def write_on_ranks(folder: str, names: list[str], kinds: list[str]) -> None:
     """Writes the checkpoints of engines, and the weights, on all ranks."""
-    for rule in REGISTRY:
-        for kind, stage in KINDS.items():
-            made, path = engine(rule, stage, kind == "zero0"), Path(folder, rule)
+    for name in names:
+        for kind in kinds:
+            made, path = engine(name, kind, KINDS[kind]), Path(folder, name)
             saved = train(made, 0, STEPS)
             made.save_checkpoint(str(path), kind)
             found = {"saved": saved, "after": train(made, STEPS, MORE)}
@@ -112,11 +137,18 @@ def write_on_ranks(folder: str) -> None:
                 torch.save(found, path / f"{kind}.weights.pt")
 
 
-def write_plain(folder: str) -> None:
+def plain(name: str, seed: int = 5) -> tuple[Whole, torch.optim.Optimizer]:
+    """A model and its optimizer in plain PyTorch, of a rule or of one of ``STATES``."""
+    rule, own, extra = STATES.get(name, (name, {}, {}))
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    model = Whole(seed).to(next((dtypes[key] for key in extra if key in dtypes), torch.float32))
+    return model, optimizer(rule, model, **own)
+
+
+def write_plain(folder: str, names: list[str]) -> None:
     """Writes the state dicts of plain PyTorch, and the weights."""
-    for rule in REGISTRY:
-        model = Whole()
-        made = optimizer(rule, model)
+    for rule in names:
+        model, made = plain(rule)
         saved = train_plain(model, made, 0, STEPS)
         state = {"model": model.state_dict(), "optimizer": made.state_dict()}
         torch.save(state, Path(folder, rule, "plain.pt"))
@@ -131,8 +163,8 @@ def load_on_ranks(folder: str, stages: dict[str, int]) -> Found:
     """Loads the engines' checkpoints of a version, each kind at another stage, on all ranks."""
     found: Found = {}
     for path in sorted(Path(folder).iterdir()):
-        for kind, stage in stages.items():
-            made = engine(path.name, stage, kind == "zero0", seed=6)
+        for kind in sorted(stages.keys() & {x.name for x in path.iterdir()}):
+            made = engine(path.name, kind, stages[kind], seed=6)
             made.load_checkpoint(str(path), kind)
             found[path.name, kind] = weights(made.module), train(made, STEPS, MORE)
     return found
@@ -141,9 +173,9 @@ def load_on_ranks(folder: str, stages: dict[str, int]) -> Found:
 def load_plain(folder: str) -> Found:
     """Loads the state dicts of plain PyTorch of a version."""
     found: Found = {}
-    for path in sorted(Path(folder).iterdir()):
-        model = Whole(seed=6)
-        made, state = optimizer(path.name, model), torch.load(path / "plain.pt")
+    for path in sorted(x.parent for x in Path(folder).glob("*/plain.pt")):
+        model, made = plain(path.name, seed=6)
+        state = torch.load(path / "plain.pt")
         model.load_state_dict(state["model"])
         made.load_state_dict(state["optimizer"])
         found[path.name, "plain"] = weights(model), train_plain(model, made, STEPS, MORE)
@@ -151,10 +183,14 @@ def load_plain(folder: str) -> Found:
 
 
 def main(name: str = ds_ext.__version__) -> None:
-    """Writes an archive with this version."""
+    """Writes an archive with this version: of all rules, or of ``STATES``."""
     with tempfile.TemporaryDirectory() as folder:
-        worlds.run(2, write_on_ranks, folder)
-        write_plain(folder)
+        if name.endswith("-states"):
+            worlds.run(2, write_on_ranks, folder, [*STATES], ["zero3"])
+            write_plain(folder, [name for name in STATES if name not in ("projected", "int8")])
+        else:
+            worlds.run(2, write_on_ranks, folder, [*REGISTRY], [*KINDS])
+            write_plain(folder, [*REGISTRY])
         for path in Path(folder).glob("*/*.py"):  # DeepSpeed's scripts
             path.unlink()
         FOLDER.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,9 @@ def compare(path, found):
     for (rule, kind), (loaded, after) in found.items():
         record = torch.load(path / rule / f"{kind}.weights.pt")
         assert all(torch.equal(loaded[name], w) for name, w in record["saved"].items()), rule
-        assert error(after, record["after"], record["saved"]) <= CLOSE[kind], (rule, kind)
+        is_half = record["saved"]["matrix"].dtype != torch.float32
+        limit = CLOSE["zero0" if is_half else kind]
+        assert error(after, record["after"], record["saved"]) <= limit, (rule, kind)
 
 
 ALL = [(version, *target) for version in VERSIONS for target in TARGETS]
@@ -41,7 +43,7 @@ ALL = [(version, *target) for version in VERSIONS for target in TARGETS]
 @pytest.mark.parametrize("version, ranks, stages", params(ALL, [*spread(VERSIONS, TARGETS)]))
 def test_engines_load_checkpoints_of_earlier_versions(folder, version, ranks, stages):
     first, *others = worlds.run(ranks, old_checkpoints.load_on_ranks, str(folder(version)), stages)
-    assert len(first) == len(stages) * len(list(folder(version).iterdir()))
+    assert len(first) == len(list(folder(version).glob("*/zero?.weights.pt")))
     for found in (first, *others):
         compare(folder(version), found)
 
@@ -51,6 +53,9 @@ def test_plain_pytorch_loads_checkpoints_of_earlier_versions(folder, version):
     compare(folder(version), old_checkpoints.load_plain(str(folder(version))))
 
 
-def test_every_optimizer_is_in_an_archive(folder):
+def test_every_optimizer_and_state_is_in_an_archive(folder):
     assert "0.1.0" in VERSIONS
-    assert {path.name for version in VERSIONS for path in folder(version).iterdir()} == {*REGISTRY}
+    assert {path.name for version in VERSIONS for path in folder(version).iterdir()} == {
+        *REGISTRY,
+        *old_checkpoints.STATES,
+    }
