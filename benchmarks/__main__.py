@@ -13,6 +13,7 @@ BENCHMARKS = {
     "host": "time of the host in a step",
     "gpu": "first session on a GPU: whether it is right, its memory, its speed",
     "traffic": "bytes of memory that a step passes over",
+    "path": "Python functions and files that a step runs",
     "sass": "instructions of the kernels of a 7B step, without a GPU",
     "memory": "peak memory of a fine-tuning step",
     "comm": "bytes and calls of collectives",

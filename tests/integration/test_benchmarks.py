@@ -17,8 +17,10 @@ from benchmarks import (
     host_gpu,
     memory,
     offload,
+    path,
     report,
     step,
+    traffic,
     train,
 )
 from ds_ext.optimizer import OPTIMIZERS, host_offload
@@ -564,6 +566,17 @@ def test_a_bucket_of_7b_takes_a_few_launches_and_a_copy_a_round(name, launches, 
     assert row["buckets"] < 30 and row["rounds"] == rounds and row["copies"] == rounds + 1
     assert row["launches"] <= launches and row["most"] == most
     assert row["torch"] < 6
+
+
+@needs.triton
+def test_a_step_of_a_matrix_runs_few_functions():
+    """The most that a step of one matrix may run of ds_ext: the path that a reader follows."""
+    by_native = path.plain(512)
+    assert by_native["calls"] <= 271 and by_native["functions"] <= 160 and by_native["files"] <= 29
+    with traffic.asked_for():
+        by_kernels = path.plain(512)
+    assert by_kernels["functions"] <= 214 and by_kernels["files"] <= 35
+    assert 0 < by_native["functions"] < by_kernels["functions"] < by_kernels["calls"]
 
 
 # Offload.
