@@ -115,13 +115,14 @@ class Buckets:
     def _hooked(self, param: Tensor) -> torch.utils.hooks.RemovableHandle:
         """Hooks a parameter. A frozen one is hooked too, because it may be unfrozen later."""
         frozen = not param.requires_grad
-        if frozen:
-            param.requires_grad_(True)  # otherwise torch does not hook it
         take = _leave if param in self.leaf_params else _weakly(cast(MethodType, self.take))
         handle: torch.utils.hooks.RemovableHandle
-        handle = param.register_post_accumulate_grad_hook(take)
-        if frozen:
-            param.requires_grad_(False)
+        with torch.inference_mode(param.is_inference()):  # torch unfreezes it there only
+            if frozen:
+                param.requires_grad_(True)  # otherwise torch does not hook it
+            handle = param.register_post_accumulate_grad_hook(take)
+            if frozen:
+                param.requires_grad_(False)
         return handle
 
     def _drop_gradients(self, params: Iterable[Tensor]) -> None:
@@ -377,7 +378,7 @@ class Buckets:
 
 def may_be_trained(param: Tensor) -> bool:
     """Returns whether a parameter can have gradients, now or later."""
-    return (param.is_floating_point() or param.is_complex()) and not param.is_inference()
+    return param.is_floating_point() or param.is_complex()
 
 
 def _weakly(method: MethodType) -> Callable[[Tensor], None]:

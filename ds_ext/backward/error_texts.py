@@ -9,7 +9,7 @@ NOT_FINITE = (
 )
 REPLACED = (
     "another engine or fuse_into_backward call steps this model now: use that one, or create a new "
-    "one."
+    "one. If the two models share layers, freeze these in one of them."
 )
 BEGUN = "ema() was called between backward and the end of the step: end the step first."
 LOADED = (

@@ -106,6 +106,7 @@ def fuse_into_backward(
             logs.logger.warning(warning)
 
     def end_step() -> None:
+        fused.check_owner()
         _check_gradients(optimizer, layout)
         fused.finish()
         fused.end_step()

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_ext.backward.gradient_config import GradientConfig
@@ -141,12 +141,23 @@ def may_reach_others(by: GradientOwner) -> bool:
 def _reaches_others(by: GradientOwner) -> bool:
     """Whether the graph of the backward pass in progress contains leaves of other owners."""
     return any(
-        torch._C._will_engine_execute_node(get_gradient_edge(other.leaf(param)).node)
+        torch._C._will_engine_execute_node(_node(other.leaf(param)))
         for other in live()
         if other is not by
         for param in other.optimizer.group_of
         if param.requires_grad and owner(param) is other
     )
+
+
+def _node(leaf: Tensor) -> Node:
+    """The node that accumulates the gradient of a leaf."""
+    if not leaf.is_inference():
+        return get_gradient_edge(leaf).node
+    # ZeRO-3 has gathered or partitioned it in inference mode: autograd records no views of it.
+    with torch.enable_grad():
+        empty: Any = leaf.new_empty(0, *leaf.shape) + leaf
+    node: Node = empty.grad_fn.next_functions[1][0]
+    return node
 
 
 def is_stepped(leaves: Iterable[Tensor]) -> bool:

@@ -11,6 +11,7 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from torch import Tensor
 
+from ds_ext.backward import error_texts
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.backward.int8_weights import unsupported
 from ds_ext.ops import int8
@@ -63,7 +64,9 @@ class OffloadedStates:
         self.fused.layout.end_step()  # gathers persistent parameters
 
     def check(self) -> None:
-        """Raises RuntimeError if anything is still offloaded."""
+        """Raises RuntimeError if anything is still offloaded, or another engine has taken over."""
+        if self.fused.is_replaced:  # at stage 3 its forward pass would not gather any weights
+            raise RuntimeError(error_texts.REPLACED)
         if self.kinds:
             raise RuntimeError(
                 f"{', '.join(sorted(kind.value for kind in self.kinds))} are on the host since "

@@ -104,6 +104,32 @@ def unfinished(stage: int) -> dict[str, Any]:
     return {"refused": refused, "moved": [_moved(before, middle), _moved(middle, after)]}
 
 
+def shared_trunk(stage: int) -> dict[str, str]:
+    """Two engines whose models share a layer -> what the steps of the older and newer one say."""
+    trunk = nn.Linear(6, 9)
+    older, newer = (start(nn.Sequential(trunk, nn.Linear(9, 4)), stage, 0) for _ in range(2))
+    step = functools.partial(steps, numbers=range(1))
+    return {
+        "newer": message(lambda: step(newer), RuntimeError),
+        "older": message(lambda: step(older), RuntimeError),
+    }
+
+
+def scored_before(stage: int) -> dict[str, Any]:
+    """An engine on a partitioned model that an engine without an optimizer has scored."""
+    model = make()
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    scorer = deepspeed.initialize(model=model, config=config)[0]
+    with torch.inference_mode():
+        loss_of(scorer, 0, dist.get_rank())
+    scorer.destroy()
+    engine = start(model, stage, 0)
+    return {"before": whole(model), "after": steps(engine, range(STEPS))}
+
+
 def _moved(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return not all(torch.equal(p, b[n]) for n, p in a.items())
 

@@ -29,6 +29,17 @@ def test_the_newer_engine_takes_over_and_the_older_ends(stage, ours, begun):
         assert got["unmoved"] and not got["held"]
 
 
+@pytest.mark.parametrize("stage", params(range(4), (0, 3)))
+def test_the_older_of_two_engines_that_share_a_layer_says_so(stage):
+    for told in worlds.run(WORLD, owner_jobs.shared_trunk, stage):
+        assert not told["newer"] and "If the two models share layers, freeze" in told["older"]
+
+
+def test_a_partitioned_model_that_was_scored_in_inference_mode_is_trained():
+    for got in worlds.run(WORLD, owner_jobs.scored_before, 3):
+        check(got, ours=True)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_hooks_of_an_undestroyed_engine_with_adamw_are_refused(stage):
     for got in worlds.run(WORLD, owner_jobs.after_adamw, stage):

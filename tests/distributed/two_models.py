@@ -70,7 +70,7 @@ def reference(world: int, detach: bool, max_norm: float = torch.inf) -> list[tor
 
 
 def engines(stage: int, policy: str, max_norm: float = 0.0) -> dict[str, Any]:
-    """Two engines -> the parameters of both models, before and after."""
+    """Two engines, scored in inference mode -> the parameters of both, before and after."""
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": max_norm,
@@ -91,7 +91,10 @@ def engines(stage: int, policy: str, max_norm: float = 0.0) -> dict[str, Any]:
         d.backward(discriminating(g, d, step, rank, detach=True))
         d.step()
         g.zero_grad()
-        g.backward(generating(g, d, step, rank))
+        loss = generating(g, d, step, rank)
+        with torch.inference_mode():  # as a reward is computed
+            d(g(noise(step, rank, 3)))
+        g.backward(loss)
         g.step()
     after = [p for m in models for p in whole(m)]
     return {"before": before, "after": after}

@@ -11,6 +11,7 @@ from torch import nn
 
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
+from tests.common import paths
 from tests.common.hypers import TRAINED
 
 
@@ -137,6 +138,32 @@ def test_models_may_share_frozen_layers(caplog):
     with pytest.raises(RuntimeError, match=r"two engines or .* step 0\.weight"):
         loss_of(models[0])
     assert equal(weights(models[0]), before)
+
+
+def test_the_older_of_two_models_that_share_a_layer_says_so():
+    body = nn.Linear(6, 6)
+    older, newer = (nn.Sequential(body, nn.Linear(6, 2)) for _ in range(2))
+    first, second = fuse(older)[1], fuse(newer)[1]
+    loss_of(newer).backward()
+    second.step()
+    loss_of(older).backward()
+    with pytest.raises(RuntimeError, match="If the two models share layers, freeze"):
+        first.step()
+
+
+@pytest.mark.parametrize("policy", ["fused", "sharded"])
+def test_a_bias_made_in_inference_mode_is_stepped_as_any_other(policy, monkeypatch):
+    """Autograd saves no bias. With the reference executor torch itself refuses to update it."""
+    paths.use(monkeypatch, "native")
+    model, plain = make(), make()
+    with torch.inference_mode():
+        model[2].bias = nn.Parameter(model[2].bias.clone())
+    optimizers = [fuse(m, gradient_policy=policy)[1] for m in (model, plain)]
+    for m, optimizer in zip((model, plain), optimizers, strict=True):
+        loss_of(m).backward()
+        optimizer.step()
+    assert equal(model.parameters(), plain.parameters())
+    assert not equal(model[2].parameters(), make()[2].parameters())
 
 
 def duplicates(model):
