@@ -4,6 +4,7 @@ A ``Batch`` replaces a ``Shard``, ``Runs`` and ``Weights`` replace a tensor, and
 numbers of one parameter. ``executors.batched`` makes the passes.
 """
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext.ops.expressions import Source, WeightStorage
+from ds_ext.ops.schema import SCALE_GROUP
 from ds_ext.ops.shard import Shard
 
 Pointers: TypeAlias = NDArray[np.int64]
@@ -23,12 +25,37 @@ CPU = torch.device("cpu")
 MASTER = frozenset({"master", "marks"})  # the keys of a state that belong to the fp32 master
 
 
-class Runs:
-    """A flat tensor of each parameter of a batch. All have one dtype; each may lie anywhere."""
+class Layout(NamedTuple):
+    """What the contiguous tensors of ``Runs`` have in common, and their sizes."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    dtype: torch.dtype
+    device: torch.device
+    sizes: tuple[int, ...]  # elements of each tensor
+
+
+class Runs:
+    """A flat tensor of each parameter of a batch. All have one dtype; each may lie anywhere.
+
+    Args:
+        tensors: the tensors.
+        layout: their layout, if it is known.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], layout: Layout | None = None) -> None:
         self.tensors = tensors
         self._pointers: Pointers | None = None
+        if layout is not None:
+            self.layout = layout
+
+    @functools.cached_property
+    def layout(self) -> Layout | None:
+        """The layout; None if a tensor is not contiguous, or dtypes or devices differ."""
+        dtype, device, sizes = self.dtype, self.device, []
+        for x in self.tensors:
+            if x.dtype != dtype or x.device != device or not x.is_contiguous():
+                return None
+            sizes.append(x.numel())
+        return Layout(dtype, device, tuple(sizes))
 
     @property
     def pointers(self) -> Pointers:
@@ -137,6 +164,12 @@ class Batch:
         boxes = [_box(s) for s in shards]
         self.geometries = [geometry for geometry, *_ in boxes]
         self.starts = np.array([start for start, *_ in self.geometries], dtype=np.int64)
+        # The elements of each parameter's tensors: runs, groups of their 8-bit moments, statistics.
+        self.run_sizes = tuple(len(s) for s in shards)
+        self.group_sizes = tuple(-(-n // SCALE_GROUP) for n in self.run_sizes)
+        self.row_sizes = tuple(s.mats * s.rows for s in shards)
+        self.col_sizes = tuple(s.mats * s.cols for s in shards)
+        self.sizes = tuple(s.numel for s in shards)
         self.noise_firsts = [s.start for s in shards] if firsts is None else firsts
         row_skips = np.array([row for _, row, _ in boxes])
         col_skips = np.array([col for *_, col in boxes])

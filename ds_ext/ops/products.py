@@ -62,6 +62,7 @@ def symmetric_product(a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
     a, b = operand(a, terms), operand(b, terms)
     out = a.new_empty(n, n, dtype=dtype)
     if a.dtype == b.dtype == BF16 and a.device.type == "cpu" and native.is_available():
+        _check_shapes(out, a, b)
         native.product_(out, a, b, 0.0, mirrors=True)
         return out
     for start in range(0, n, step := max(1, n // 4)):
@@ -149,10 +150,15 @@ class Product:
     @property
     def is_native(self) -> bool:
         """Whether one native product of bf16 numbers computes it."""
-        left, right = self.left.dtype, self.right.dtype
-        is_one = self.terms == 1 and torch.float64 not in (left, right)
-        device = self.left.device
-        return (is_one or left == right == BF16) and device.type == "cpu" and native.is_available()
+        dtypes, device = {self.left.dtype, self.right.dtype}, self.left.device
+        is_one = self.terms == 1 and dtypes <= {BF16, torch.float32}
+        return (is_one or dtypes == {BF16}) and device.type == "cpu" and native.is_available()
+
+    def covers(self, shard: Shard) -> bool:
+        """Returns whether the product has all elements of a run."""
+        rows, has = shard.touched, slice(self.first, self.first + len(self.left))
+        is_inside = has.start <= rows.start and rows.stop <= has.stop
+        return is_inside and self.right.shape == (self.left.shape[1], shard.cols)
 
 
 def terms_for(dtype: torch.dtype) -> int:
@@ -179,7 +185,15 @@ def _most_products_of_gpu(device: torch.device) -> int:
     return 0 if major < 8 else MOST if minor == 0 and major <= 10 else 1
 
 
+def _check_shapes(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Raises ValueError unless ``out`` has the shape of a · b: native code reads by address."""
+    if a.shape[1] != b.shape[0] or out.shape != (a.shape[0], b.shape[1]):
+        shapes = " · ".join(str([*x.shape]) for x in (a, b))
+        raise ValueError(f"the product {shapes} does not fit into {[*out.shape]}")
+
+
 def _product_(out: Tensor, a: Tensor, b: Tensor, terms: int, keeps: Tensor | float) -> Tensor:
+    _check_shapes(out, a, b)
     split = sum(x.dtype != BF16 for x in (a, b))
     count = (1, terms, terms * (terms + 1) // 2)[split]
     if out.dtype == torch.float64 or count > most_products(a.device):
@@ -212,7 +226,7 @@ def _scaled_(out: Tensor, by: Tensor | float) -> bool:
 
 def _terms(x: Tensor, count: int) -> list[Tensor]:
     """bf16 matrices whose sum is ``x``, or nearly so; ``x`` itself if native code rounds it."""
-    if x.dtype == BF16 or count == 1 and x.device.type == "cpu":
+    if x.dtype == BF16 or count == 1 and x.dtype == torch.float32 and x.device.type == "cpu":
         return [x]
     terms = [x.to(BF16)]
     for _ in range(count - 1):

@@ -53,10 +53,12 @@ class BatchedStep:
         self.plan, self.batch = plan, plan.batch
         self.params = [self.updates[piece.at].param for piece in plan.pieces]
         self.state = plan.state(self.states)
-        self.runs = Runs(plan.cut([u.p for u in self.updates]))
+        first = plan.pieces[0].at
+        self.runs = plan.runs([u.p for u in self.updates], self.updates[first].p.dtype)
         self.masters = None
-        if "master" in self.states[plan.pieces[0].at]:
-            self.masters = Runs(plan.cut([s.get("master") for s in self.states]))
+        if "master" in self.states[first]:
+            dtype = self.states[first]["master"].dtype
+            self.masters = plan.runs([s.get("master") for s in self.states], dtype)
         self.gradients = _gradients(plan, self.updates)
         self.sums: list[Tensor] = []  # of the update statistics, for each piece
         self.totals: Tensor | None = None  # [2 n], on a GPU what to add to them
@@ -334,16 +336,17 @@ def _gradients(plan: BatchPlan, updates: Sequence[RunUpdate]) -> Any:
     Factors differ under tensor parallelism: parameters that it replicates have another divisor.
     """
     given: list[Any] = [u.g for u in updates]
+    dtype = given[plan.pieces[0].at].dtype
     if ops.Scaled not in {*map(type, given)}:
-        return Runs(plan.cut(given))
-    runs = plan.cut([g if isinstance(g, Tensor) else g.x for g in given])
+        return plan.runs(given, dtype)
+    runs = plan.runs([g if isinstance(g, Tensor) else g.x for g in given], dtype)
     found = [given[piece.at] for piece in plan.pieces]
     scaled = [g for g in found if not isinstance(g, Tensor)]
     if not scaled:
-        return Runs(runs)
+        return runs
     factors = [1.0 if isinstance(g, Tensor) else g.factor for g in found]
-    factor = _vector(factors, runs[0].device)
-    return ops.Scaled(cast(Tensor, Runs(runs)), factor, scaled[-1].bound)
+    factor = _vector(factors, plan.device)
+    return ops.Scaled(cast(Tensor, runs), factor, scaled[-1].bound)
 
 
 def _vector(numbers: Sequence[Any], device: torch.device) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ds_ext import rules
 from ds_ext.ops import weight_update
-from ds_ext.ops.batch import Runs, kind, may_join, stacked
+from ds_ext.ops.batch import Layout, Runs, kind, may_join, stacked
 from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.executors.triton.launch_queue import Key
@@ -79,13 +79,22 @@ class BatchPlan:
         self._at = [x.at for x in pieces]
         self._are_whole = all(x.run is None for x in pieces)
         self._state: dict[str, Any] | None = None  # of the step in progress
-        self._seen: list[list[tuple[int, torch.dtype]]] = []
+        self._seen: list[Layout | None] = []
         self._where: list[bytes] = []
 
     def note(self, states: Sequence[State]) -> None:
-        """Records the sizes, dtypes and addresses of the bucket's states, which were checked."""
+        """Records the layouts and addresses of the bucket's states, which were checked."""
         runs = list(_runs(self.state(states)))
-        self._seen, self._where = list(map(_sizes, runs)), list(map(_addresses, runs))
+        self._seen = [self._interned(x.layout) for x in runs]
+        self._where = [x.pointers.tobytes() for x in runs]
+
+    def _interned(self, layout: Layout | None) -> Layout | None:
+        """A layout with the batch's own tuple of sizes if they are equal: it is compared faster."""
+        batch = self.batch
+        for sizes in (batch.run_sizes, batch.row_sizes, batch.col_sizes, batch.group_sizes):
+            if layout is not None and layout.sizes == sizes:
+                return layout._replace(sizes=sizes)
+        return layout
 
     def fits(self, states: Sequence[State]) -> bool:
         """Returns whether states still have the recorded sizes and dtypes, and equal step counts.
@@ -97,15 +106,16 @@ class BatchPlan:
             state = self.state(states)
             runs = list(_runs(state))
             steps = {states[i]["step"] for i in self._at}
-            if list(map(_sizes, runs)) != self._seen or len(steps) != 1:
+            if not all(map(_has_layout, runs, self._seen)) or len(steps) != 1:
                 return False
         except (KeyError, AttributeError, TypeError):  # something else was put there
             return False
         for i, run in enumerate(runs):
-            if (where := _addresses(run)) != self._where[i]:
+            if (where := run.pointers.tobytes()) != self._where[i]:
                 if not all(x.is_contiguous() and x.device == self.device for x in run.tensors):
                     return False
                 self._where[i] = where
+            run.layout = self._seen[i]
         self._state = state
         return True
 
@@ -117,6 +127,10 @@ class BatchPlan:
         if self._are_whole:
             return stacked([states[i] for i in self._at], self.parts)
         return stacked([piece.state(states[piece.at]) for piece in self.pieces], self.parts)
+
+    def runs(self, runs: Sequence[Any], dtype: torch.dtype) -> Runs:
+        """Returns each piece's elements of the bucket's runs, which are flat and have one dtype."""
+        return Runs(self.cut(runs), Layout(dtype, self.device, self.batch.run_sizes))
 
     def cut(self, runs: Sequence[Any]) -> list[Tensor]:
         """Returns each piece's elements of the bucket's runs."""
@@ -131,12 +145,11 @@ def _runs(state: Mapping[str, Any]) -> Iterator[Runs]:
         yield from _runs(x) if isinstance(x, dict) else (x,)
 
 
-def _sizes(runs: Runs) -> list[tuple[int, torch.dtype]]:
-    return [(x.numel(), x.dtype) for x in runs.tensors]
-
-
-def _addresses(runs: Runs) -> bytes:
-    return runs.pointers.tobytes()
+def _has_layout(runs: Runs, layout: Layout | None) -> bool:
+    """Whether tensors have the dtype and the sizes of a layout."""
+    if layout is None or any(x.dtype != layout.dtype for x in runs.tensors):
+        return False
+    return tuple([x.numel() for x in runs.tensors]) == layout.sizes
 
 
 class BucketPlan:

@@ -199,3 +199,25 @@ def test_a_gpu_multiplies_bf16_operands_with_fp32_sums(monkeypatch):
     a, b = torch.empty(3, 4, device="meta"), torch.empty(4, 5, device="meta", dtype=torch.bfloat16)
     found = product(a, b, 2)
     assert found.shape == (3, 5) and found.dtype == torch.float32
+
+
+@pytest.mark.parametrize("terms", [1, 2, 3])
+def test_fp16_operands_are_numbers_too(processor, terms):
+    a, b = wide(6, 40, torch.float32).half(), wide(40, 5, torch.float32).half()
+    assert error(product(a, b, terms), a, b) <= BOUNDS[terms]
+    x = ops.Product(a, b, 0, terms)
+    whole = ops.evaluate(x, Shard.whole((6, 5)), torch.zeros(30)).view(6, 5)
+    assert error(whole, a, b) <= BOUNDS[terms]
+
+
+def test_shapes_that_do_not_match_are_refused(processor):
+    a, b = torch.ones(4, 5).bfloat16(), torch.ones(6, 3).bfloat16()
+    with pytest.raises((ValueError, RuntimeError)):
+        product(a, b)
+    with pytest.raises((ValueError, RuntimeError)):
+        add_product_(torch.zeros(2, 3), a, torch.ones(5, 3).bfloat16())
+    p = torch.zeros(12)
+    for u in (ops.Product(a, b, 0, 1), ops.Product(a[:2], b[:5], 0, 1)):
+        with pytest.raises((ValueError, RuntimeError, IndexError)):
+            ops.apply_(p, u, Shard.whole((4, 3)), lr=1.0)
+    assert not p.any()

@@ -1,6 +1,7 @@
 """A rule that nobody has seen runs in batches on every executor: the tests add it by one file."""
 
 import copy
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -8,13 +9,15 @@ import torch
 from torch import nn
 
 from ds_ext import ops
+from ds_ext.hyperparams import NonNegative
 from ds_ext.ops.batch import PointerArray, Runs, Weights
 from ds_ext.ops.executors import table_batch
 from ds_ext.ops.executors.triton.launcher import GradLimits
 from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import Part
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory
-from ds_ext.rules import REGISTRY
+from ds_ext.rules import REGISTRY, register
 from tests.common import adan, needs, paths, simulated, table
 from tests.common.plain import steps
 
@@ -207,3 +210,130 @@ def test_tables_make_the_passes_that_they_support(path, monkeypatch):
     params, optimizer = made()
     steps(optimizer, params, table.gradients(1, SHAPES, torch.float32))
     assert {"square_sums", "lerp"} <= set(ran) and "apply" not in ran
+
+
+ODD = {
+    "bf16": lambda x: x.bfloat16(),
+    "fp64": lambda x: x.double(),
+    "strided": lambda x: x.repeat_interleave(2)[::2],
+}
+SHARD = Shard.whole((6, 7))
+
+
+def lerp_to(y, x, at):
+    ops.lerp_(y, x, 0.25, at)
+
+
+def lerp_from(y, x, at):
+    ops.lerp_(x, y, 0.25, at)
+
+
+def square_lerp_to(y, x, at):
+    ops.square_lerp_(y, x, 0.1, 0.25, at)
+
+
+def apply_to(y, x, at):
+    ops.apply_(Weights(y) if isinstance(y, Runs) else y, x, at, lr=0.5, weight_decay=0.1)
+
+
+def sum_of_squares(y, x, at):
+    ops.lerp_(x, ops.Scaled(x, ops.square_sum(y, at, x)), 0.5, at)
+
+
+def adam(y, x, at):
+    ops.lerp_(x, ops.AdamStep(ops.RootQuotient(y, y, 1e-3), x, 0.9, 0.99), 0.5, at)
+
+
+def adam_quotient(y, x, at):
+    ops.lerp_(x, ops.RootQuotient(y, x, 1e-3), 0.5, at)
+
+
+def sign(y, x, at):
+    ops.lerp_(x, ops.SignStep(y, ops.Scaled(x, 1.2), 0.9, 0.5), 0.5, at)
+
+
+def divided(y, x, at):
+    ops.lerp_(x, ops.RunQuotient(x, y), 0.5, at)
+
+
+def residual(y, x, at):
+    ops.lerp_(x, ops.Residual(ops.RunQuotient(x, x), y, 0.5), 0.5, at)
+
+
+def decayed(y, x, at):
+    ops.lerp_(x, ops.Scaled(x, ops.square_sum(ops.Sum(x, y, 0.5), at, x)), 0.5, at)
+
+
+TAKING = [lerp_to, lerp_from, square_lerp_to, apply_to, sum_of_squares, adam, adam_quotient]
+TAKING += [sign, divided, residual, decayed]
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("path", PATHS[1:])
+@pytest.mark.parametrize("make", TAKING)
+def test_tables_read_no_tensor_of_another_dtype_or_with_gaps(make, path, kind, monkeypatch):
+    """They read and write by address, where such a tensor would be other numbers, or none."""
+    found = {}
+    for way in ("ops", path):
+        paths.use(monkeypatch, way)
+        y, x = (w.abs() + 0.5 for w in table.weights([(42,)] * 2, torch.float32))
+        y = ODD[kind](y)
+        make(y, x, SHARD)
+        found[way] = torch.cat([y.float(), x]).cpu()
+    most = 1e-2 if kind == "bf16" else 1e-5  # native code rounds some bf16 numbers to nearest
+    assert torch.allclose(*found.values(), rtol=most, atol=most)
+
+
+@pytest.mark.parametrize("path", PATHS[1:])
+def test_statistics_of_another_dtype_are_right_too(path, monkeypatch):
+    found = {}
+    for way in ("ops", path):
+        paths.use(monkeypatch, way)
+        (x,) = table.weights([(42,)], torch.float32)
+        row, col = torch.full((1, 6), 0.5), torch.full((1, 14), 0.25)[:, ::2]
+        row = row.double()
+        sums = ops.weighted_square_sums(x, row, 1e-3, 0.9, SHARD, x)
+        row_col = ops.row_col_square_sums(x, SHARD, x)
+        factors = ops.factors_(row.float(), col, row_col, 1e-3, 0.9, 1.0, SHARD)
+        u = ops.Quotient(x, factors[0].double(), factors[1].repeat_interleave(2, 2)[..., ::2])
+        found[way] = [*sums, *factors, col, ops.square_sum(u, SHARD, x)]
+    for a, b in zip(*found.values(), strict=True):
+        assert torch.allclose(a.float(), b.float(), rtol=1e-5)
+
+
+def of_state(dtype, is_batched):
+    """A rule whose state has a dtype, in the registry: SGD with momentum."""
+
+    @register(paper="", state="2/d", rounds="0", is_batched=is_batched)
+    @dataclass(frozen=True)
+    class Kept:
+        """Momentum."""
+
+        lr: NonNegative = 0.1
+        weight_decay: NonNegative = 0.0
+
+        def state_spec(self, shard):
+            return {"m": replace(Part.like(shard), dtype=dtype)}
+
+        def step(self, p, g, s, t, shard):
+            ops.lerp_(s["m"], g, 0.5, shard)
+            ops.apply_(p, s["m"], shard, lr=self.lr, weight_decay=self.weight_decay)
+            yield from ()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("is_batched", [True, False])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_state_may_have_any_dtype(path, is_batched, dtype, monkeypatch):
+    paths.use(monkeypatch, path)
+    of_state(dtype, is_batched)
+    try:
+        params = [nn.Parameter(torch.zeros(shape)) for shape in ((1000,), (30, 40), (7,))]
+        optimizer = OPTIMIZERS["kept"](params)
+        steps(optimizer, params, [[torch.ones_like(p) for p in params]] * 3)
+    finally:
+        del REGISTRY["kept"]
+    for p in params:
+        assert optimizer.state[p]["m"].dtype == dtype
+        assert torch.allclose(optimizer.state[p]["m"].double(), torch.tensor(0.875).double())
+        assert torch.allclose(p, torch.tensor(-0.1 * (0.5 + 0.75 + 0.875)), rtol=1e-5)

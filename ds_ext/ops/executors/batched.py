@@ -14,10 +14,18 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops import passes, schema
-from ds_ext.ops.batch import CPU, Flat, PointerArray, Runs, Shifted, Weights
+from ds_ext.ops.batch import Flat, PointerArray, Runs, Shifted, Weights
 from ds_ext.ops.dispatch import Makers
-from ds_ext.ops.executors.native import native_table
-from ds_ext.ops.executors.table_batch import AnyTable, TableBatch, new_table
+from ds_ext.ops.executors.table_batch import (
+    AnyTable,
+    TableBatch,
+    Unsupported,
+    checked,
+    inputs,
+    new_table,
+    supports,
+    weight_columns,
+)
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable
 from ds_ext.ops.executors.triton.launcher import SquareParts
@@ -25,10 +33,6 @@ from ds_ext.ops.expressions import Number, Quotient, Source, source_of
 from ds_ext.ops.formulas import Formula
 
 _makers = Makers()
-
-
-class Unsupported(Exception):
-    """No table can read an expression; nothing has been read or written yet."""
 
 
 class BatchedExecutor:
@@ -49,8 +53,9 @@ class BatchedExecutor:
 def square_sums(runs: Sequence[Any], like: Any, batch: TableBatch) -> list[Any]:
     """Sums of squares -> [n] each. On a CPU, two inputs with the same weights share a pass."""
     sources = [_source(x) for x in runs]
-    for x in sources:  # check all before one of them advances moments
+    for x in sources if len(sources) > 1 else ():  # before one of them advances moments
         _refuse("square_sums", batch.own, x.form, x.scalars)
+        inputs(batch, x)
     totals = [batch.own.zeros(len(batch)) for _ in runs]
     weights = [i for i, x in enumerate(sources) if x.form == "IS_WEIGHT"]
     if len(sources) == 2 and len(weights) == 1 and batch.own.fuses_squares and _same(*sources):
@@ -89,11 +94,6 @@ def takes(runs: Sequence[Tensor]) -> bool:
     return dtype in schema.DTYPES and supports(device)
 
 
-def supports(device: torch.device) -> bool:
-    """Whether tables make passes on a device: native ones on a CPU, kernels on a GPU."""
-    return devices.supports(device) or device == CPU and native_table.is_available()
-
-
 def _each_of(name: str, runs: Sequence[Tensor]) -> Tensor:
     totals = torch.zeros(len(runs), dtype=torch.float32, device=runs[0].device)
     columns = {"x": Runs(runs), "out": _each(totals)}
@@ -129,7 +129,7 @@ def weighted_square_sums(
         out=Flat(row, batch.own_row_firsts),
         out2=Flat(col, batch.own_col_firsts),
         out3=Flat(weighted, batch.own_col_firsts),
-        before=Shifted(before, batch.row_offsets),
+        before=Shifted(checked(before, batch, batch.row_sizes), batch.row_offsets),
         lerp=1 - beta,
         eps=eps,
     )
@@ -165,11 +165,13 @@ def factors_(
     batch: TableBatch,
 ) -> tuple[Flat, Flat]:
     """Advances statistics by totals -> the factors of 1 / sqrt(v), as ``Flat``s."""
+    row, col = checked(row, batch, batch.row_sizes), checked(col, batch, batch.col_sizes)
+    firsts = (batch.row_firsts, batch.col_firsts, batch.col_firsts)
+    sizes = (batch.all_rows, batch.all_cols, batch.all_cols)
+    totals = map(_totals, sums, firsts, sizes)
+    columns: dict[str, Any] = dict(zip(("in", "in2", "in3"), totals, strict=False))
     by_row = Flat(batch.own.scratch(batch.all_rows), batch.row_firsts)
     by_col = Flat(batch.own.scratch(batch.all_cols), batch.col_firsts)
-    firsts = (batch.row_firsts, batch.col_firsts, batch.col_firsts)
-    totals = [Flat(x.contiguous(), at) for x, at in zip(sums, firsts, strict=False)]
-    columns: dict[str, Any] = dict(zip(("in", "in2", "in3"), totals, strict=False))
     columns |= {"row": row, "col": col, "out": by_row, "out2": by_col}
     batch.whole.run("factors", {**columns, "lerp": 1 - beta, "eps": eps, "clip": clip})
     return by_row, by_col
@@ -196,8 +198,8 @@ def normalize_columns(x: Any, sums: Tensor, least: Number, batch: TableBatch) ->
 
 
 def _normalized(name: str, factor: Flat, sums: Tensor, least: Number, batch: TableBatch) -> Flat:
+    totals = _totals(sums, factor.firsts, len(factor.values))
     new = Flat(batch.own.scratch(len(factor.values)), factor.firsts)
-    totals = Flat(sums.contiguous(), factor.firsts)
     batch.whole.run(name, {"in": totals, "in2": factor, "out": new, "eps": least})
     return new
 
@@ -234,7 +236,9 @@ def advance_1x1_(
 ) -> Tensor:
     """Advances the statistics of matrices of one element -> the sums of x² / v, [n]."""
     _refuse("advance_1x1", batch.whole)
-    totals, given = batch.own.zeros(len(batch)), Flat(squares.contiguous(), batch.firsts)
+    row, col = checked(row, batch, batch.row_sizes), checked(col, batch, batch.col_sizes)
+    given = _totals(squares, batch.firsts, batch.elements)
+    totals = batch.own.zeros(len(batch))
     columns = {"row": row, "col": col, "in": given, "out": _each(totals)}
     batch.whole.run("advance_1x1", {**columns, "lerp": 1 - beta, "eps": eps})
     return totals
@@ -243,18 +247,19 @@ def advance_1x1_(
 @_makers.makes(passes.OwnRun)
 def own_run(v: Runs, batch: TableBatch) -> Shifted:
     """The runs' parts of vectors with a number for each element of a whole parameter."""
-    return Shifted(v, 4 * batch.starts)
+    return Shifted(checked(v, batch, batch.sizes), 4 * batch.starts)
 
 
 @_makers.makes(passes.Lerp)
 def lerp_(m: Runs, x: Any, weight: float, batch: TableBatch) -> None:
     """m ← m + weight · (x − m)."""
-    _run("lerp", batch, _source(x), out=m, lerp=weight)
+    _run("lerp", batch, _source(x), out=checked(m, batch, batch.run_sizes), lerp=weight)
 
 
 @_makers.makes(passes.SquareLerp)
 def square_lerp_(v: Runs, x: Any, eps: float, weight: float, batch: TableBatch) -> None:
     """v ← v + weight · (x² + eps − v)."""
+    v = checked(v, batch, batch.run_sizes)
     _run("square_lerp", batch, _source(x), out=v, lerp=weight, eps=eps)
 
 
@@ -363,25 +368,26 @@ def _run(
     """Makes a pass that reads ``source``, and writes ``p`` if it is given."""
     filled: dict[str, Any] = {**source.scalars, **columns}
     _refuse(name, batch.own, source.form, filled)
-    for field, runs in source.tensors.items():
-        filled[field] = _runs(runs)
+    filled |= inputs(batch, source)
     if "row" in source.tensors:
         filled["row"] = Shifted(filled["row"], batch.row_offsets)
         filled["col"] = Shifted(filled["col"], batch.col_offsets)
     weights: Any = p or source.storage
-    storage = dtype = None
+    storage = None
     if weights is not None:
         storage = weights.how, weights.run.dtype
-        filled["w"] = _runs(weights.run)
-        if weights.aux is not None:
-            filled["aux"] = _runs(weights.aux)
-        if weights.how == "STOCHASTIC":
-            filled["key"] = weights.key
-    if "x" in source.tensors:
-        dtype = source.tensors["x"].dtype
+        filled |= weight_columns(batch, weights)
+    dtype = source.tensors["x"].dtype if "x" in source.tensors else None
     is_decayed = decays or "decay" in source.scalars
     fresh = batch.is_whole and name in ("row_col_sums", "weighted_sums", "normalize_whole_rows")
     return batch.own.run(name, filled, source.form, dtype, storage, is_decayed, fresh)
+
+
+def _totals(sums: Tensor, firsts: Any, n: int) -> Flat:
+    """Sums over all ranks, [n]; raises Unsupported if a table cannot read them."""
+    if sums.dtype != torch.float32 or sums.numel() != n:
+        raise Unsupported
+    return Flat(sums.contiguous(), firsts)
 
 
 def _runs(x: Any) -> Any:

@@ -19,7 +19,7 @@ from ds_ext.ops.batch import Runs, Weights
 from ds_ext.ops.dispatch import Makers
 from ds_ext.ops.executors import batched
 from ds_ext.ops.executors.native.native_table import NativeTable
-from ds_ext.ops.executors.table_batch import TableBatch
+from ds_ext.ops.executors.table_batch import TableBatch, Unsupported, supports, weight_columns
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.expressions import Number, Source, read, source_of, storage_of
 from ds_ext.ops.formulas import Formula
@@ -39,7 +39,7 @@ class SingleKernels:
             return NotImplemented
         try:
             return make(*asked, where)
-        except batched.Unsupported:
+        except Unsupported:
             return NotImplemented
 
 
@@ -130,7 +130,7 @@ def apply_(p: Any, u: Any, lr: Number, weight_decay: Number, shard: Shard) -> An
         return NotImplemented
     product = None
     if isinstance(u, Product) and u.is_native and shard.split is None:
-        if not devices.supports(weight.run.device):
+        if not devices.supports(weight.run.device) and u.covers(shard):
             product = u.left, u.right, u.first
     if source is None and product is None:
         return _apply_slices(p, u, shard, weight.run.device, lr, weight_decay)
@@ -142,9 +142,10 @@ def apply_(p: Any, u: Any, lr: Number, weight_decay: Number, shard: Shard) -> An
     aux = None if weight.aux is None else Runs([weight.aux])
     run, key = Runs([weight.run]), np.array([weight.key], dtype=np.uint32)
     batch = _alone(shard, weight.run.device, weight.start)
+    weights = Weights(run, weight.how, aux, key)
     if product is None:
-        return batched.apply_(Weights(run, weight.how, aux, key), u, lr, weight_decay, batch)
-    columns = {"w": run, "aux": aux or 0, "key": key, "lr": lr, "decay": weight_decay}
+        return batched.apply_(weights, u, lr, weight_decay, batch)
+    columns = {**weight_columns(batch, weights), "lr": lr, "decay": weight_decay}
     storage, table = (weight.how, weight.run.dtype), cast(NativeTable, batch.own)
     return table.run("apply", columns, "IS_RUN", None, storage, is_decayed, product=product)
 
@@ -174,7 +175,7 @@ def _batch_of(shard: Shard, device: torch.device, first: int | None, thread: int
 
 def _takes(like: Any, shard: Shard) -> bool:
     """Whether tables support a run of ``shard`` with the device and dtype of ``like``."""
-    if not batched.supports(like.device) or like.dtype == torch.float64:
+    if not supports(like.device) or like.dtype == torch.float64:
         return False
     return shard.split is None or len(list(shard.pieces())) < 2
 

@@ -1,12 +1,18 @@
-"""A batch with the tables that make its passes: native code on a CPU, kernels on a GPU."""
+"""A batch with the tables that make its passes: native code on a CPU, kernels on a GPU.
 
-from collections.abc import Sequence
+Tables read and write by address. ``inputs`` and ``checked`` make sure of the dtype, the device and
+the size of what they read and write.
+"""
+
+from collections.abc import Container, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ds_ext.ops.batch import CPU, Batch, GeometryTuple
+from ds_ext.ops import schema
+from ds_ext.ops.batch import CPU, Batch, Flat, GeometryTuple, Runs, Shifted
+from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.executors.native.norm_cache import NormCache
 from ds_ext.ops.executors.triton import devices
@@ -14,11 +20,22 @@ from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
 from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable
 from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
 from ds_ext.ops.executors.triton.launcher import GradLimits
+from ds_ext.ops.expressions import Source
 from ds_ext.ops.formulas import Formula
 from ds_ext.ops.shard import Shard
 
 AnyTable: TypeAlias = NativeTable | KernelTable
 AnyNormCache: TypeAlias = NormCache | DeviceNormCache
+
+# The dtypes of columns, of columns of 8-bit moments, and of residuals by the storage of weights.
+FP32 = frozenset({torch.float32})
+DTYPES: dict[str, Container[torch.dtype]] = {"x": schema.DTYPES}
+CODES = {"m": {torch.int8}, "v": {torch.uint8}, "m_scale": {torch.int16}, "v_scale": {torch.int16}}
+RESIDUALS = {"SPLIT": {torch.int16}, "CORRECTED": {torch.int8}, "COPIED": FP32}
+
+
+class Unsupported(Exception):
+    """No table can read an expression; nothing has been read or written yet."""
 
 
 class TableBatch(Batch):
@@ -87,3 +104,60 @@ def new_table(
     if devices.supports(device):
         return KernelTable(geometries, firsts, device)
     return NativeTable(geometries, firsts)
+
+
+def supports(device: torch.device) -> bool:
+    """Whether tables make passes on a device: native ones on a CPU, kernels on a GPU."""
+    return devices.supports(device) or device == CPU and native_table.is_available()
+
+
+def inputs(batch: TableBatch, source: Source) -> dict[str, Any]:
+    """The tensors of an input by column; raises Unsupported if a table cannot read them."""
+    found, is_8bit = {}, "m_scale" in source.tensors
+    for column, x in source.tensors.items():
+        dtypes = CODES[column] if is_8bit and column in CODES else DTYPES.get(column, FP32)
+        sizes = batch.run_sizes
+        if column in ("row", "col"):
+            sizes = batch.row_sizes if column == "row" else batch.col_sizes
+        elif column.endswith("_scale"):
+            sizes = batch.group_sizes
+        found[column] = checked(x, batch, sizes, dtypes)
+    if source.storage is not None:
+        weight_columns(batch, source.storage)
+    return found
+
+
+def weight_columns(batch: TableBatch, weights: Any) -> dict[str, Any]:
+    """The columns of weights; raises Unsupported if a table cannot read and write them."""
+    found = {"w": checked(weights.run, batch, batch.run_sizes, schema.STORAGE[weights.how])}
+    if weights.aux is not None:
+        found["aux"] = checked(weights.aux, batch, batch.run_sizes, RESIDUALS[weights.how])
+    if weights.how == "STOCHASTIC":
+        found["key"] = weights.key
+    return found
+
+
+def checked(
+    x: Any, batch: TableBatch, sizes: tuple[int, ...], dtypes: Container[torch.dtype] = FP32
+) -> Any:
+    """The runs of a column, which tables read and write by address without further checks.
+
+    Raises Unsupported unless they are contiguous, on the batch's device, and of these sizes and
+    dtypes. What passes have made, or have checked before, is not checked.
+    """
+    if isinstance(x, Flat | Shifted):
+        return x
+    runs = Runs([x]) if isinstance(x, Tensor) else x
+    layout = runs.layout
+    if layout is None or layout.dtype not in dtypes or layout.sizes != sizes:
+        raise Unsupported
+    if layout.device != batch.device and layout.device != _with_index(batch.device):
+        raise Unsupported
+    return runs
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """A device with an index: the current one of its kind by default."""
+    if device.index is not None or device.type != "cuda":
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
