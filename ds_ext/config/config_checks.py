@@ -313,6 +313,7 @@ REFUSED: list[tuple[str, Allowed, str]] = [
     ("checkpoint.use_node_local_storage", _off, _SHARED),
     ("checkpoint.writer", _off, _REMOVE),
     ("datastates_ckpt", lambda v: v is False, _REMOVE),
+    ("nebula.enabled", _off, _REMOVE),
 ]
 
 # (key, is_allowed, why other values have no effect)

@@ -1,12 +1,13 @@
 """Agreement between ranks: a failure of one is raised on all, and differences are found.
 
 If only one rank raises, the others wait in a collective until the process group's timeout. Code
-that can fail on one rank therefore runs in ``run_on_all_ranks``.
+that can fail on one rank therefore runs in ``run_on_all_ranks``. A rank that fails there sends its
+error in place of the value that the other ranks gather next.
 """
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from ds_ext.distributed.groups import Group
 from ds_ext.distributed.rank_failure import explained
-from ds_ext.errors import CheckpointError
+from ds_ext.errors import CheckpointError, LostRankError
 
 T = TypeVar("T")
 MESSAGE = 16  # bytes that each rank sends to compare
@@ -31,32 +32,81 @@ def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
+class _Failure(NamedTuple):
+    """What a rank sends if its action fails."""
+
+    depth: int  # how many actions were nested
+    kind: type[Exception]  # ValueError, RuntimeError or CheckpointError
+    text: str
+
+
+class _FailedRanks(RuntimeError):
+    """Raised in all ranks' actions at the same time, until the outermost failed action catches it.
+
+    Args:
+        told: the failures, by rank.
+        size: the number of ranks.
+    """
+
+    def __init__(self, told: dict[int, _Failure], size: int) -> None:
+        texts = dict.fromkeys(failure.text for failure in told.values())
+        ranks = {text: [r for r, own in told.items() if own.text == text] for text in texts}
+        super().__init__("; ".join(_of_ranks(text, ranks[text], size) for text in texts))
+        self.depth = min(failure.depth for failure in told.values())
+        self.kind = next(iter(told.values())).kind
+
+
+_depth = 0  # nested calls of run_on_all_ranks
+
+
 def gathered(value: T, group: Group = None) -> list[T]:
-    """Returns the values of all ranks, in order; without a process group, this rank's."""
-    if not several(group):
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    with explained():
-        dist.all_gather_object(values, value, group=group)
+    """Returns the values of all ranks, in order; without a process group, this rank's.
+
+    Raises:
+        RuntimeError: another rank failed in ``run_on_all_ranks`` before it gathered a value.
+    """
+    values: list[Any] = [value]
+    if several(group):
+        values *= dist.get_world_size(group)
+        with explained():
+            dist.all_gather_object(values, value, group=group)
+    told = {rank: given for rank, given in enumerate(values) if isinstance(given, _Failure)}
+    if told:
+        raise _FailedRanks(told, len(values))
     return values
 
 
 def run_on_all_ranks(
-    action: Callable[[], T], error: Callable[[str], Exception], group: Group = None
+    action: Callable[[], T], error: Callable[[str], Exception] | None = None, group: Group = None
 ) -> T:
-    """Returns the result of ``action``; if it fails on one rank, raises ``error(text)`` on all."""
-    failed, result = None, None
+    """Returns the result of ``action``; if it fails on one rank, raises an error on all.
+
+    Args:
+        action: what to run. It may call functions of this module with the same group. Any other
+            collective must directly follow a call, because a failed rank does not take part in it.
+        error: makes the error from its text. By default, a ValueError or RuntimeError keeps its
+            type, and other errors become CheckpointError.
+        group: the ranks.
+    """
+    global _depth
+    _depth += 1
+    failed: Exception | None = None
     try:
-        result = action()
-    except Exception as caught:
-        failed = caught
-    told = gathered(None if failed is None else _told(failed), group)
-    if any(told):
-        texts = dict.fromkeys(text for text in told if text)
-        ranks = {text: [r for r, own in enumerate(told) if own == text] for text in texts}
-        lines = [_of_ranks(text, ranks[text], len(told)) for text in texts]
-        raise error("; ".join(lines)) from failed
-    return result  # type: ignore[return-value]
+        try:
+            with explained():
+                result = action()
+        except (_FailedRanks, LostRankError):
+            raise
+        except Exception as caught:
+            failed = caught
+        gathered(None if failed is None else _Failure(_depth, _kind(failed), _told(failed)), group)
+    except _FailedRanks as found:
+        if found.depth < _depth:
+            raise
+        raise (error or found.kind)(str(found)) from failed
+    finally:
+        _depth -= 1
+    return result
 
 
 def _of_ranks(text: str, ranks: list[int], size: int) -> str:
@@ -66,9 +116,15 @@ def _of_ranks(text: str, ranks: list[int], size: int) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
 
 
+def _kind(error: Exception) -> type[Exception]:
+    if type(error) in (ValueError, RuntimeError):
+        return type(error)
+    return ValueError if isinstance(error, ValueError) else CheckpointError
+
+
 def _told(error: Exception) -> str:
-    known = isinstance(error, (ValueError, CheckpointError)) and str(error)
-    return known or f"{type(error).__name__}: {error}"
+    known = isinstance(error, ValueError | CheckpointError) or type(error) is RuntimeError
+    return (known and str(error)) or f"{type(error).__name__}: {error}"
 
 
 def facts(

@@ -55,6 +55,12 @@ def lying_as(param: Tensor, part: Tensor, shape: tuple[int, ...]) -> Tensor:
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
+def ranks_of(params: Iterable[Tensor]) -> tuple[int, ...]:
+    """Returns the global ranks that hold DTensors among ``params``, in order."""
+    meshes = {id(m): m for m in (p.device_mesh for p in params if is_dtensor(p))}
+    return tuple(sorted({r for mesh in meshes.values() for r in mesh.mesh.flatten().tolist()}))
+
+
 class DTensorLocation(NamedTuple):
     """The location of a DTensor, from this rank's view."""
 

@@ -6,7 +6,7 @@ writes a file with the model. Every rank writes a file with the optimizer.
 
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,65 +23,37 @@ Files = dict[str, dict[str, int]]  # sizes and checksums of files, by name
 
 
 class Writer:
-    """Replaces DeepSpeed's checkpoint engine during a save, to record files and errors.
-
-    Its methods for DeepSpeed do not raise, because other ranks would then hang in barriers.
-    """
+    """Replaces DeepSpeed's checkpoint engine during a save, to record the files of this rank."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self.engine = engine
         self.inner = engine.checkpoint_engine
         self.files: Files = {}
-        self.error: Exception | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def __enter__(self) -> "Writer":
         self.engine.checkpoint_engine = self
-        self.engine._copy_recovery_script = self._copy_recovery_script
         return self
 
     def __exit__(self, *_: object) -> None:
         self.engine.checkpoint_engine = self.inner
-        del self.engine._copy_recovery_script
 
     def save(self, state_dict: Any, path: str) -> None:
         """Writes a file. DeepSpeed calls it."""
-        self._try(self._save, state_dict, Path(path))
-
-    def written(self) -> Files:
-        """Returns the files that this rank has written.
-
-        Raises:
-            Exception: the first error on this rank.
-        """
-        if self.error is not None:
-            raise self.error
-        return self.files
-
-    def _save(self, state_dict: Any, path: Path) -> None:
-        if _is_model(path.name):
-            state_dict = _block_conversion(state_dict, path.name.startswith("zero_pp_rank_"))
+        file = Path(path)
+        if _is_model(file.name):
+            state_dict = _block_conversion(state_dict, file.name.startswith("zero_pp_rank_"))
         try:
-            self.inner.save(state_dict, str(path))
+            self.inner.save(state_dict, path)
         except Exception as error:
-            free = shutil.disk_usage(path.parent).free / 2**20
+            free = shutil.disk_usage(file.parent).free / 2**20
             raise CheckpointError(
                 f"{path} could not be written ({free:,.0f} MiB are free there): "
                 f"{type(error).__name__}: {error}"
             ) from error
-        self.files[path.name] = folder.size_and_checksum(path)
-
-    def _copy_recovery_script(self, path: str) -> None:
-        self._try(DeepSpeedEngine._copy_recovery_script, self.engine, path)
-
-    def _try(self, action: Callable[..., None], *args: Any) -> None:
-        if self.error is None:
-            try:
-                action(*args)
-            except Exception as error:
-                self.error = error
+        self.files[file.name] = folder.size_and_checksum(file)
 
 
 def _block_conversion(model: dict[str, Any], is_partitioned: bool) -> dict[str, Any]:

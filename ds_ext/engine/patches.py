@@ -287,9 +287,8 @@ def _backward_prologue(original: Method, engine: DeepSpeedEngine) -> None:
 @replaces(DeepSpeedEngine)
 def save_checkpoint(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
     """Saves a complete checkpoint or none."""
-    if not isinstance(engine.optimizer, ZeroAdapter):
-        return original(engine, *args, **kwargs)
-    return save_load.save_checkpoint(original, engine, *args, **kwargs)
+    ours = isinstance(engine.optimizer, ZeroAdapter)
+    return (save_load.save_checkpoint if ours else original)(engine, *args, **kwargs)
 
 
 @replaces(DeepSpeedEngine)

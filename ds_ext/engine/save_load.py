@@ -8,13 +8,14 @@
 | write the manifest                                 | ``Contents.check``                      |
 | move the folder into place                         | ``Contents.load``, and DeepSpeed's parts|
 
-An error on one rank raises on every rank. Saving raises before it changes an older checkpoint.
-Loading raises before it changes the engine.
+An error on one rank raises on every rank, at once. Saving raises before it changes an older
+checkpoint. Loading raises before it changes the engine.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -29,10 +30,21 @@ from ds_ext.errors import CheckpointError
 from ds_ext.ops import int8
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
+def _raises_on_all_ranks(function: F) -> F:
+    """Decorator of functions that all ranks call: an error on one rank is raised on all."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return consensus.run_on_all_ranks(lambda: function(*args, **kwargs))
+
+    return cast(F, call)
+
+
+@_raises_on_all_ranks
 def save_checkpoint(
-    original: Callable[..., Any],
     engine: DeepSpeedEngine,
     save_dir: str,
     tag: str | None = None,
@@ -40,10 +52,9 @@ def save_checkpoint(
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> bool:
-    """Saves a checkpoint with DeepSpeed's ``save_checkpoint``, and takes the same arguments.
+    """Saves a checkpoint in DeepSpeed's files; takes the arguments of its ``save_checkpoint``.
 
     Args:
-        original: DeepSpeed's method.
         engine: the engine, with its model, optimizer and counts.
         save_dir: a folder on a file system that all ranks share.
         tag: the name of the checkpoint's folder in ``save_dir``; by default "global_step" and the
@@ -64,32 +75,17 @@ def save_checkpoint(
     _check_complete(engine.optimizer.fused)
     pipeline.follow_groups(engine, engine.optimizer.optimizer)
     path = _path(engine, save_dir, tag)
-    draft = _on_first_rank(engine, lambda: folder.prepare(path))
-    try:
-        (aside,) = filter(None, consensus.gathered(draft.aside if draft else None))
-        with Writer(engine) as writer:
-            name = _relative(aside, save_dir)
-            original(
-                engine, save_dir, name, dict(client_state or {}), False, exclude_frozen_parameters
-            )
-        written = consensus.gathered(consensus.run_on_all_ranks(writer.written, CheckpointError))
-        manifest = _manifest(engine, str(path.relative_to(save_dir)), written)
-
-        def commit() -> None:
-            assert draft is not None  # on the first rank
-            folder.commit(draft, manifest, save_latest)
-
-        _on_first_rank(engine, commit)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"checkpoint {path} could not be saved. Earlier checkpoints are unchanged. {error}"
-        ) from error
-    finally:
-        if draft is not None:
-            swap.close(draft)
+    options = client_state or {}, save_latest, exclude_frozen_parameters
+    consensus.run_on_all_ranks(
+        lambda: _save(engine, save_dir, path, *options),
+        lambda text: CheckpointError(
+            f"checkpoint {path} could not be saved. Earlier checkpoints are unchanged. {text}"
+        ),
+    )
     return True
 
 
+@_raises_on_all_ranks
 def load_checkpoint(
     engine: DeepSpeedEngine,
     load_dir: str,
@@ -198,9 +194,60 @@ def _common(engine: DeepSpeedEngine, tag: str | None) -> str | None:
     return tags[0]
 
 
-def _relative(aside: Path, save_dir: str) -> str:
-    """The tag that makes DeepSpeed write into the temporary folder ``aside``."""
-    return str(aside.relative_to(save_dir) if aside.is_relative_to(save_dir) else aside)
+def _save(
+    engine: DeepSpeedEngine,
+    save_dir: str,
+    path: Path,
+    client_state: Mapping[str, Any],
+    save_latest: bool,
+    exclude_frozen_parameters: bool,
+) -> None:
+    """Saves a checkpoint to ``path``, a folder in ``save_dir``."""
+    draft = _on_first_rank(engine, lambda: folder.prepare(path))
+
+    def fill() -> None:
+        (aside,) = filter(None, consensus.gathered(draft.aside if draft else None))
+        files = _write(engine, save_dir, aside, client_state, exclude_frozen_parameters)
+        written = consensus.gathered(files)
+        engine.optimizer.checkpoint_event_epilogue()
+        if draft is not None:  # on the first rank
+            manifest = _manifest(engine, str(path.relative_to(save_dir)), written)
+            folder.commit(draft, manifest, save_latest)
+
+    try:
+        consensus.run_on_all_ranks(fill, CheckpointError)
+    finally:
+        if draft is not None:
+            swap.close(draft)  # after all ranks have stopped writing
+
+
+def _write(
+    engine: DeepSpeedEngine,
+    save_dir: str,
+    aside: Path,
+    client_state: Mapping[str, Any],
+    exclude_frozen_parameters: bool,
+) -> Files:
+    """Makes DeepSpeed write this rank's files into the folder ``aside``; returns the files.
+
+    Communicates nothing: in DeepSpeed's own ``save_checkpoint``, the other ranks would wait at a
+    barrier for a rank that failed.
+    """
+    name = str(aside.relative_to(save_dir) if aside.is_relative_to(save_dir) else aside)
+    save_weights = engine._save_checkpoint
+    if engine.has_moe_layers:
+        engine.save_non_zero_checkpoint, save_weights = False, engine._save_moe_checkpoint
+    engine.optimizer.checkpoint_event_prologue()
+    with Writer(engine) as writer:
+        save_weights(
+            save_dir,
+            name,
+            client_state=client_state,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
+        if engine.save_zero_checkpoint:
+            engine._save_zero_checkpoint(save_dir, name)
+    return writer.files
 
 
 def _manifest(engine: DeepSpeedEngine, tag: str, written: Sequence[Files]) -> dict[str, Any]:

@@ -2,23 +2,37 @@
 
 A state tensor with one number per element, or the same count per row, is saved as a DTensor that
 is placed like its parameter, so it loads on any number of ranks. A tensor that is the same on every
-rank is saved as a plain tensor. A tensor that cannot be cut by rows is gathered first.
+rank is saved as a plain tensor. A tensor that cannot be cut by rows is gathered first, after all
+ranks have converted their states without an error.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ds_ext.distributed import consensus
-from ds_ext.distributed.dtensors import is_dtensor, local, lying_as
+from ds_ext.distributed import consensus, groups
+from ds_ext.distributed.dtensors import is_dtensor, local, lying_as, ranks_of
 from ds_ext.distributed.placement import Placement
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts, without_caches, zeros
 from ds_ext.optimizer import param_checks
 from ds_ext.optimizer.param_table import ParamTable
+
+T = TypeVar("T")
+
+
+def on_all_ranks(table: ParamTable, action: Callable[[], T]) -> T:
+    """Returns the result of ``action``; if it fails on one rank of DTensors, raises on all.
+
+    Args:
+        table: the table of the optimizer. All ranks of its DTensors call this function.
+        action: what to run. It must not communicate.
+    """
+    group = groups.of_ranks(ranks_of(table.params()))
+    return action() if group is None else consensus.run_on_all_ranks(action, group=group)
 
 
 @torch.no_grad()
@@ -47,10 +61,9 @@ def make(table: ParamTable, params: Iterable[Tensor]) -> None:
 
 
 def saved(table: ParamTable, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a parameter's state as it is saved, without caches.
+    """Returns a parameter's state as it is saved, without caches; call ``gathered`` with it.
 
-    DTensors share memory with the state. All ranks of the parameter call it, because some tensors
-    are gathered.
+    DTensors share memory with the state.
 
     Args:
         table: the table of the optimizer.
@@ -64,6 +77,26 @@ def saved(table: ParamTable, param: Tensor, state: dict[str, Any]) -> dict[str, 
     declared = DeclaredState.of(table, param, at.shard(param))
     rows = [DeclaredState.of(table, param, row) for row in _some_rows(declared.shard)]
     return _spread(state, declared, rows, param, at)
+
+
+def gathered(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state of ``saved`` whose uncut tensors are gathered. All ranks call it."""
+    return {
+        key: gathered(value)
+        if isinstance(value, Mapping)
+        else _whole(value)
+        if isinstance(value, _Uncut)
+        else value
+        for key, value in state.items()
+    }
+
+
+class _Uncut(NamedTuple):
+    """This rank's elements of a tensor that cannot be cut like its parameter."""
+
+    values: Tensor
+    part: Part
+    at: Placement
 
 
 def own(
@@ -126,7 +159,7 @@ def _spread(
         else:
             shape = _shape(part, [row.part(key) for row in rows], declared.shard)
             if shape is None:
-                found[key] = _whole(value, part, at)
+                found[key] = _Uncut(value, part, at)
             else:
                 found[key] = lying_as(param, value.view(_of_rank(shape, param)), shape)
     return found
@@ -190,11 +223,12 @@ def _of_rank(shape: tuple[int, ...], param: Tensor) -> tuple[int, ...]:
     return own_shape if shape == tuple(param.shape) else (own_shape[0], *shape[1:])
 
 
-def _whole(x: Tensor, part: Part, at: Placement) -> Tensor:
+def _whole(uncut: _Uncut) -> Tensor:
     """Gathers all ranks' elements of a tensor, [total]; all ranks call it."""
-    if at.statistics_group is None:
+    x, part, group = uncut.values, uncut.part, uncut.at.statistics_group
+    if group is None:
         return x.flatten()
-    pieces = consensus.gathered((part.start, x.cpu().flatten()), at.statistics_group)
+    pieces = consensus.gathered((part.start, x.cpu().flatten()), group)
     whole = torch.empty(part.total, dtype=x.dtype, device=x.device)
     for start, values in pieces:
         whole[start : start + len(values)] = values.to(x.device)

@@ -235,9 +235,17 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns states and groups as torch's, the states of DTensors as DTensors, and a format.
 
-        All ranks call it, because states that cannot be cut like their parameter are gathered. The
-        state of a parameter that no group has any more is left out.
+        All ranks of DTensors call it, because states that cannot be cut like their parameter are
+        gathered; an error on one rank is raised on all. The state of a parameter that no group has
+        any more is left out.
         """
+        saved = dtensor_state.on_all_ranks(self, self._local_state_dict)
+        for i in filter(saved["state"].__contains__, range(len(self.params()))):
+            saved["state"][i] = dtensor_state.gathered(saved["state"][i])
+        return saved
+
+    def _local_state_dict(self) -> dict[str, Any]:
+        """Implements ``state_dict`` without communication."""
         self.refuse_exchanged()
         self.follow_groups()
         gone = [p for p in self.state if isinstance(p, Tensor) and p not in self.group_of]
@@ -260,8 +268,12 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
 
         Raises:
             ValueError: it is the state of another optimizer, or of parameters of other shapes;
-                nothing is changed.
+                nothing is changed. If parameters are DTensors, all their ranks raise it.
         """
+        dtensor_state.on_all_ranks(self, lambda: self._load_state_dict(state_dict))
+
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Implements ``load_state_dict``."""
         self.refuse_exchanged()
         if self.before_load is not None:
             self.before_load()
@@ -271,7 +283,7 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         def prepare(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             groups = [{**ema.DEFAULTS, **group} for group in given["param_groups"]]
             given = {**given, "param_groups": groups}
-            found = state_checks.read(self, given)
+            found = dtensor_state.on_all_ranks(self, lambda: state_checks.read(self, given))
             ids = itertools.chain(*(group["params"] for group in given["param_groups"]))
             numbers = dict(zip(ids, self.params(), strict=True))
             states.update((numbers[i], state) for i, state in found.items())

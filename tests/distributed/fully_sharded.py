@@ -19,6 +19,7 @@ from ds_ext.rules.base import key_of
 from tests.common import by_role, models
 from tests.common.hypers import TRAINED
 from tests.common.ranks import identical, message
+from tests.distributed import storing_jobs
 
 STEPS = 4
 
@@ -261,3 +262,16 @@ def numbers(
         elif key != "param_groups":
             found[(*above, key)] = of(value) if isinstance(value, Tensor) else value
     return found
+
+
+def failing(rule: str) -> tuple[int, list[str]]:
+    """``failing_one_by_one`` for the optimizer's state dicts."""
+    model = shard(zoo())
+    optimizer = OPTIMIZERS[rule].for_model(model)
+    ds_ext.fuse_into_backward(model, optimizer, bucket_size=300)
+    model(models.batch(0, 2)[dist.get_rank()]).backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    return storing_jobs.failing_one_by_one(
+        {"save": optimizer.state_dict, "load": lambda: optimizer.load_state_dict(saved)}
+    )

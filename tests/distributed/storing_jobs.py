@@ -1,14 +1,21 @@
 """Jobs of real ranks about what is held, sent and saved: dtypes, tags, DeepSpeed's safe_get_*."""
 
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime import engine as engines
 from torch import nn
 
 import ds_ext
+from ds_ext.distributed import consensus
 from tests.common.ranks import logged, message
 
 # What gloo and NCCL know no numbers of, but models hold: quantized and complex values.
@@ -117,3 +124,91 @@ def own_tags(folder: str, mode: str) -> tuple[list[str], str, list[str], float]:
     dist.barrier()
     entries = sorted(e.name for e in Path(folder).iterdir())
     return errors, " ".join(said), entries, float(engine.module.weight.mean())
+
+
+class Fault(Exception):
+    """An error that no code expects."""
+
+
+# Functions that are themselves collectives of others, or of ds_ext: all ranks must reach them.
+COLLECTIVE = {"checkpoint_event_epilogue", "_publish", "gathered", "several", "explained"}
+
+
+class Calls:
+    """The functions of ds_ext and of DeepSpeed's engine that ``run_on_all_ranks`` calls.
+
+    Args:
+        failing: the function whose first call raises ``Fault``, by file and line.
+    """
+
+    def __init__(self, failing: tuple[str, int] | None = None) -> None:
+        self.failing = failing
+        self.seen: dict[tuple[str, int], str] = {}
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        key = code.co_filename, code.co_firstlineno
+        if event != "call" or key in self.seen or not _is_ours(code.co_filename):
+            return
+        above = list(_callers(frame))
+        is_surrounded = any(caller.co_filename == consensus.__file__ for caller in above)
+        if is_surrounded and not COLLECTIVE & {caller.co_name for caller in (code, *above)}:
+            self.seen[key] = code.co_name
+            if key == self.failing:
+                raise Fault(code.co_name)
+
+    def __enter__(self) -> "Calls":
+        gc.disable()  # finalizers would come at any time
+        sys.setprofile(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        gc.enable()
+
+
+def _is_ours(file: str) -> bool:
+    in_ds_ext = file.startswith(str(Path(ds_ext.__file__).parent)) and file != consensus.__file__
+    return in_ds_ext or file == engines.__file__
+
+
+def _callers(frame: FrameType | None) -> Iterator[CodeType]:
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+        yield frame.f_code
+
+
+def failing_one_by_one(actions: dict[str, Callable[[], Any]]) -> tuple[int, list[str]]:
+    """Makes each function that actions call raise on one rank -> how many, and what was wrong.
+
+    Every rank must raise the same error at once.
+    """
+    wrong, number = [], 0
+    for name, action in actions.items():
+        action()  # what is made once is made
+        with Calls() as calls:
+            action()
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, calls.seen)
+        for victim, seen in enumerate(everyone):
+            for key, function in seen.items():
+                began, number = time.monotonic(), number + 1
+                with Calls(key if victim == dist.get_rank() else None):
+                    told = message(action)
+                if not told.endswith(f"rank {victim}: Fault: {function}"):
+                    wrong.append(f"{name}, {function} on rank {victim}: {told}")
+                if time.monotonic() - began > 10:
+                    wrong.append(f"{name}, {function} on rank {victim}: late")
+        action()
+    return number, wrong
+
+
+def failing_engine(folder: str, stage: int) -> tuple[int, list[str]]:
+    """``failing_one_by_one`` for the saves and loads of an engine."""
+    engine = engine_of(stage, Quantized(seed=1))
+    return failing_one_by_one(
+        {
+            "save": lambda: engine.save_checkpoint(folder, client_state={"a": 1}),
+            "load": lambda: engine.load_checkpoint(folder),
+        }
+    )

@@ -245,3 +245,8 @@ def test_a_run_goes_on_on_other_ranks_from_torchs_checkpoints(rule, fused, tmp_p
     # where sums are added up in another order, codes of 8 bits jump, and Muon amplifies the change
     close = {"flashadamw": 0.02, "muon": 1e-4}.get(rule, 1e-5)
     assert updates.error(got["after"], expected["after"], expected["before"]) <= close
+
+
+def test_each_function_of_a_state_dict_that_fails_on_one_rank_fails_on_all():
+    for number, wrong in worlds.run(2, fully_sharded.failing, "flashadamw"):
+        assert number > 50 and wrong == []

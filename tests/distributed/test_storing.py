@@ -35,3 +35,9 @@ def test_tags_that_differ_by_rank_are_taken_as_tag_validation_says(tmp_path, mod
             assert entries == [] and weight == 3
         else:
             assert "tag0" in entries and "tag1" not in entries and weight == 2
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+def test_each_function_of_a_save_or_load_that_fails_on_one_rank_fails_on_all(tmp_path, stage):
+    for number, wrong in worlds.run(2, jobs.failing_engine, str(tmp_path), stage, limit=300):
+        assert number > 100 and wrong == []

@@ -35,6 +35,7 @@ SETTINGS = [
     ("checkpoint.use_node_local_storage", [True], [False], "file system that all ranks share"),
     ("checkpoint.writer", [{"decoupled": True}], [None], "remove it"),
     ("datastates_ckpt", [{}, {"x": 1}], [False], "remove it"),
+    ("nebula.enabled", [True], [False], "remove it"),
 ]
 REFUSED = [(key, value, advice) for key, bad, _, advice in SETTINGS for value in bad]
 HONOURED = [(key, value) for key, _, good, _ in SETTINGS for value in good]
