@@ -50,6 +50,7 @@ def _defer_until_last_tile(function: Any) -> None:
 
     @functools.wraps(backward)
     def whole(ctx: Any, *grads: Any) -> Any:
+        _refuse_create_graph(function)
         with _set_aside(ctx.owners) as left:
             result = backward(ctx, *grads)
         for param, owner in left:
@@ -77,6 +78,7 @@ def _defer_to_backward(function: Any) -> None:
 
     @functools.wraps(backward)
     def joined(ctx: Any, *grads: Any) -> Any:
+        _refuse_create_graph(function)
         if not ctx.owners:
             return backward(ctx, *grads)
         if ctx.waiting is None:
@@ -98,6 +100,16 @@ def _defer_to_backward(function: Any) -> None:
         return tuple(None if g is None else g * factor for g in found)
 
     function.forward, function.backward = staticmethod(kept), staticmethod(joined)
+
+
+def _refuse_create_graph(function: Any) -> None:
+    """Raises RuntimeError in a backward pass whose gradients are to be differentiated."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{function.__name__}: its gradients cannot be differentiated, as a gradient penalty "
+            "does (create_graph=True). Compute the penalty with layers or losses that are not "
+            "tiled."
+        )
 
 
 def _owners(args: Iterable[Any]) -> list[FusedBackward]:

@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -120,6 +119,13 @@ class ChunkedHead(Forward):
             reduction="sum",
         )
 
+    def sums(
+        self, tokens: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunks: int
+    ) -> Tensor:
+        """Returns the sums of the loss of each chunk's tokens, [chunks], by a linear head."""
+        pieces = zip(tokens.tensor_split(chunks), targets.tensor_split(chunks), strict=True)
+        return torch.stack([self.total(F.linear(x, weight, bias), t) for x, t in pieces])
+
     def gradient_(self, logits: Tensor, targets: Tensor, factor: Tensor) -> Tensor:
         """Overwrites logits by the gradient of ``factor`` times ``total``, and returns them.
 
@@ -166,14 +172,19 @@ class LinearLoss(torch.autograd.Function):
         """
         ctx.save_for_backward(tokens, weight, bias, targets)
         ctx.head = replace(head, targets=None)
-        pieces = zip(tokens.tensor_split(chunks), targets.tensor_split(chunks), strict=True)
-        return torch.stack([head.total(F.linear(x, weight, bias), t) for x, t in pieces])
+        return head.sums(tokens, weight, bias, targets, chunks)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grads: Tensor) -> Any:
         """Returns the gradients of the hidden states, the weight and the bias."""
         tokens, weight, bias, targets = ctx.saved_tensors
+        if torch.is_grad_enabled():  # ``create_graph``, as for a gradient penalty
+            # Aliases, because the hooks of a weight run when the outer pass has its gradient.
+            given = [x if x is None else x.view_as(x) for x in (tokens, weight, bias)]
+            sums = ctx.head.sums(*given, targets, len(grads))
+            needed = [x for x, need in zip(given, ctx.needs_input_grad, strict=False) if need]
+            found = iter(torch.autograd.grad(sums, needed, grads, create_graph=True))
+            return *[next(found) if need else None for need in ctx.needs_input_grad[:3]], *[None] * 3
         wanted = zip((tokens, weight, bias), ctx.needs_input_grad, strict=False)
         by_tokens, by_weight, by_bias = [
             torch.zeros_like(x) if need else None for x, need in wanted

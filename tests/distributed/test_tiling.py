@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import ds_ext
 from tests import worlds
 from tests.common.choose import params
 from tests.common.plain import mean_step
@@ -39,3 +40,12 @@ def test_tiled_functions_train_exactly(case):
     for got in worlds.run(world, tiling.train, case):
         check_each(got["after"], dict(plain.named_parameters()), got["before"])
         assert not got["held"]  # none waits for the end of backward because of its tiles
+
+
+@pytest.mark.parametrize("outside, name", [(True, "TiledMLP"), (False, "TiledFusedLogitsLoss")])
+def test_a_gradient_penalty_is_refused(outside, name):
+    model = tiling.make(Case(None, outside=outside), tiled=True)
+    ds_ext.fuse_into_backward(model, ds_ext.LOMO(model.parameters(), lr=0.5))
+    found = model(*tiling.batch(0, 0)).sum()
+    with pytest.raises(RuntimeError, match=f"{name}: its gradients cannot be differentiated"):
+        torch.autograd.grad(found, model.embed.weight, create_graph=True)

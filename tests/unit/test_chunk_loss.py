@@ -76,6 +76,27 @@ def test_loss_and_gradients_are_those_of_all_logits(make_model, given):
     assert trained(model)[0].logits is not None
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gradient_penalty_is_that_of_all_logits(tied):
+    model = make(tie_word_embeddings=tied, attn_implementation="eager")
+    ids, labels = inputs().values()
+    penalties = []
+    for chunks in (0, 1, 4):
+        ds_ext.chunk_loss(model, chunks)
+        model.zero_grad()
+        x = model.model.embed_tokens(ids)
+        (grad,) = torch.autograd.grad(
+            model(inputs_embeds=x, labels=labels).loss, x, create_graph=True
+        )
+        grad.square().sum().backward()
+        penalties.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    expected, *others = penalties
+    for found in others:
+        assert found.keys() == expected.keys()
+        for name, grad in expected.items():
+            assert (found[name] - grad).norm() <= CLOSE * grad.norm(), name
+
+
 class Largest(TorchDispatchMode):
     """The most elements of any tensor that an operation returns."""
 
