@@ -34,7 +34,7 @@ Spectrum = Annotated[Literal["none", "unit", "muon"], Field(description='"none",
 Number = Annotated[float, Field(description="a number", **_NUMBER)]
 Triple = tuple[Number, Number, Number]
 Coefficients = Annotated[
-    Triple | tuple[Triple, ...] | Literal["polar_express"],
+    Triple | Annotated[tuple[Triple, ...], Field(min_length=1)] | Literal["polar_express"],
     Field(description='a list of 3 numbers, a list of such lists, or "polar_express"'),
 ]
 Adjustment = Annotated[

@@ -67,6 +67,20 @@ def fuse_into_backward(
         )
     for refuse in REFUSALS:
         refuse(model)
+    if bucket_size is not None and (type(bucket_size) is not int or bucket_size < 0):
+        raise ValueError(f"bucket_size is {bucket_size!r}; allowed: a whole number >= 0, or None.")
+    if gradient_policy is None:
+        raise ValueError('gradient_policy is None; allowed: "fused", "sharded" or "projected".')
+    config = gradient_config.GradientConfig(
+        bucket_size,
+        gradient_policy,
+        max_grad_norm,
+        clip_value,
+        clip_mode,
+        measure_updates=measure_updates,
+        overlap=True,
+        words=gradient_config.ARGUMENTS,
+    )
     logs.show_by_default()
     optimizer.follow_groups()
     is_cut = fully_shard.cuts(model)
@@ -86,16 +100,6 @@ def fuse_into_backward(
     layout = fully_shard.FSDP2Layout(model, group) if is_cut else _whole_layout(model, group)
     _take_over(model, optimizer, group)
     layout.broadcast(model)
-    config = gradient_config.GradientConfig(
-        bucket_size,
-        gradient_policy,
-        max_grad_norm,
-        clip_value,
-        clip_mode,
-        measure_updates=measure_updates,
-        overlap=True,
-        words=gradient_config.ARGUMENTS,
-    )
     optimizer.separate_experts(model)
     fused = FusedBackward(model, optimizer, layout, config, is_boundary=layout.brings_gradients)
     warnings = [*startup_log.warnings(optimizer, layout, is_config=False)]

@@ -105,6 +105,8 @@ class GradientConfig:
         }
         words = self.words
         hyperparams.check(ConfigSection, given, words.where)
+        if type(self.max_norm) not in (int, float) or not 0 <= self.max_norm < math.inf:
+            raise ValueError(f"{words.clipping} is {self.max_norm!r}; allowed: a number >= 0.")
         clip_value, clip_mode = (
             hyperparams.joined(words.where, key) for key in ("clip_value", "clip_mode")
         )

@@ -12,12 +12,37 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import NotRequired, TypedDict
+
 from ds_ext.checkpoint import locks, swap
 from ds_ext.checkpoint.swap import MANIFEST as MANIFEST
 from ds_ext.checkpoint.swap import Draft
 from ds_ext.errors import CheckpointError
 
 VERSION = 4  # format version of manifest and contents; 0.1.0 writes 4
+
+
+class FileEntry(TypedDict):
+    """The size and checksum of a file."""
+
+    bytes: int
+    crc32: int
+
+
+class Manifest(TypedDict):
+    """The entries of a manifest that loading reads."""
+
+    tag: str
+    global_steps: int
+    files: dict[str, FileEntry]
+    model_files: list[str]
+    state_files: list[str]
+    layer_files: NotRequired[list[str]]
+    tensor_parallel: NotRequired[int]
+
+
+_MANIFEST = TypeAdapter(Manifest)
 
 
 class Checkpoint(NamedTuple):
@@ -117,12 +142,9 @@ def latest(folder: Path) -> str | None:
     Raises:
         CheckpointError: the file ``latest`` is empty.
     """
-    file = folder / "latest"
-    if not file.is_file():
-        return None
-    tag = file.read_text().strip()
-    if not tag:
-        raise CheckpointError(f"{file} is empty. {_others(folder, folder / ' ')}")
+    tag = _latest_or_none(folder)
+    if tag is None and (folder / "latest").is_file():
+        raise CheckpointError(f"{folder / 'latest'} is empty. {_others(folder, folder / ' ')}")
     return tag
 
 
@@ -156,21 +178,28 @@ def _manifest(path: Path) -> dict[str, Any]:
     try:
         said: dict[str, Any] = json.loads((path / MANIFEST).read_text())
         damaged = said.pop("crc32") != _checksum(said)
+        version = int(said["ds_ext"])
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         damaged = True
     if damaged:
         raise CheckpointError(f"{path / MANIFEST} is damaged.")
-    if said["ds_ext"] > VERSION:
+    if version > VERSION:
         raise CheckpointError(
-            f"{path} has format {said['ds_ext']} of ds_ext's checkpoints, but this ds_ext reads "
+            f"{path} has format {version} of ds_ext's checkpoints, but this ds_ext reads "
             f"format {VERSION}: a newer ds_ext wrote it. Install that version, or a newer one."
         )
-    if said["ds_ext"] < VERSION:
+    if version < VERSION:
         raise CheckpointError(
-            f"{path} has format {said['ds_ext']} of ds_ext's checkpoints, this ds_ext reads format "
+            f"{path} has format {version} of ds_ext's checkpoints, this ds_ext reads format "
             f"{VERSION}: load it with the version that wrote it, save_16bit_model there, and go on "
             "from that model."
         )
+    try:
+        _MANIFEST.validate_python(said, strict=True)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        key = ".".join(map(str, wrong["loc"]))
+        raise CheckpointError(f"{path / MANIFEST} is damaged: {key}: {wrong['msg']}.") from None
     return said
 
 
@@ -216,7 +245,9 @@ def _others(folder: Path, path: Path) -> str:
 def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
     """Returns the newest checkpoint that is complete and undamaged, to resume after a failure.
 
-    Reads candidates once to verify them.
+    It is the one in the file ``latest``, which ``load_checkpoint`` loads without a tag. If that is
+    missing, incomplete or damaged, it is the one of the most steps. Reads candidates once to verify
+    them.
 
     Args:
         folder: the ``save_dir`` of engine.save_checkpoint, or the ``output_dir`` of HF Trainer. For
@@ -231,8 +262,9 @@ def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
         if re.fullmatch(r"checkpoint-\d+", inner.name) and (inner / "trainer_state.json").is_file()
         for c in _complete(inner)
     ]
-    candidates = sorted([*_complete(Path(folder)), *trainers], key=lambda c: -c.steps)
-    for candidate in candidates:
+    first = str(folder), _latest_or_none(Path(folder))
+    found = [*_complete(Path(folder)), *trainers]
+    for candidate in sorted(found, key=lambda c: (c[:2] != first, -c.steps)):
         try:
             path = find(Path(candidate.folder), candidate.tag)
             files = _manifest(path)["files"]
@@ -244,7 +276,7 @@ def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
 
 
 def _complete(folder: Path) -> list[Checkpoint]:
-    """Complete checkpoints, newest first. On a tie, ``latest`` comes first.
+    """Complete checkpoints: first the one that ``latest`` names, then by steps, newest first.
 
     Skips a checkpoint in a subfolder if its tag does not contain the subfolder. Such a checkpoint
     belongs to another run, which saved to the subfolder.
@@ -259,6 +291,11 @@ def _complete(folder: Path) -> list[Checkpoint]:
                 found.append(Checkpoint(str(folder), tag, said["global_steps"]))
         except (CheckpointError, OSError):
             continue
+    latest = _latest_or_none(folder)
+    return sorted(found, key=lambda c: (c.tag != latest, -c.steps, c.tag))
+
+
+def _latest_or_none(folder: Path) -> str | None:
+    """The tag in the file ``latest``; None if it is missing or empty."""
     file = folder / "latest"
-    newest = file.read_text().strip() if file.is_file() else ""
-    return sorted(found, key=lambda c: (-c.steps, c.tag != newest, c.tag))
+    return (file.read_text().strip() or None) if file.is_file() else None

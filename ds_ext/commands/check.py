@@ -7,7 +7,6 @@ It uses the checks of the engine, without weights, ranks or a device. A model is
 import argparse
 import copy
 import importlib.util
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from torch import nn
 from ds_ext.backward import error_texts, int8_weights
 from ds_ext.backward.gradient_config import CONFIG
 from ds_ext.config import config_checks, parsing
-from ds_ext.config.parsing import lookup, without_auto
+from ds_ext.config.parsing import SIZES, lookup, normalized
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named, param_groups
 from ds_ext.optimizer.model_view import ModelView, at_zero, summary
 from ds_ext.optimizer.param_groups import Grouped
@@ -96,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     model = None if options.model is None else models.skeleton(models.config(options.model))
     if model is not None and options.lora is not None:
         model = lora.adapted(model, options.lora)
-    report = examine(read_config(options.config), model, options.ranks)
+    report = examine(parsing.load(options.config), model, options.ranks)
     for note in report.notes:
         print(f"note: {note}")
     for what in report.unchecked:
@@ -109,31 +108,6 @@ def run(options: argparse.Namespace) -> int:
     return int(n > 0)
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Returns the DeepSpeed config in a file.
-
-    Raises:
-        ValueError: the file is missing, or holds no JSON object, or holds a key twice.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        twice = [key for key in dict.fromkeys(keys) if keys.count(key) > 1]
-        if twice:
-            raise ValueError(f"the key {twice[0]} is there twice")
-        return dict(pairs)
-
-    try:
-        config = json.loads(path.read_text(), object_pairs_hook=unique)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    except ValueError as error:  # no JSON, or no text
-        raise ValueError(f"{path} is not a JSON file: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f'{path} holds no JSON object such as {{"optimizer": ...}}.')
-    return config
-
-
 def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) -> Report:
     """Returns the problems of a config, and what a run with it would do.
 
@@ -143,6 +117,8 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
         ranks: the number of data-parallel ranks; None if it is not known.
     """
     report = Report()
+    if all(config.get(key) is None for key in SIZES[:2]):
+        report.problems.append(f"neither {SIZES[1]} nor {SIZES[0]} is set: set one of them.")
     config, autos = _filled(config)
     if autos:
         report.notes.append(f'"auto", which HF Trainer and accelerate fill in: {", ".join(autos)}')
@@ -188,13 +164,10 @@ def _filled(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def _optimizer(config: dict[str, Any], report: Report) -> str | None:
     """The key of our optimizer that a config names, or None."""
-    section = config.get("optimizer")
-    kind = section.get("type") if isinstance(section, dict) else None
-    if section is None:
+    kind = lookup(config, "optimizer.type")
+    if "optimizer" not in config:
         report.notes.append("no optimizer is named: the script has to give one")
-    elif not isinstance(kind, str):
-        report.problems.append(f'optimizer is {section!r}; allowed: {{"type": ..., "params": ...}}')
-    else:
+    elif isinstance(kind, str):
         with report.noting():
             ours = _whose(kind)
             if ours is None:
@@ -222,7 +195,7 @@ def _stand_in() -> torch.optim.Optimizer:
 
 def _unchecked(config: dict[str, Any], model: nn.Module | None, ranks: int | None) -> Iterator[str]:
     """The keys of a config that need more information than was given."""
-    config = without_auto(config)
+    config = normalized(config)
     named = {
         "optimizer.params.param_groups": 'which parameters each "match" finds',
         "optimizer.params.target_modules": "which matrices it names",
@@ -232,7 +205,7 @@ def _unchecked(config: dict[str, Any], model: nn.Module | None, ranks: int | Non
             yield f"{key}: {what}; give --model to check it"
     for key in ("tensor_parallel.autotp_size", "expert_parallel.enabled"):
         if lookup(config, key) not in (None, 0, 1, False):
-            yield f"{key}: how DeepSpeed divides the layers of the model; the run tells"
+            yield f"{key}: can be checked only in a run"
     if lookup(config, "zero_optimization.zero_quantized_weights"):
         yield "zero_optimization.zero_quantized_weights: whether the accelerator has DeepSpeed's op"
     for key in config_checks.group_keys(config):
@@ -246,8 +219,7 @@ def _groups(
     """Checks the optimizer's params and groups; returns the optimizer if they are right."""
     params = config["optimizer"].get("params") or {}
     if not isinstance(params, dict):
-        report.problems.append(f"optimizer.params is {params!r}; allowed: an object.")
-        return None
+        return None  # ``config_checks.problems`` yields it
     entry, kind = REGISTRY[ours], OPTIMIZERS[ours]
     wrong = param_groups.problems(entry, params)
     report.problems += wrong
@@ -273,6 +245,7 @@ def _groups(
 
 def _states(config: dict[str, Any], optimizer: RuleOptimizer) -> list[tuple[Any, torch.dtype]]:
     """The rule of each param group, and the dtype that DeepSpeed gives the weights."""
+    config = normalized(config)
     is_16 = lookup(config, "bf16.enabled") or lookup(config, "fp16.enabled")
     dtype = torch.bfloat16 if is_16 else torch.float32
     return [(optimizer.rule_of(g["params"][0]), dtype) for g in optimizer.param_groups]

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from ds_ext.commands.check import read_config
+from ds_ext.config import parsing
 from ds_ext.config.override import VARIABLE
 from ds_ext.optimizer import named
 
@@ -85,11 +85,12 @@ def environment(given: Mapping[str, str], config: str | None = None) -> dict[str
 
 def _checked(config: str) -> str:
     """The absolute path of a config that names an optimizer of ds_ext."""
-    read = read_config(Path(config))
-    section = read.get("optimizer")
-    if not isinstance(section, dict) or "type" not in section:
+    read = parsing.load(Path(config))
+    for problem in parsing.malformed(read):
+        raise ValueError(f"--config {config}: {problem}")
+    if "optimizer" not in read:
         raise ValueError(f"--config {config}: it has no optimizer.type.")
-    named(section["type"], f"--config {config}: optimizer.type")
+    named(read["optimizer"]["type"], f"--config {config}: optimizer.type")
     return os.path.abspath(config)
 
 

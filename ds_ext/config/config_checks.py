@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from ds_ext.config import parsing
-from ds_ext.config.parsing import lookup, without_auto
+from ds_ext.config.parsing import SIZES, lookup, normalized
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
@@ -18,7 +18,6 @@ from ds_ext.versions import numbers, written
 T = TypeVar("T")
 Allowed: TypeAlias = Callable[[Any], bool]
 _HPZ = "zero_optimization.zero_hpz_partition_size"
-SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def raise_first(problems: Iterable[str]) -> None:
@@ -42,11 +41,12 @@ def problems(
         states: the rule of each param group with each dtype of weights. Only read if the config
             offloads optimizer states.
     """
-    config = without_auto(config)
+    yield from parsing.malformed(config)
+    config = normalized(config)
     if version is not None:
         yield from needs_newer_deepspeed(config, version)
     for key, value, advice in _disallowed(config, REFUSED):
-        yield f"ds_ext cannot honour {key} = {value!r} yet: {advice}"
+        yield f"{key} = {value!r} is not supported: {advice}"
     yield from _combinations(config)
     try:
         parsing.gradients(config, kept_for=kept_for)
@@ -57,7 +57,7 @@ def problems(
 
 def ignored(config: dict[str, Any]) -> Iterator[str]:
     """Yields a message for each setting that is accepted but has no effect."""
-    config = without_auto(config)
+    config = normalized(config)
     for key, value, reason in _disallowed(config, IGNORED):
         yield f"{key} = {value!r} has no effect: {reason}."
     on, (zero, stage) = _offloaded(config), _zero(config)
@@ -104,7 +104,10 @@ def _combinations(config: dict[str, Any]) -> Iterator[str]:
     zero, stage = "zero_optimization", lookup(config, "zero_optimization.stage")
     for key, value, excluded in _disallowed(config, _STAGE_3):
         if stage != 3:
-            yield f"{key} = {value!r} needs {zero}.stage 3, but it is {stage}: remove it."
+            yield (
+                f"{key} = {value!r} works only at {zero}.stage 3, and the stage is {stage or 0}: "
+                "remove it, or set stage 3."
+            )
         else:
             yield from _excluded(config, f"{key} = {value!r}", excluded)
     if not stage and (size := lookup(config, "ds_ext.sum_group_size")):
@@ -123,7 +126,7 @@ def _combinations(config: dict[str, Any]) -> Iterator[str]:
 
 def int8_problems(config: dict[str, Any]) -> Iterator[str]:
     """Yields a message for each setting that excludes weights in 8 bits."""
-    yield from _excluded(config, 'ds_ext.weight_storage = "int8"', _EXCLUDED_BY_INT8)
+    yield from _excluded(normalized(config), 'ds_ext.weight_storage = "int8"', _EXCLUDED_BY_INT8)
 
 
 def _excluded(
@@ -131,7 +134,7 @@ def _excluded(
 ) -> Iterator[str]:
     """Yields a message for each other setting that ``asked`` excludes."""
     for key, value, _ in _disallowed(config, ((*other, None) for other in others)):
-        yield f"ds_ext cannot honour {asked} together with {key} = {value!r} yet: remove one."
+        yield f"{asked} is not supported together with {key} = {value!r}: remove one of them."
 
 
 def expert_problems(stage: Any, sequences: bool, tensor_size: Any) -> Iterator[str]:
@@ -158,7 +161,7 @@ def expert_problems(stage: Any, sequences: bool, tensor_size: Any) -> Iterator[s
 
 
 def offload_problems(
-    config: Mapping[str, Any], states: Iterable[tuple[Any, torch.dtype]] = ()
+    config: dict[str, Any], states: Iterable[tuple[Any, torch.dtype]] = ()
 ) -> Iterator[str]:
     """Yields a message for each offload setting that ds_ext cannot honour; see ``problems``."""
     on = _offloaded(config)
@@ -171,7 +174,7 @@ def offload_problems(
             )
         elif section.get("ratio", 1) != 1:
             yield (
-                f"ds_ext cannot honour {key}.ratio = {section['ratio']!r}: it is for DeepSpeed's "
+                f"{key}.ratio = {section['ratio']!r} is not supported: it is for DeepSpeed's "
                 "own optimizers on the CPU; remove it."
             )
     kinds = list(states) if "offload_optimizer" in on else []
@@ -196,14 +199,14 @@ def has_state(rule: Any, dtype: torch.dtype) -> bool:
     return bool(masters) or any(not part.is_shared for _, part in parts)
 
 
-def _zero(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
+def _zero(config: dict[str, Any]) -> tuple[dict[str, Any], int]:
     """The section "zero_optimization", and the ZeRO stage."""
-    zero = without_auto(config.get("zero_optimization"))
-    zero = zero if isinstance(zero, Mapping) else {}
+    zero = normalized(config).get("zero_optimization")
+    zero = zero if isinstance(zero, dict) else {}
     return zero, zero.get("stage") or 0
 
 
-def _offloaded(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def _offloaded(config: dict[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The active offload sections by name. ``offload_param`` is active only at ZeRO-3."""
     zero, stage = _zero(config)
     names = ["offload_param", "offload_optimizer"] if stage == 3 else ["offload_optimizer"]
@@ -218,17 +221,13 @@ def _device(section: Any) -> Any:
 
 
 def size_problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
-    """Yields messages about invalid batch sizes, group sizes and combinations with experts.
+    """Yields messages about group sizes and combinations with experts that a run refuses.
 
     Args:
         config: a DeepSpeed config.
         ranks: the number of data-parallel ranks; None if unknown.
     """
-    config = without_auto(config)
-    for key in SIZES:
-        size = config.get(key)
-        if size is not None and (type(size) is not int or size < 1):
-            yield f"{key} is {size!r}; allowed: a whole number > 0."
+    config = normalized(config)
     for key in group_keys(config) if ranks else ():
         size = lookup(config, key)
         if type(size) is not int or not ranks:
@@ -246,12 +245,13 @@ def size_problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
 
 def group_keys(config: dict[str, Any]) -> list[str]:
     """Returns the keys of a config that set a group size. It must divide the number of ranks."""
+    config = normalized(config)
     return [key for key in _GROUP_SIZES if lookup(config, key) not in (None, 0, 1)]
 
 
 def batch_problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
     """Yields a message if batch sizes contradict each other; see ``size_problems``."""
-    whole, micro, steps = (config.get(key) for key in SIZES)
+    whole, micro, steps = (normalized(config).get(key) for key in SIZES)
     parts = (ranks or 1) * (micro or 1) * (steps or 1)
     is_open = None in (ranks, micro, steps)  # DeepSpeed derives the missing size
     if whole is not None and (whole % parts if is_open else whole != parts):

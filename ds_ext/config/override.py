@@ -5,10 +5,11 @@ optimizer do not change, because their engines do not train.
 """
 
 import functools
-import json
 import os
 from pathlib import Path
 from typing import Any
+
+from ds_ext.config import parsing
 
 VARIABLE = "DS_EXT_CONFIG"  # the path of FILE, set by ``run --config``
 
@@ -28,8 +29,8 @@ def apply(config: dict[str, Any]) -> dict[str, Any]:
     if not path or not isinstance(config, dict) or "optimizer" not in config:
         return config
     given = _read(path)
-    own = config["optimizer"].get("params", {})
-    params = dict(given["optimizer"].get("params", {}))
+    own = config["optimizer"].get("params") or {}
+    params = dict(given["optimizer"].get("params") or {})
     for key in [key for key, value in params.items() if value == "auto"]:
         if own.get(key, "auto") == "auto":
             raise ValueError(
@@ -61,5 +62,7 @@ def refuse_object(optimizer: object) -> None:
 
 @functools.cache
 def _read(path: str) -> dict[str, Any]:
-    read: dict[str, Any] = json.loads(Path(path).read_text())
-    return read
+    config = parsing.load(Path(path))
+    for problem in parsing.malformed(config):
+        raise ValueError(f"run --config {path}: {problem}")
+    return config

@@ -1,11 +1,17 @@
-"""Parses the DeepSpeed config settings that ds_ext uses."""
+"""Reads DeepSpeed configs as DeepSpeed does, and parses the settings that ds_ext uses.
 
+The engine and the commands ``check``, ``plan`` and ``run`` share these functions.
+"""
+
+import contextlib
 import dataclasses
-import math
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from ds_ext import hyperparams
 from ds_ext.backward.gradient_config import ConfigSection, GradientConfig
@@ -17,6 +23,102 @@ _DTYPES = {  # as DeepSpeed spells them
 }
 
 
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+# Sections that DeepSpeed requires to be objects. An optimizer or scheduler also needs a type.
+_SECTIONS = (
+    *("zero_optimization", "fp16", "bf16", "data_types", "checkpoint", "tensor_parallel"),
+    *("compile", "torch_autocast", "activation_checkpointing", "pipeline", "flops_profiler"),
+    *("hybrid_engine", "data_efficiency", "comms_logger", "weight_quantization"),
+)
+# Keys whose values DeepSpeed converts to these types, for example from "3" or "false".
+_TYPES: dict[type, tuple[str, ...]] = {
+    int: (
+        *SIZES,
+        "zero_optimization.stage",
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.zero_hpz_partition_size",
+    ),
+    float: ("zero_optimization.offload_param.ratio", "zero_optimization.offload_optimizer.ratio"),
+    bool: (
+        "zero_optimization.cpu_offload",
+        "zero_optimization.cpu_offload_param",
+        "zero_optimization.ignore_unused_parameters",
+        "zero_optimization.offload_optimizer.super_offload",
+        "zero_optimization.reduce_scatter",
+        "zero_optimization.zero_quantized_gradients",
+        "zero_optimization.zero_quantized_nontrainable_weights",
+        "zero_optimization.zero_quantized_weights",
+        "bf16.enabled",
+        "bf16.bf16_master_weights_and_grads",
+        "bf16.bf16_optimizer_states",
+        "compile.deepcompile",
+        "fp16.enabled",
+        "fp16.fp16_master_weights_and_grads",
+    ),
+}
+_ADAPTERS: dict[str, TypeAdapter[Any]] = {
+    key: TypeAdapter(kind) for kind, keys in _TYPES.items() for key in keys
+}
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Returns the DeepSpeed config in a file.
+
+    Raises:
+        ValueError: the file is missing, or holds no JSON object, or holds a key twice.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        twice = [key for key in dict.fromkeys(keys) if keys.count(key) > 1]
+        if twice:
+            raise ValueError(f"the key {twice[0]} is there twice")
+        return dict(pairs)
+
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except ValueError as error:  # no JSON, or no text
+        raise ValueError(f"{path} is not a JSON file: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f'{path} holds no JSON object such as {{"optimizer": ...}}.')
+    return config
+
+
+def malformed(config: dict[str, Any]) -> Iterator[str]:
+    """Yields a message for each section that is not an object, and each size that is no number.
+
+    DeepSpeed itself would fail with an error that does not name the key.
+
+    Args:
+        config: a DeepSpeed config as written, in which values may be "auto".
+    """
+    for key in _SECTIONS:
+        value = config.get(key, {})
+        is_old_format = key == "zero_optimization" and isinstance(value, bool)
+        if not isinstance(value, dict) and not is_old_format:
+            yield f"{key} is {value!r}; allowed: a section such as {{}}."
+    for key in ("optimizer", "scheduler"):
+        value = config.get(key, {"type": "", "params": {}})
+        if not isinstance(value, dict) or not isinstance(value.get("type"), str):
+            yield f'{key} is {value!r}; allowed: {{"type": ..., "params": ...}}.'
+            continue
+        params = value.get("params")
+        is_default = key == "optimizer" and params is None
+        if not isinstance(params, dict) and not is_default:
+            yield f"{key}.params is {params!r}; allowed: an object such as {{}}."
+    for key in (*SIZES, "sequence_parallel_size", "tensor_parallel.autotp_size"):
+        size = lookup(config, key)
+        least = int(key != "tensor_parallel.autotp_size")
+        is_number = isinstance(size, int | float) and not isinstance(size, bool)
+        if size not in (None, "auto") and not (is_number and size >= least and size % 1 == 0):
+            yield f"{key} is {size!r}; allowed: a whole number >= {least}."
+    for key in (*_TYPES[int], *_TYPES[float]):
+        if key not in SIZES and isinstance(value := lookup(config, key), bool):
+            yield f"{key} is {value!r}; allowed: a number."
+
+
 def lookup(config: Any, key: str) -> Any:
     """Returns the value of a dotted key, or None if the key or one of its sections is missing."""
     for part in key.split("."):
@@ -26,15 +128,31 @@ def lookup(config: Any, key: str) -> Any:
     return config
 
 
-def without_auto(config: Any) -> Any:
-    """Returns a config without keys whose value is "auto", in all sections.
+def normalized(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config with the values that DeepSpeed reads. Every reader calls this first.
 
-    Like DeepSpeed, ds_ext uses defaults for these keys. Every reader of a config calls this first.
-    HF Trainer and accelerate have already replaced every "auto" that they support.
+    Leaves out keys whose value is "auto": like DeepSpeed, ds_ext uses defaults for them. HF Trainer
+    and accelerate have already replaced every "auto" that they support. Leaves values as they are
+    that DeepSpeed refuses.
     """
-    if not isinstance(config, dict):
-        return config
-    return {key: without_auto(value) for key, value in config.items() if value != "auto"}
+    read: dict[str, Any] = _without_auto(config)
+    if isinstance(zero := read.get("zero_optimization"), bool):  # DeepSpeed's old format
+        read["zero_optimization"] = {"stage": int(zero)}
+    for key, adapter in _ADAPTERS.items():
+        path, _, last = key.rpartition(".")
+        section = lookup(read, path) if path else read
+        value = section.get(last) if isinstance(section, dict) else None
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            with contextlib.suppress(ValidationError):
+                section[last] = adapter.validate_python(value)
+    return read
+
+
+def _without_auto(value: Any) -> Any:
+    """A copy of a value, without the keys of its sections that are "auto"."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_auto(inner) for key, inner in value.items() if inner != "auto"}
 
 
 def section(config: dict[str, Any]) -> ConfigSection:
@@ -43,7 +161,9 @@ def section(config: dict[str, Any]) -> ConfigSection:
     Raises:
         ValueError: a key is unknown or its value is invalid.
     """
-    given = without_auto(config.get("ds_ext")) or {}
+    given = normalized(config).get("ds_ext")
+    if given is None:
+        given = {}
     if not isinstance(given, dict):
         raise ValueError(f'ds_ext is {given!r}; allowed: a section, {{"gradient_policy": ...}}.')
     return ConfigSection(**hyperparams.check(ConfigSection, given, "ds_ext"))
@@ -77,7 +197,7 @@ def gradients(
     Raises:
         ValueError: a value is invalid, or two keys contradict each other.
     """
-    config = without_auto(config)
+    config = normalized(config)
     own = section(config)
     kept = [
         f"{key} = {value!r}"
@@ -89,23 +209,22 @@ def gradients(
     ]
     if kept_for and own.gradient_policy == "fused":
         raise ValueError(
-            f'ds_ext.gradient_policy = "fused" keeps no gradients, as {kept_for} needs: remove it, '
-            'and "sharded" is used.'
+            f'{kept_for} needs kept gradients, and ds_ext.gradient_policy = "fused" keeps none: '
+            'remove it, and "sharded" is used.'
         )
     if kept and own.gradient_policy == "fused":
         raise ValueError(
-            f'ds_ext.gradient_policy = "fused" keeps no gradients, as {kept[0]} needs: remove one.'
+            f'{kept[0]} needs kept gradients, and ds_ext.gradient_policy = "fused" keeps none: '
+            "remove one of them."
         )
-    max_norm = config.get("gradient_clipping") or 0.0
-    if not isinstance(max_norm, int | float) or not 0 <= max_norm < math.inf:
-        raise ValueError(f"gradient_clipping is {max_norm!r}; allowed: a number >= 0.")
+    max_norm = config.get("gradient_clipping")
     dtype = lookup(config, "data_types.grad_accum_dtype")
     if dtype is not None and (not isinstance(dtype, str) or dtype not in _DTYPES):
         raise ValueError(f"data_types.grad_accum_dtype is {dtype!r}; allowed: fp32, bf16, fp16.")
     return GradientConfig(
         bucket_size=bucket_size(config),
         policy=own.gradient_policy or ("sharded" if kept or kept_for else "fused"),
-        max_norm=float(max_norm),
+        max_norm=0.0 if max_norm is None else max_norm,
         max_value=own.clip_value,
         clip_mode=own.clip_mode,
         accumulate_in=None if dtype is None else _DTYPES[dtype],
@@ -116,7 +235,7 @@ def gradients(
 def log_lines(grad_config: GradientConfig, bucket_size: int, config: dict[str, Any]) -> list[str]:
     """Returns log lines about bucket size and clipping."""
     lines = [f"buckets of {bucket_size:,} gradient elements (zero_optimization.reduce_bucket_size)"]
-    if without_auto(config).get("gradient_clipping") is None:
+    if normalized(config).get("gradient_clipping") is None:
         lines.append(
             "gradient_clipping is not set: nothing is clipped (DeepSpeed's own optimizers would "
             'clip at its default, 1.0). Write "gradient_clipping": 0 to say so.'
@@ -138,11 +257,9 @@ def bucket_size(config: dict[str, Any]) -> int | None:
     Raises:
         ValueError: it is not a number of elements.
     """
-    size = lookup(without_auto(config), "zero_optimization.reduce_bucket_size")
-    if size is None:
-        return None
-    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size < math.inf:
+    size = lookup(normalized(config), "zero_optimization.reduce_bucket_size")
+    if size is not None and (type(size) is not int or size < 0):
         raise ValueError(
-            f"zero_optimization.reduce_bucket_size is {size!r}; allowed: a number of elements >= 0."
+            f"zero_optimization.reduce_bucket_size is {size!r}; allowed: a whole number >= 0."
         )
-    return int(size)
+    return size

@@ -13,7 +13,8 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import logger
 from pydantic import BaseModel, ValidationError
 
-from ds_ext.config.config_checks import SIZES, batch_problems, size_problems
+from ds_ext.config.config_checks import batch_problems, size_problems
+from ds_ext.config.parsing import SIZES, malformed
 
 # Top-level keys that DeepSpeed's modules ``constants`` and ``config`` do not define as constants.
 _SECTIONS = {
@@ -44,7 +45,7 @@ def problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
         config: a DeepSpeed config without "auto" values, which HF would fill in.
         ranks: the number of data-parallel ranks; None if unknown.
     """
-    found = list(_unknown(config))
+    found = [*malformed(config), *_unknown(config)]
     for section, model in _MODELS.items():
         given = config.get(section)
         if isinstance(given, dict):
@@ -124,5 +125,12 @@ def _raised(config: dict[str, Any]) -> Iterator[str]:
     with quiet():
         try:
             runtime_config.DeepSpeedConfig(own)
-        except Exception as error:  # assertions, and errors that wrong types cause
-            yield f"DeepSpeed refuses the config: {error or type(error).__name__}"
+        except ValueError as error:  # as in a run
+            yield str(error)
+        except Exception as error:  # such as an assertion
+            yield refusal(error)
+
+
+def refusal(error: Exception) -> str:
+    """Returns the message about an error of DeepSpeed while it reads a config."""
+    return f"DeepSpeed refuses the config: {error or type(error).__name__}"

@@ -7,13 +7,13 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScalerBase
 
-from ds_ext.config.parsing import without_auto
+from ds_ext.config.parsing import normalized
 from ds_ext.distributed import consensus
 
 
 def effective(engine: DeepSpeedEngine) -> dict[str, Any]:
     """Returns an engine's config, plus values that DeepSpeed derives or can spell in two ways."""
-    config: dict[str, Any] = without_auto(engine._config._param_dict)
+    config: dict[str, Any] = normalized(engine._config._param_dict)
     zero = config.get("zero_optimization", {})
     return config | {
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),

@@ -74,11 +74,15 @@ def read(original: Method, config: DeepSpeedConfig, given: Any, *args: Any, **kw
     """Reports invalid keys and values as the command ``check`` does, one line per key."""
     with rank_logging.traceback_once((ValueError, AssertionError)):
         try:
+            if isinstance(given, dict) and (found := list(parsing.malformed(given))):
+                raise ValueError("\n".join(found))
             taken = override.apply(given)
             if taken is not given:
                 own, ours = (x["optimizer"].get("type") for x in (given, taken))
                 _tell_replaced(own, ours)
             original(config, taken, *args, **kwargs)
+        except (AttributeError, TypeError) as error:  # a value has a wrong type
+            raise ValueError(deepspeed_config.refusal(error)) from error
         except ValidationError as error:
             raise ValueError("\n".join(deepspeed_config.format_errors(error))) from None
         except DeepSpeedConfigError as error:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 
-from ds_ext.config.parsing import without_auto
+from ds_ext.config.parsing import normalized
 from ds_ext.distributed.groups import Group, everyone, of_ranks, size_of
 
 _KEY = "sequence_parallel_size"
@@ -62,7 +62,7 @@ def add_groups(engine: DeepSpeedEngine, given: Any) -> None:
     Raises:
         ValueError: on all ranks, if sizes do not match.
     """
-    asked = without_auto(engine._config._param_dict).get(_KEY, 1)
+    asked = normalized(engine._config._param_dict).get(_KEY, 1)
     size = getattr(given, "get_sequence_parallel_world_size", lambda: 1)()
     mesh, tensor_size = engine.mesh_device, max(1, engine.autotp_size())
     if tensor_size > 1 and (size > 1 or mesh is not None):
@@ -88,7 +88,7 @@ def refuse_without_groups(engine: DeepSpeedEngine) -> None:
     function after it has created its groups.
     """
     size = getattr(engine._ds_ext_mpu, "get_sequence_parallel_world_size", lambda: 1)()
-    asked = without_auto(engine._config._param_dict).get(_KEY, 1)
+    asked = normalized(engine._config._param_dict).get(_KEY, 1)
     if size == 1 and (engine.mesh_device is not None or asked != 1):
         raise ValueError(
             f"{_KEY} does not support a function as the optimizer: pass the optimizer itself to "

@@ -54,7 +54,7 @@ def split_batch(model: nn.Module, splits: int, layers: str | None = None) -> lis
             layer has batch norms, whose statistics are those of the whole batch. Later, in
             ``forward``: a layer's arguments or results cannot be divided.
     """
-    if not isinstance(splits, int) or splits < 1:
+    if type(splits) is not int or splits < 1:
         raise ValueError(f"split_batch: splits is {splits!r}; allowed: a whole number >= 1.")
     found = dict(_repeated(model) if layers is None else _named(model, layers))
     for name, layer in found.items():

@@ -47,8 +47,10 @@ def chunk_loss(model: nn.Module, chunks: int | None = None, label_smoothing: flo
         ValueError: a value is invalid, the model is not a causal language model of transformers
             with its default loss, or it scales its logits after the head.
     """
-    if chunks is not None and (not isinstance(chunks, int) or chunks < 0):
-        raise ValueError(f"chunk_loss: chunks is {chunks!r}; allowed: a whole number >= 0.")
+    if chunks is not None and (type(chunks) is not int or chunks < 0):
+        raise ValueError(
+            f"chunk_loss: chunks is {chunks!r}; allowed: a whole number >= 0, or None."
+        )
     if not 0 <= label_smoothing <= 1:
         raise ValueError(
             f"chunk_loss: label_smoothing is {label_smoothing!r}; allowed: a number in [0, 1]."

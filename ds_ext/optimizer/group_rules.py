@@ -1,6 +1,7 @@
 """Makes the rule of each param group from the group's current hyper-parameters."""
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import make_dataclass
 from typing import Any
@@ -126,8 +127,8 @@ class GroupRules:
 
 
 def checked_hypers(hypers: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``hyperparams.check``, but keeps tensors. Each step reads them, as torch's do."""
-    tensors = {k: v for k, v in given.items() if isinstance(v, Tensor)}
+    """Returns ``hyperparams.check``, but keeps scalar tensors. Each step reads them, as torch's."""
+    tensors = {k: v for k, v in given.items() if isinstance(v, Tensor) and v.numel() == 1}
     return {**hyperparams.check(hypers, given, ""), **tensors}
 
 
@@ -137,4 +138,7 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, list):
         return tuple(value)
-    return value.item() if hasattr(value, "item") else value
+    if not hasattr(value, "item"):
+        return value
+    is_scalar = math.prod(value.shape) == 1  # of a tensor, or of a NumPy array or scalar
+    return value.item() if is_scalar else tuple(value.tolist())

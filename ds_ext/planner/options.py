@@ -12,7 +12,7 @@ import torch
 
 from ds_ext.backward.gradient_config import GPU_BUCKET_BYTES, GPU_SHARE, gpu_bucket_size
 from ds_ext.config import config_checks, parsing
-from ds_ext.config.parsing import without_auto
+from ds_ext.config.parsing import normalized
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named
 from ds_ext.planner import models
 from ds_ext.planner.activations import MicroBatch
@@ -271,13 +271,10 @@ def _check_pipeline(asked: PlanOptions) -> None:
 def _of_config(path: Path) -> dict[str, Any]:
     """The options that a DeepSpeed config sets. Keys with the value "auto" set none."""
     try:
-        config = without_auto(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--config {path}: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"--config {path}: not an object with sections such as zero_optimization.")
-    optimizer, zero = config.get("optimizer") or {}, config.get("zero_optimization") or {}
-    try:
+        given = parsing.load(path)
+        config_checks.raise_first(parsing.malformed(given))
+        config = normalized(given)
+        optimizer, zero = config.get("optimizer", {}), config.get("zero_optimization", {})
         _check_values(config)
         how, own = parsing.gradients(config), parsing.section(config)
     except ValueError as error:
@@ -301,24 +298,13 @@ def _of_config(path: Path) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-_SECTIONS = ("optimizer", "zero_optimization", "bf16", "fp16")
-
-
 def _check_values(config: dict[str, Any]) -> None:
     """Raises ValueError for invalid values of keys that only ``plan`` checks."""
-    for key in _SECTIONS:
-        if not isinstance(config.get(key) or {}, dict):
-            raise ValueError(f"{key} is {config[key]!r}; allowed: a section such as {{}}.")
-    zero = config.get("zero_optimization") or {}
-    stage, rows = zero.get("stage", 0), config.get("train_micro_batch_size_per_gpu", 1)
-    if type(stage) is not int or stage not in range(4):
+    zero = config.get("zero_optimization", {})
+    if (stage := zero.get("stage", 0)) not in range(4):
         raise ValueError(f"zero_optimization.stage is {stage!r}; allowed: 0, 1, 2, 3.")
-    if type(rows) is not int or rows < 1:
-        raise ValueError(
-            f"train_micro_batch_size_per_gpu is {rows!r}; allowed: a whole number > 0."
-        )
     for key in ("bf16", "fp16"):
-        is_on = (config.get(key) or {}).get("enabled", False)
+        is_on = config.get(key, {}).get("enabled", False)
         if not isinstance(is_on, bool):
             raise ValueError(f"{key}.enabled is {is_on!r}; allowed: true or false.")
     # At stage 3 both offload sections are checked. The option --stage may replace the stage.

@@ -18,10 +18,11 @@ from ds_ext.commands import run
 from ds_ext.commands.cli import main
 from ds_ext.engine import optimizers
 from ds_ext.optimizer import OPTIMIZERS
+from tests import worlds
 from tests.common.choose import params
 from tests.common.cli import refused
-from tests.distributed import unusual
-from tests.distributed.wrong_configs import SIZES
+from tests.distributed import unusual, wrong_configs
+from tests.distributed.wrong_configs import JUDGED, SIZES
 from tests.distributed.wrong_configs import WRONG as WRONG_CONFIGS
 
 ROOT = Path(__file__).parents[2]
@@ -302,7 +303,7 @@ WRONG = {
     "a key of our section": ({"ds_ext": {"polcy": 1}}, ["error: unknown key ds_ext.polcy."]),
     "a stage": ({"zero_optimization": {"stage": 5}}, ["stage is 5; allowed: 0, 1, 2, 3."]),
     "a name of other libraries": (optimizer(learning_rate=1), ['Did you mean "lr"?']),
-    "what DeepSpeed alone knows": ({"activation_checkpointing": 3}, ["DeepSpeed refuses"]),
+    "what DeepSpeed alone knows": ({"wall_clock_breakdown": "x"}, ["DeepSpeed refuses"]),
 }
 
 
@@ -463,7 +464,7 @@ WITHOUT_MODEL = {
         ["target_modules is []"],
     ),
     "a scheduler's type": (
-        {"scheduler": {"type": "WarmupLRR"}},
+        {"scheduler": {"type": "WarmupLRR", "params": {}}},
         ["scheduler.type is 'WarmupLRR'", 'Did you mean "WarmupLR"?'],
     ),
     "no scheduler's type": ({"scheduler": {"params": {}}}, ["scheduler is"]),
@@ -523,6 +524,16 @@ def test_what_ends_all_ranks_is_found(name, tmp_path, capsys):
     config = SIZES | unusual.ADALOMO | WRONG_CONFIGS[name]
     errors, _ = checked(config, tmp_path, capsys, "--ranks", 2)
     assert any(name in error for error in errors), errors
+
+
+@pytest.mark.parametrize("number", range(len(JUDGED)))
+def test_check_and_a_run_judge_alike(number, tmp_path, capsys):
+    key, changes = JUDGED[number]
+    (run,) = worlds.once(1, wrong_configs.judged)
+    errors, _ = checked(SIZES | wrong_configs.RIGHT | changes, tmp_path, capsys, "--ranks", 1)
+    assert bool(errors) == bool(run[number]) == (key is not None), (errors, run[number])
+    if key is not None:
+        assert key in run[number] and any(key in error for error in errors), (errors, run[number])
 
 
 def test_what_needs_a_model_or_ranks_is_named(tmp_path, capsys):

@@ -266,6 +266,20 @@ def test_a_config_says_what_options_do(tmp_path, folder, capsys):
     }
 
 
+def test_numbers_of_a_config_may_be_text(tmp_path, folder, capsys):
+    path = tmp_path / "ds.json"
+
+    def rows(**config):
+        path.write_text(json.dumps(config | {"optimizer": {"type": "CAME"}}))
+        return plan(capsys, "--model", folder, "--config", path)
+
+    zero, bf16 = {"stage": 3, "reduce_bucket_size": 1000}, {"enabled": True}
+    expected = rows(zero_optimization=zero, bf16=bf16)
+    zero, bf16 = {"stage": "3", "reduce_bucket_size": "1000"}, {"enabled": "true"}
+    assert rows(zero_optimization=zero, bf16=bf16) == expected
+    assert rows(zero_optimization=True) == rows(zero_optimization={"stage": 1})
+
+
 def test_optimizers_of_deepspeed_in_a_config_are_its_own(tmp_path, folder, capsys):
     assert options.DEEPSPEEDS == _DEEPSPEEDS - _TAKEN_OVER.keys()
     path = tmp_path / "ds.json"

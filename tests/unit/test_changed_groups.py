@@ -107,6 +107,23 @@ def test_a_tensor_that_is_a_rate_is_read_at_each_step():
         torch.testing.assert_close(ours, torchs)
 
 
+@pytest.mark.parametrize("betas", [torch.tensor([0.5, 0.75]), numpy.array([0.5, 0.75])])
+def test_tensors_and_arrays_of_several_numbers_are_lists(betas):
+    stepped = []
+    for made, changed in (((0.5, 0.75), None), (betas, None), ((0.9, 0.99), betas)):
+        model = network()
+        optimizer = ds_ext.AdamW(model.parameters(), betas=made)
+        if changed is not None:
+            optimizer.param_groups[0]["betas"] = changed
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        stepped.append(list(model.parameters()))
+    for others in stepped[1:]:
+        assert all(map(torch.equal, stepped[0], others))
+    with pytest.raises(ValueError, match=r"betas is .*; allowed: a list of 2"):
+        ds_ext.AdamW(model.parameters(), betas=torch.tensor([0.5, 0.75, 0.75]))
+
+
 def test_a_rule_is_made_anew_only_when_its_group_has_changed():
     model = network()
     optimizer = two_groups(ds_ext.LAMB, model)

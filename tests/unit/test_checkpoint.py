@@ -1,5 +1,7 @@
 """What is saved and how it is read: pieces, not wholes. (Real ranks: test_resume.py.)"""
 
+import json
+
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
@@ -13,6 +15,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.planner.live_memory import LiveMemory
+from tests.common.manifests import manifest
 
 SHAPE = (2048, 4608)
 
@@ -76,17 +79,21 @@ def test_a_gap_between_pieces_is_seen():
     assert pieces.is_incomplete(Part.of(slice(0, 4), 8), "x")  # of another total
 
 
+def write(path, steps, is_latest=True, **wrong):
+    """A checkpoint of one file, with ``wrong`` entries in its manifest."""
+    draft = folder.prepare(path)
+    (draft.aside / "file.pt").write_bytes(b"content %d" % steps)
+    files = {"file.pt": folder.size_and_checksum(draft.aside / "file.pt")}
+    folder.commit(draft, manifest(path.name, steps, files), is_latest)
+    swap.close(draft)
+    if wrong:
+        said = manifest(path.name, steps, files) | wrong
+        said |= {"crc32": folder._checksum(said)}
+        (path / folder.MANIFEST).write_text(json.dumps(said))
+
+
 def test_the_newest_checkpoint_is_complete_undamaged_and_trainers_own(tmp_path):
     assert folder.newest_checkpoint(tmp_path) is None
-
-    def write(path, steps):
-        draft = folder.prepare(path)
-        (draft.aside / "file.pt").write_bytes(b"content %d" % steps)
-        files = {"file.pt": folder.size_and_checksum(draft.aside / "file.pt")}
-        said = {"ds_ext": folder.VERSION, "tag": path.name, "global_steps": steps, "files": files}
-        folder.commit(draft, said, True)
-        swap.close(draft)
-
     for steps in (9, 10, 30):
         write(tmp_path / f"global_step{steps}", steps)
     assert folder.newest_checkpoint(tmp_path).steps == 30
@@ -101,6 +108,40 @@ def test_the_newest_checkpoint_is_complete_undamaged_and_trainers_own(tmp_path):
     write(tmp_path / "global_step9", 11)  # in the place of the one before
     assert not list(tmp_path.glob(".*"))
     assert folder.newest_checkpoint(tmp_path / "global_step9") is None
+
+
+def test_the_newest_checkpoint_is_the_one_that_loading_takes(tmp_path):
+    """A second run in the folder of a first: ``latest`` decides, and steps only without it."""
+    write(tmp_path / "global_step1000", 1000)
+    write(tmp_path / "global_step20", 20)
+    write(tmp_path / "best", 30, is_latest=False)
+    assert folder.latest(tmp_path) == folder.newest_checkpoint(tmp_path).tag == "global_step20"
+    (tmp_path / "global_step20" / "file.pt").write_bytes(b"c0ntent 20")
+    assert folder.newest_checkpoint(tmp_path).tag == "global_step1000"
+
+
+WRONG = {
+    "ds_ext": None,
+    "tag": 3,
+    "global_steps": "3",
+    "files": [],
+    "files.file.pt": {"file.pt": 3},
+    "files.file.pt.bytes": {"file.pt": {"bytes": "9", "crc32": 0}},
+    "model_files": None,
+    "state_files.0": [3],
+    "layer_files": "x",
+    "tensor_parallel": "1",
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_a_manifest_with_wrong_types_is_damaged(key, tmp_path):
+    write(tmp_path / "older", 2)
+    write(tmp_path / "newer", 3, **{key.partition(".")[0]: WRONG[key]})
+    with pytest.raises(folder.CheckpointError, match="ds_ext.json is damaged") as caught:
+        folder.manifest(tmp_path / "newer")
+    assert (key in str(caught.value) or key == "ds_ext") and "older" in str(caught.value)
+    assert folder.newest_checkpoint(tmp_path).tag == "older"
 
 
 def test_the_first_difference_is_named():

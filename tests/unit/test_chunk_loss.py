@@ -214,7 +214,8 @@ def test_what_has_no_such_loss_is_refused():
     assert "chunk_loss: the loss of BertForMaskedLM is ForMaskedLMLoss" in said(masked)
     config = T.Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=30.0)
     assert "final_logit_softcapping = 30.0" in said(T.Gemma2ForCausalLM(config))
-    assert "allowed: a whole number >= 0" in said(make(), -1)
+    for chunks in (-1, True, 2.0):
+        assert f"chunks is {chunks!r}; allowed: a whole number >= 0" in said(make(), chunks)
     assert "label_smoothing is 2" in said(make(), 2, label_smoothing=2)
     model = make()
     ds_ext.chunk_loss(model, 2)

@@ -24,6 +24,7 @@ from ds_ext.optimizer import OPTIMIZERS, bucket_step
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 from tests.common.hypers import FOR_ALL
+from tests.common.manifests import manifest
 
 EXACT = 1e-9
 # A rule that has no row is run with its defaults.
@@ -328,7 +329,7 @@ def honoured_or_refused(given_):
 
 @functools.cache
 def manifest_text():
-    said = {"ds_ext": folder.VERSION, "tag": "t", "global_steps": 3, "files": {}}
+    said = manifest("t", 3, {})
     return json.dumps(said | {"crc32": folder._checksum(said)}, indent=1)
 
 

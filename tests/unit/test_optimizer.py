@@ -323,6 +323,8 @@ REFUSED = [
     ("muon", {"momentum": 1.0}, ["momentum is 1.0; allowed: a number in [0, 1)"]),
     ("muon", {"ns_steps": 0}, ["ns_steps is 0; allowed: a whole number > 0"]),
     ("muon", {"ns_coefficients": (1.0, 2.0)}, ["ns_coefficients is (1.0, 2.0)", "a list of 3"]),
+    ("muon", {"ns_coefficients": []}, ["ns_coefficients is []; allowed: a list of 3 numbers"]),
+    ("muon", {"ns_coefficients": [[]]}, ["ns_coefficients is [[]]; allowed: a list of 3 numbers"]),
     ("muon", {"adjust_lr_fn": "rms"}, ["adjust_lr_fn is 'rms'", '"original" or "match_rms_adamw"']),
     *(
         row

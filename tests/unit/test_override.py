@@ -44,6 +44,12 @@ def test_optimizer_and_section_are_replaced_and_the_rest_stays(given):
     assert OWN["optimizer"]["type"] == "AdamW"  # the program's own dict is left alone
 
 
+def test_params_of_null_are_those_of_neither(given):
+    given({"optimizer": {"type": "LOMO", "params": None}})
+    taken = override.apply({"optimizer": {"type": "AdamW", "params": None}})
+    assert taken == {"optimizer": {"type": "LOMO", "params": {}}}
+
+
 def test_a_file_without_the_section_leaves_the_programs(given):
     given({"optimizer": {"type": "LOMO"}})
     assert override.apply(OWN)["ds_ext"] == OWN["ds_ext"]
@@ -74,6 +80,8 @@ def test_an_optimizer_object_is_an_error(given):
     "config, words",
     [
         ({"zero_optimization": {}}, "it has no optimizer.type"),
+        ({"optimizer": None}, "optimizer is None; allowed"),
+        ({"optimizer": {"type": "AdaLomo", "params": []}}, "optimizer.params is \\[\\]; allowed"),
         ({"optimizer": {"type": "AdaLmo"}}, "optimizer.type is 'AdaLmo'.*AdaLomo"),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ds_ext.checkpoint import folder, locks, swap
+from tests.common.manifests import manifest
 
 KEPT = {
     "tokenizer.json": "tokens",
@@ -29,8 +30,7 @@ def save(root: Path, tag: str, steps: int, ranks: int = 2) -> None:
     for name in names:
         (draft.aside / name).write_text(f"{tag} {steps}")
     files = {name: folder.size_and_checksum(draft.aside / name) for name in names}
-    said = {"ds_ext": folder.VERSION, "tag": tag, "global_steps": steps, "files": files}
-    folder.commit(draft, said, True)
+    folder.commit(draft, manifest(tag, steps, files), True)
     swap.close(draft)
 
 
@@ -177,8 +177,10 @@ def test_the_newest_checkpoint_may_have_a_tag_with_folders(tmp_path):
     assert folder.newest_checkpoint(tmp_path) == (str(tmp_path), "run/a/step3", 3)
     save(tmp_path, "run/step2", 2)
     save(tmp_path, "run", 2)  # around the two others
-    assert folder.newest_checkpoint(tmp_path).tag == "run/a/step3"
+    assert folder.newest_checkpoint(tmp_path).tag == folder.latest(tmp_path) == "run"
     (tmp_path / "run").rename(tmp_path / ".replaced-run")  # killed here
+    assert folder.newest_checkpoint(tmp_path).tag == folder.latest(tmp_path) == "run"
+    (tmp_path / "latest").unlink()
     assert folder.newest_checkpoint(tmp_path).tag == "run/a/step3"
     (tmp_path / ".replaced-run/a/step3/zero_pp_rank_0_mp_rank_00_optim_states.pt").write_text("")
     for tag in ("run/step2", "run"):  # as new as each other
@@ -199,6 +201,8 @@ def test_other_runs_links_and_odd_folders_do_not_confuse_the_newest_checkpoint(t
     (root / "run/ds_ext.json").mkdir()
     (root / "run/closed").mkdir(mode=0)
     assert folder.newest_checkpoint(root) == (str(root), "run/step3", 3)
+    (root / "latest").unlink()
+    assert folder.newest_checkpoint(root) == (str(root), "run/step3", 3)
     (root / "best").symlink_to(tmp_path / "disk/step4")
     assert folder.newest_checkpoint(root) == (str(root), "best", 4)
     (root / "far").symlink_to(tmp_path / "elsewhere/run")
@@ -215,8 +219,7 @@ def test_another_job_does_not_touch_what_a_job_writes(tmp_path, tag):
     (first.aside / "file.pt").write_text("first")
     save(tmp_path, tag, 2)
     files = {"file.pt": folder.size_and_checksum(first.aside / "file.pt")}
-    said = {"ds_ext": folder.VERSION, "tag": "first", "global_steps": 1, "files": files}
-    folder.commit(first, said, True)
+    folder.commit(first, manifest("first", 1, files), True)
     swap.close(first)
     assert steps_of(tmp_path, "first") == 1 and steps_of(tmp_path, tag) in (1, 2)
     assert folder.latest(tmp_path) == "first" and not leftovers(tmp_path)

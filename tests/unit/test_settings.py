@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, get_zero_config
 from torch import nn
 
 from ds_ext.backward import gradient_config
@@ -59,7 +60,7 @@ def test_a_setting_that_cannot_be_honoured_is_refused_by_name(key, value, advice
     with pytest.raises(ValueError) as caught:
         refuse(config(key, value))
     message = str(caught.value)
-    assert f" {key} = {value!r} " in message and advice in message
+    assert message.startswith(f"{key} = {value!r} ") and advice in message
 
 
 @pytest.mark.parametrize("key, value", HONOURED)
@@ -203,10 +204,31 @@ def test_contradictions_are_refused_by_name(given, parts):
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
-def test_a_section_that_is_no_section_is_not_searched():
+def test_a_section_that_is_no_section_is_named():
     given = {"fp16": None, "zero_optimization": True, "compile": []}
-    refuse(given)
+    assert list(config_checks.problems(given)) == [
+        "fp16 is None; allowed: a section such as {}.",
+        "compile is []; allowed: a section such as {}.",
+    ]
     assert list(config_checks.ignored(given)) == []
+
+
+def test_a_config_is_read_as_deepspeed_reads_it():
+    """Text as numbers, by the model that DeepSpeed itself has for each section."""
+    text = {"stage": "3", "reduce_bucket_size": "5000", "zero_hpz_partition_size": "2"}
+    text |= {"reduce_scatter": "false", "offload_optimizer": {"device": "cpu", "ratio": "0.5"}}
+    given = {"zero_optimization": text, "bf16": {"enabled": "yes"}, "gradient_clipping": "auto"}
+    read = parsing.normalized(given)
+    theirs = DeepSpeedZeroConfig(**text)
+    for key, value in read["zero_optimization"].items():
+        if key != "offload_optimizer":
+            assert value == getattr(theirs, key) and type(value) is not str
+    assert read["zero_optimization"]["offload_optimizer"]["ratio"] == theirs.offload_optimizer.ratio
+    assert read["bf16"] == {"enabled": True} and "gradient_clipping" not in read
+    assert text["stage"] == "3"  # what was given stays as it is
+    for old in (True, False):
+        zero = parsing.normalized({"zero_optimization": old})["zero_optimization"]
+        assert zero["stage"] == get_zero_config({"zero_optimization": old}).stage == int(old)
 
 
 def test_bucket_size():

@@ -193,6 +193,7 @@ def test_what_cannot_be_divided_is_refused(model, given, text):
 
 def test_unfit_layers_are_refused():
     norms = Layered(lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    assert "splits is True; allowed" in message(lambda: ds_ext.split_batch(norms, True))
     assert "layers.0.1 is a batch norm" in message(lambda: ds_ext.split_batch(norms, 2))
     plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert "split_batch(model, splits, layers=" in message(lambda: ds_ext.split_batch(plain, 2))
