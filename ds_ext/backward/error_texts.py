@@ -7,6 +7,11 @@ NOT_FINITE = (
     "clip_grad_norm_(error_if_nonfinite=True): the norm of the gradients is not finite. The step "
     "skips parameters with such gradients, so training can continue without this argument."
 )
+CLIPPED_TOGETHER = (
+    "clip_grad_norm_: some of these parameters have a gradient that ds_ext does not step, and the "
+    "step scales ds_ext's gradients by their own norm. Clip the others by a call of their own, "
+    "freeze them, or put them into the optimizer that steps the model."
+)
 REPLACED = (
     "another engine or fuse_into_backward call steps this model now: use that one, or create a new "
     "one. If the two models share layers, freeze these in one of them."

@@ -172,7 +172,7 @@ def _check_gradients(optimizer: RuleOptimizer, layout: Layout) -> None:
 def _take_over(model: nn.Module, optimizer: RuleOptimizer, group: Group) -> None:
     """Takes ``model`` over; raises ValueError if another optimizer steps other parameters of it."""
     params = [p for p in model.parameters() if p.requires_grad]
-    for older in filter(None, map(owners.owner, params)):
+    for older in owners.of(params):
         if older.optimizer.group_of.keys().isdisjoint(optimizer.group_of):
             raise ValueError(
                 "fuse_into_backward: another optimizer steps other parameters of this model. "

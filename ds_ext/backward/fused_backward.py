@@ -11,7 +11,6 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -263,8 +262,8 @@ class FusedBackward:
         if stepped and self.layout.is_first:
             counts = len(stepped), len(self.optimizer.group_of)
             logger.warning(error_texts.STEPPED, *counts, self.grad_config.words.sharded)
-        given, trained = set(params), self.buckets.trained.intersection(self.optimizer.group_of)
-        if any(owners.owner(p) is self for p in trained - given):
+        given = set(params)
+        if any(owners.owner(p) is self for p in self.trained - given):
             self.buckets.discard(given)
             self.optimizer.drop_unstepped(given & self.state.projected.keys())
             self.state.drop(given)
@@ -287,35 +286,20 @@ class FusedBackward:
             self.buckets.streams.make_current_wait()
             self.optimizer.rollback_step(self.state.read_flags())
 
+    @property
+    def trained(self) -> set[Tensor]:
+        """The trainable parameters that the optimizer has."""
+        return self.buckets.trained.intersection(self.optimizer.group_of)
+
     @torch.no_grad()
-    def clipped_norm(self, params: Collection[Tensor], asked: Mapping[str, Any]) -> Tensor | None:
+    def norm_so_far(self) -> float:
         """Returns the norm of all gradients since the last step, before clipping.
 
         All ranks call it.
-
-        Args:
-            params: the parameters given to ``torch.nn.utils.clip_grad_norm_``.
-            asked: its arguments by name.
-
-        Returns:
-            The norm, []; None if the step clips by another norm, or other parameters.
-
-        Raises:
-            RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is asked for.
         """
-        max_norm = float(asked.get("max_norm", math.nan))
-        is_same = max_norm in (self.grad_config.max_norm, math.inf)
-        if self.is_replaced or not is_same or float(asked.get("norm_type", 2)) != 2:
-            return None
-        trained = self.buckets.trained.intersection(self.optimizer.group_of)
-        if not trained.issubset(params):
-            return None
         self.finish()
         self._rollback_skipped()
-        norm = self.state.norm_so_far()
-        if asked.get("error_if_nonfinite") and not math.isfinite(norm):
-            raise RuntimeError(error_texts.NOT_FINITE)
-        return torch.tensor(norm, dtype=torch.float64, device=self.layout.device)
+        return self.state.norm_so_far()
 
     def leaf(self, param: Tensor) -> Tensor:
         """Returns the leaf that stands for a parameter in the graph of a loss."""

@@ -7,7 +7,7 @@ model takes the parameters over, as a new engine does with DeepSpeed's own optim
 import contextlib
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from ds_ext.backward.gradient_config import GradientConfig
 from ds_ext.backward.partial_grads import ModuleCalls
 from ds_ext.distributed import consensus
 from ds_ext.distributed.groups import Group
+from ds_ext.distributed.layout import Layout
 from ds_ext.logs import logger
 from ds_ext.optimizer import RuleOptimizer
 
@@ -27,6 +28,7 @@ class GradientOwner(Protocol):
     """An object that steps parameters from hooks."""
 
     optimizer: RuleOptimizer
+    layout: Layout
     grad_config: GradientConfig
 
     @property
@@ -45,8 +47,12 @@ class GradientOwner(Protocol):
     def discard(self, params: Collection[Tensor]) -> None:
         """Drops the gradients of ``params`` since the last step."""
 
-    def clipped_norm(self, params: Collection[Tensor], asked: Mapping[str, Any]) -> Tensor | None:
-        """Returns the norm of all gradients, if the step clips by it as ``asked``; else None."""
+    @property
+    def trained(self) -> set[Tensor]:
+        """The parameters that it steps."""
+
+    def norm_so_far(self) -> float:
+        """Returns the norm of all gradients since the last step; all ranks call it."""
 
     def give_way(self) -> None:
         """Lets another owner take the parameters over."""
@@ -71,6 +77,11 @@ def owner(param: Tensor) -> GradientOwner | None:
     """Returns the owner of ``param``."""
     found = _owners.get(param)
     return None if found is None else found()
+
+
+def of(params: Iterable[Tensor]) -> list[GradientOwner]:
+    """Returns the owners of ``params``, each once."""
+    return list(dict.fromkeys(filter(None, map(owner, params))))
 
 
 def claim(param: Tensor, by: GradientOwner, name: str) -> None:
@@ -101,7 +112,7 @@ def check_finished(params: Iterable[Tensor], group: Group = None) -> list[Gradie
 
     Raises RuntimeError on all ranks if an owner is in the middle of a step on any of them.
     """
-    olders = list(dict.fromkeys(filter(None, map(owner, params))))
+    olders = of(params)
     unfinished = [lost for older in olders if (lost := older.unfinished())]
     pending = [lost for lines in consensus.gathered(unfinished, group) for lost in lines]
     if pending:

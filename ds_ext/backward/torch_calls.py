@@ -8,14 +8,15 @@ others. Each is installed once, when a model is first stepped from hooks. A scri
 import copy
 import functools
 import inspect
+import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_ext.backward import foreign_grads, gradient_config, module_hooks, owners
+from ds_ext.backward import error_texts, foreign_grads, gradient_config, module_hooks, owners
 from ds_ext.backward.autograd_graph import nodes
 
 _lock = threading.Lock()
@@ -30,8 +31,9 @@ def watch() -> None:
 @functools.cache
 def _watch() -> None:
     foreign_grads.watch()
-    for function in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
-        assert function.__closure__ is not None
+    for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
+        if (function := getattr(nn.utils, name, None)) is None:
+            continue  # torch 2.4 and 2.5 have no clip_grads_with_norm_
         cell = function.__closure__[function.__code__.co_freevars.index("func")]
         cell.cell_contents = _clipping(cell.cell_contents)
     recursive: Any = torch.jit._recursive
@@ -67,21 +69,33 @@ def _clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(clip)
     def call(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if found := {by for by in map(owners.owner, params) if by is not None}:
-            before, norm_of = _BEFOREHAND[
-                next(iter(found)).grad_config.words is gradient_config.CONFIG
-            ]
-            asked = inspect.signature(clip).bind(params, *args, **kwargs).arguments
-            if len(found) == 1 and (norm := found.pop().clipped_norm(params, asked)) is not None:
-                return norm
+        found = [by for by in owners.of(params) if not by.trained.isdisjoint(params)]
+        if not found:
+            return clip(params, *args, **kwargs)
+        by, trained = found[0], found[0].trained
+        asked = inspect.signature(clip).bind(params, *args, **kwargs).arguments
+        if len(found) > 1 or not (_step_clips(by, asked) and trained.issubset(params)):
+            before, norm_of = _BEFOREHAND[by.grad_config.words is gradient_config.CONFIG]
             raise RuntimeError(
-                f"torch.nn.utils.{clip.__name__}: ds_ext has already used these gradients inside "
-                f"backward, so there is nothing left to clip. Instead, set {before}. The norm of "
-                f"all gradients is {norm_of}."
+                f"torch.nn.utils.{clip.__name__.lstrip('_')}: ds_ext has already used these "
+                "gradients inside backward, so there is nothing left to clip. Instead, set "
+                f"{before}. The norm of all gradients is {norm_of}."
             )
-        return clip(params, *args, **kwargs)
+        if by.layout.any(any(p.grad is not None for p in params if p not in trained)):
+            raise RuntimeError(error_texts.CLIPPED_TOGETHER)
+        norm = by.norm_so_far()
+        if asked.get("error_if_nonfinite") and not math.isfinite(norm):
+            raise RuntimeError(error_texts.NOT_FINITE)
+        return torch.tensor(norm, dtype=torch.float64, device=by.layout.device)
 
     return call
+
+
+def _step_clips(by: owners.GradientOwner, asked: Mapping[str, Any]) -> bool:
+    """Whether the step of ``by`` clips by the norm that a call of ``clip_grad_norm_`` asks for."""
+    max_norm = float(asked.get("max_norm", math.nan))
+    is_same = max_norm == math.inf or 0 < max_norm == by.grad_config.max_norm
+    return is_same and float(asked.get("norm_type", 2)) == 2 and "total_norm" not in asked
 
 
 # By whether an engine steps the model: the setting that clips, and the call that returns the norm.

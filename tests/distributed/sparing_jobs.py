@@ -93,11 +93,21 @@ def engines(stage: int, reentrant: bool, kind: Any = ds_ext.LOMO) -> list[Any]:
         loss, hidden = loss_of(body, second, head, x)
         body.backward(loss)
         others = [g.clone() for g in (x.grad, hidden.grad, head.weight.grad, head.bias.grad)]
-        head.zero_grad()
+        refuse_to_clip_both(models[0], head)
         body.step()
         second.step()
         told.append((others, [p for m in models for p in whole(m)]))
     return told
+
+
+def refuse_to_clip_both(body: nn.Module, head: nn.Module) -> None:
+    """Clips both together, where only the first rank has gradients of the head."""
+    if dist.get_rank():
+        head.zero_grad()
+    both = [*body.parameters(), *head.parameters()]
+    said = message(lambda: torch.nn.utils.clip_grad_norm_(both, CLIP))
+    assert "Clip the others by a call of their own" in said, said
+    head.zero_grad()
 
 
 def fused(reentrant: bool) -> list[Any]:
@@ -115,7 +125,7 @@ def fused(reentrant: bool) -> list[Any]:
         loss, hidden = loss_of(*models, head, x)
         made[step % 2][0].backward(loss)
         others = [g.clone() for g in (x.grad, hidden.grad, head.weight.grad, head.bias.grad)]
-        head.zero_grad()
+        refuse_to_clip_both(models[0], head)
         for _, optimizer in made:
             optimizer.step()
         weights = [p.full_tensor().detach().clone() for m in models for p in m.parameters()]

@@ -101,6 +101,30 @@ def test_clipping_by_torch_to_what_is_set_tells_the_norm(max_norm):
         assert torch.allclose(p, q, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("is_one_model", [False, True])
+@pytest.mark.parametrize("policy", ["fused", "sharded"])
+def test_a_head_that_torch_steps_is_clipped_by_its_own_call(policy, is_one_model):
+    """A norm of both would scale the head only, because the body's step uses its own norm."""
+    model, reference = make(), make()
+    stepped = model if is_one_model else model[0]
+    optimizer = ds_ext.LOMO(model[0].parameters(), lr=0.1)
+    fused = ds_ext.fuse_into_backward(stepped, optimizer, max_grad_norm=0.1, gradient_policy=policy)
+    fused.backward(loss_of(model, 0))
+    loss_of(reference, 0).backward()
+    for bound in (0.1, torch.inf):
+        with pytest.raises(RuntimeError, match="Clip the others by a call of their own, freeze"):
+            clip_grad_norm_(model.parameters(), bound)
+    for part in (0, 2):
+        clipped, expected = (clip_grad_norm_(m[part].parameters(), 0.1) for m in (model, reference))
+        assert float(clipped) == pytest.approx(float(expected))
+    assert torch.equal(model[2].weight.grad, reference[2].weight.grad)
+    model[2].zero_grad()
+    assert clip_grad_norm_(model.parameters(), 0.1) > 0  # as with frozen parameters
+    optimizer.step()
+    expected = make()[0].weight - 0.1 * reference[0].weight.grad
+    torch.testing.assert_close(model[0].weight, expected)
+
+
 @pytest.mark.parametrize("policy", ["fused", "sharded"])
 def test_clipping_by_torch_is_refused_and_tells_what_to_set(policy):
     model, other = make(), make()
@@ -112,6 +136,10 @@ def test_clipping_by_torch_is_refused_and_tells_what_to_set(policy):
             clip(model.parameters(), 1.0)
     with pytest.raises(RuntimeError, match="max_grad_norm"):
         clip_grad_norm_(parameters=model[0].weight, max_norm=1.0)
+    with pytest.raises(RuntimeError, match="max_grad_norm"):
+        clip_grad_norm_(model.parameters(), 0.0)  # torch makes all gradients zero
+    with pytest.raises(RuntimeError, match=r"utils\.clip_grads_with_norm_.*max_grad_norm"):
+        nn.utils.clip_grads_with_norm_(model.parameters(), torch.inf, torch.tensor(1.0))
 
     loss_of(other, 0).backward()
     before = other[0].weight.grad.norm()
