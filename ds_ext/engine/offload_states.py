@@ -15,7 +15,6 @@ from ds_ext.backward import error_texts
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.backward.int8_weights import unsupported
 from ds_ext.ops import int8
-from ds_ext.ops.weight_update import MASTER
 from ds_ext.optimizer import host_offload
 
 Move: TypeAlias = Callable[[Tensor], Tensor]
@@ -87,7 +86,7 @@ class OffloadedStates:
 def _kind_of(key: str) -> OffloadStateTypeEnum:
     """The kind of the state with this key."""
     kinds = OffloadStateTypeEnum
-    return kinds.hp_params if key in MASTER else kinds.optim_states
+    return kinds.hp_params if key == "master" else kinds.optim_states
 
 
 _KINDS = (

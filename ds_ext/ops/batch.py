@@ -22,7 +22,6 @@ from ds_ext.ops.shard import Shard
 Pointers: TypeAlias = NDArray[np.int64]
 GeometryTuple: TypeAlias = tuple[int, int, int, int, int]  # start, elements, matrices, rows, cols
 CPU = torch.device("cpu")
-MASTER = frozenset({"master", "marks"})  # the keys of a state that belong to the fp32 master
 
 
 class Layout(NamedTuple):

@@ -154,20 +154,6 @@ class NormalizeWholeRows(NamedTuple):
     like: Gradient
 
 
-class Mark(NamedTuple):
-    """Writes the fingerprints of 16-bit runs: pairs of a run and its fingerprints."""
-
-    given: Sequence[tuple[Tensor, Tensor]]
-    are_batched: bool  # whether the runs are stepped in batches
-
-
-class Mend(NamedTuple):
-    """Drops the residuals of edited weights: triples of run, residuals and fingerprints."""
-
-    given: Sequence[tuple[Tensor, Tensor, Tensor | None]]
-    are_batched: bool
-
-
 def square_sum(x: Readable, shard: Shard, like: Gradient) -> Tensor:
     """Returns the sum of the squares of a run, [].
 
@@ -321,22 +307,6 @@ def normalize_whole_rows(
     """
     asked = NormalizeWholeRows(x, least, like)
     return cast(tuple[Quotient, Tensor], dispatch.execute(asked, shard))
-
-
-def mark_(given: Sequence[tuple[Tensor, Tensor]], are_batched: bool = False) -> None:
-    """Writes fingerprints of 16-bit runs, [n], to the second of each pair, [ceil(n / GROUP)]."""
-    dispatch.execute(Mark(given, are_batched), None)
-
-
-def mend_(given: Sequence[tuple[Tensor, Tensor, Tensor | None]], are_batched: bool = False) -> None:
-    """Sets the residuals of weights that were edited since ``mark_`` to zero, in place.
-
-    Args:
-        given: for each run its weights, [n] of 16 bits, their residuals, [n] int16 or int8, and
-            their fingerprints or None: see ``fingerprints.mend_``.
-        are_batched: whether the runs are stepped in batches.
-    """
-    dispatch.execute(Mend(given, are_batched), None)
 
 
 def blocks(shard: Shard, like: Gradient) -> Iterator[Block]:

@@ -12,15 +12,17 @@ import torch
 
 HEADER = Path(__file__).parent / "executors" / "native" / "schema.h"
 
-GROUP = 256  # weights that share a fingerprint: see fingerprints.py
 PROBES = 31  # sampled weights that show whether a cached norm is still valid: see passes.cpp
 GIVEN = 12  # the most numbers in the formulas of a kernel's pass
-# weight_storage.CorrectedWeight stores the rounding error of a weight in 8 bits: in parts of the
-# largest error, which is half the spacing of the 16-bit numbers there.
-PARTS = 127.0
-# The value of ±127 in such parts: the middle of 126.5 to 127. With 127, the sum would lie half way
+# weight_storage.CorrectedWeight stores the rounding error of a weight in 8 bits: in
+# 1/127ths of the largest error, which is half the spacing of the 16-bit numbers there.
+ERROR_LEVELS = 127.0
+# The value of ±127 in such levels: the middle of 126.5 to 127. With 127, the sum would lie half way
 # between two weights, and saving and loading could round it to the other one.
-MOST = 126.75
+MAX_ERROR_CODE = 126.75
+# Below a power of two, numbers lie half as far apart. A larger code towards zero is left from a
+# weight that was overwritten since; read as it is, the sum would round to another weight.
+MAX_INWARD_CODE = 63.0
 HALF = 0.49999  # added before truncation, so that halves round towards the weight
 # Scales of 8-bit moments: see companding.py.
 SCALE_GROUP = 32  # elements that share a scale
@@ -30,7 +32,7 @@ MIN_SCALE, MAX_SCALE = 2.0**-44, 2.0**20 - 2.0**9
 MIN_ROOT_SCALE = 2.0**-41  # of roots, so that the root of MIN_SQUARE has code 0
 # Updates treat a smaller m as 0 and a smaller v as MIN_SQUARE: quotients and roots need no branch.
 MIN_MOMENT = MIN_SQUARE = 2.0**-100
-# Random bits and hashes: see rounding.py, normal.py and fingerprints.py.
+# Random bits and hashes: see rounding.py and normal.py.
 NOISE_CHUNK = 2**16  # elements that get each 16-bit random number once
 NOISE_SHIFTS = 8  # numbers in a vector of 16 bytes
 NOISE1, NOISE2, NOISE3 = 0x2993, 0xE877, 0x0235  # multipliers that permute these numbers
@@ -39,11 +41,11 @@ LOWBIAS1, LOWBIAS2 = 0x7FEB352D, 0x846CA68B
 PRIME1, PRIME2, PRIME3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D  # of xxHash: they spread counters
 # The constants that passes.cpp reads, by their types there.
 CONSTANTS = {
-    "int64_t": ("GROUP", "SCALE_GROUP", "NOISE_CHUNK"),
+    "int64_t": ("SCALE_GROUP", "NOISE_CHUNK"),
     "int": ("PROBES", "SCALE_CUT"),
     "float": (
-        *("PARTS", "MOST", "HALF", "MIN_SCALE", "MAX_SCALE"),
-        *("MIN_ROOT_SCALE", "MIN_MOMENT", "MIN_SQUARE"),
+        *("ERROR_LEVELS", "MAX_ERROR_CODE", "MAX_INWARD_CODE", "HALF"),
+        *("MIN_SCALE", "MAX_SCALE", "MIN_ROOT_SCALE", "MIN_MOMENT", "MIN_SQUARE"),
     ),
     "uint32_t": (
         *("SCALE_FIRST", "NOISE1", "NOISE2", "NOISE3", "LOWBIAS1", "LOWBIAS2"),
@@ -95,7 +97,6 @@ SHARED = (
     Column("in", "const float *", "sums over all ranks"),
     Column("in2", "const float *", "second input: further sums or factors"),
     Column("in3", "const float *", "third input"),
-    Column("marks", "int16_t *", "fingerprints of groups of weights"),
     Column("key", "uint32_t", "key of the random bits"),
     Column("factor", "float", "multiplies x"),
     Column("bound", "float", "x · factor is clamped to ± bound"),
@@ -198,7 +199,7 @@ PASSES = (
         "advance_1x1",
         "scattered_squares",
     ),
-    *("lerp", "square_lerp", "apply", "mark", "mend"),
+    *("lerp", "square_lerp", "apply"),
     *("normalize_whole_rows", "normalize_rows", "normalize_columns"),
 )
 # The forms that some passes support; other passes support all forms.

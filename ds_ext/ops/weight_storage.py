@@ -15,7 +15,7 @@ from torch import Tensor
 from ds_ext.ops import scratch
 from ds_ext.ops.expressions import WeightStorage
 from ds_ext.ops.rounding import ROUND
-from ds_ext.ops.schema import HALF, MOST, PARTS
+from ds_ext.ops.schema import ERROR_LEVELS, HALF, MAX_ERROR_CODE, MAX_INWARD_CODE
 from ds_ext.ops.shard import Block
 
 
@@ -53,7 +53,8 @@ class SplitWeight:
 
     The bf16 is the rounded upper half, ties away from zero; the residual is the signed lower half.
     Every fp32 has one such pair. All NaNs become the NaN with lower half 0, because others would
-    round to inf or zero.
+    round to inf or zero. A sum that is NaN, as of a negative residual and a weight that was set to
+    zero since, reads as the weight.
     """
 
     HOW: ClassVar[str] = "SPLIT"
@@ -73,7 +74,7 @@ class SplitWeight:
         run = self.run[b.run].view(b.shape)
         x = scratch.empty(b.shape, torch.float32, run.device).copy_(run)
         x.view(torch.int32).add_(self.residual[b.run].view(b.shape))
-        return x
+        return torch.where(x.isnan(), run, x, out=x)
 
     def write_(self, b: Block, new: Tensor) -> Tensor:
         """Writes a block, [mats, rows, cols]; returns the values that it then has."""
@@ -125,8 +126,9 @@ class CorrectedWeight:
     """A 16-bit run, rounded to nearest, and 8 bits of each weight's rounding error.
 
     The unit of the error is 1/127 of half the spacing of bf16 (or fp16) numbers at the weight, as
-    in FlashOptim (arXiv 2602.23349): at most half a unit is lost. ``MOST`` and ``HALF`` differ from
-    FlashOptim's code, so that writing the sum of a pair gives the same pair.
+    in FlashOptim (arXiv 2602.23349): at most half a unit is lost. ``MAX_ERROR_CODE`` and
+    ``HALF`` differ from FlashOptim's code, so that writing the sum of a pair gives the same pair.
+    ``MAX_INWARD_CODE`` limits what remains of an overwritten weight, for the same reason.
     """
 
     HOW: ClassVar[str] = "CORRECTED"
@@ -144,8 +146,12 @@ class CorrectedWeight:
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         near = self._near(b)
-        x = scratch.like(near).copy_(self.error[b.run].view(b.shape)).clamp_(-MOST, MOST)
-        x.mul_(torch.finfo(self.run.dtype).eps / (2 * PARTS))
+        x = scratch.like(near).copy_(self.error[b.run].view(b.shape))
+        x.clamp_(-MAX_ERROR_CODE, MAX_ERROR_CODE)
+        narrow = (near.frexp().mantissa.abs() == 0.5) & (near.signbit() != x.signbit())
+        narrow &= near.abs() > torch.finfo(self.run.dtype).smallest_normal
+        torch.where(narrow, x.clamp(-MAX_INWARD_CODE, MAX_INWARD_CODE), x, out=x)
+        x.mul_(torch.finfo(self.run.dtype).eps / (2 * ERROR_LEVELS))
         return x.mul_(self._power(near).view(torch.float32)).add_(near)
 
     def write_(self, b: Block, new: Tensor) -> Tensor:
@@ -153,7 +159,7 @@ class CorrectedWeight:
         self.run[b.run].view(b.shape).copy_(new)
         near = self._near(b)
         inverse = self._power(near).neg_().add_(INFINITE).view(torch.float32)  # of half the power
-        parts = new.sub_(near).mul_(inverse).mul_(PARTS / torch.finfo(self.run.dtype).eps)
+        parts = new.sub_(near).mul_(inverse).mul_(ERROR_LEVELS / torch.finfo(self.run.dtype).eps)
         parts.nan_to_num_(0.0, 0.0, 0.0)  # where the weight is not finite
         parts.add_(torch.sign(parts, out=near), alpha=HALF)
         self.error[b.run].view(b.shape).copy_(parts)

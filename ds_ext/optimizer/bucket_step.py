@@ -196,10 +196,9 @@ class BucketStep:
         self.alone_states = [states[i] for i in alone]
         self.batches: list[BatchedStep] = []
         self.plan, self.queue = plan, _queue(plan, updates)
-        self.joined: tuple[list[Tensor], list[State]] = [], []  # runs and states
         if plan is not None:
-            self.joined = [updates[i].p for i in plan.joined], [states[i] for i in plan.joined]
-            weight_update.prepare_all(*self.joined, [plan.rules[i] for i in plan.group_indices])
+            for i, group in zip(plan.joined, plan.group_indices, strict=True):
+                weight_update.prepare(updates[i].p, states[i], plan.rules[group])
             self.batches = [
                 BatchedStep(table, x, plan.rules[x.group_index], updates, states)
                 for x in plan.batches
@@ -231,9 +230,6 @@ class BucketStep:
         for batch in self.batches:
             batch.end(self.norms)
             batch.batch.detach()
-        weight_update.mark_all(*self.joined)
-        for u, s in zip(self.alone, self.alone_states, strict=True):
-            weight_update.mark(u.p, s)
         bad, state = self.check.bad, self.table.state
         self.staged.write_back(bad)
         for param in bad:

@@ -57,7 +57,6 @@ def make(table: ParamTable, params: Iterable[Tensor]) -> None:
             state.update(zeros(parts, run, table.number_of[param]), step=0)
             if run.dtype == torch.bfloat16:  # a master made later would copy old weights
                 state.update(weight_update.master(run, rule))
-                weight_update.mark(run, state)
 
 
 def saved(table: ParamTable, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +131,7 @@ class DeclaredState(NamedTuple):
 
     def part(self, key: str) -> Part | None:
         """The declaration of a tensor; None if the key has none."""
-        if key in weight_update.MASTER:
+        if key == "master":
             return Part.like(self.shard)
         part = self.parts.get(key)
         return part if isinstance(part, Part) else None
@@ -149,8 +148,6 @@ def _spread(
     found: dict[str, Any] = {}
     for key, value in state.items():
         part = declared.part(key)
-        if key == "marks":  # hashes of this rank's weights, which may be loaded elsewhere
-            continue
         if isinstance(value, Mapping):
             below = [row.below(key) for row in rows]
             found[key] = _spread(value, declared.below(key), below, param, at)

@@ -1,7 +1,7 @@
 """Exchanges a model's weights with their moving averages, and restores them.
 
 Weights and averages of one dtype change places. bf16 weights and fp32 averages share the memory of
-both (``_swap``). With other dtypes this rank's weights are copied. Masters and fingerprints do not
+both (``_swap``). With other dtypes this rank's weights are copied. Masters do not
 change, because leaving the context restores the weights of the last step.
 """
 

@@ -149,7 +149,7 @@ class ParamTable:
 
     def weights(self, param: Tensor, p: Tensor, shard: Shard) -> Tensor:
         """Returns the weights of a run ``p``, [len(shard)]; in fp32 if the run has a master."""
-        masters = {k: v for k, v in self.state.get(param, {}).items() if k in weight_update.MASTER}
+        masters = {k: v for k, v in self.state.get(param, {}).items() if k == "master"}
         return weight_update.values(p, host_offload.state_to_device(masters, p.device), shard)
 
     @torch.no_grad()
@@ -159,5 +159,5 @@ class ParamTable:
         rounding = self.rule_of(param) if is_ours else weight_update.RoundingConfig("nearest")
         state = self.state.get(param, {})
         weight_update.set_(p, state, rounding, shard, values)
-        for name in weight_update.MASTER & state.keys():
-            state[name] = host_offload.store(state[name], param.device, self.offload)
+        if "master" in state:
+            state["master"] = host_offload.store(state["master"], param.device, self.offload)

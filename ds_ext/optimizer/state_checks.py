@@ -196,7 +196,8 @@ def fit(
     _fit(parts, state, *like)
     master = state.get("master")
     if isinstance(master, Tensor) and master.dtype == torch.int16 and dtype == torch.float16:
-        weight_update.drop(state)  # the lower half of a weight that was bf16
+        del state["master"]  # the lower half of a weight that was bf16
+    state.pop("marks", None)  # hashes of weights, from version 1.0
     for key, part in weight_update.master_parts(state, n).items():
         state[key] = _fitted(part, state[key], *like, key)
 

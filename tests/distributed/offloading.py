@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_ext.ops import fingerprints, normal, quantize, rounding, scratch
+from ds_ext.ops import normal, quantize, rounding, scratch
 from ds_ext.optimizer import OPTIMIZERS, host_offload
 from tests.common import by_role, pretend
 from tests.common.ranks import message, shared_folder, whole
@@ -139,7 +139,6 @@ def place(pretended: bool) -> Iterator[pretend.Memory | None]:
     with mock.patch.object(host_offload, "SMALL", 0), device as memory:
         if memory is not None:  # constants that the first run would make
             rounding._noise(pretend.DEVICE)
-            fingerprints._factors(pretend.DEVICE)
             normal._quantiles(pretend.DEVICE)
             for signed in (True, False):
                 quantize._book(signed, pretend.DEVICE)

@@ -12,7 +12,6 @@ import torch
 
 from benchmarks.gpu.compiling import plain
 from ds_ext import ops
-from ds_ext.ops import passes
 from ds_ext.ops.executors.triton import launches, sizes
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
@@ -59,7 +58,6 @@ def asked_for(monkeypatch) -> list:
             step("lomo", dtype, mode, ALIGNED, UpdateStats(1))
         for name, shapes in itertools.product(("adalomo", "sinkgd"), WIDE):
             step(name, dtype, "nearest", shapes)
-    passes.mend_([(torch.ones(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int16), None)])
     return found
 
 
@@ -135,7 +133,7 @@ def test_kernels_compile_and_read_vectors_where_runs_are_aligned(monkeypatch, tm
     asked = asked_for(monkeypatch)
     assert {one.name for *_, constants in asked for one in all_passes(constants)} == {
         *("square_sums", "row_col_sums", "weighted_sums", "lerp", "square_lerp", "apply", "fold"),
-        *("factors", "clipped_factors", "mark", "mend", "mend_unmarked"),
+        *("factors", "clipped_factors"),
         *("normalize", "normalize_whole_rows", "normalize_wide_rows", "wide_weighted_sums"),
         *("measured_apply", "noting_apply", "recall", "copy_checked_values"),
     }

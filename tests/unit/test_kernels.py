@@ -143,7 +143,7 @@ def test_moments_and_what_they_make_of_weights_have_the_bits_of_the_ops(
     # more than a tile, groups of 32 that end in one, rows that no vector fits into
     shapes = ((70, 64), (37, 150), (5,))
     found, before = trained(name, dtype, mode, 1, hypers, shapes)
-    assert {"apply"} <= set(passes(launched)) <= {"apply", "mark", "mend", "mend_unmarked"}
+    assert set(passes(launched)) == {"apply"}
     kernels(False)
     expected, _ = trained(name, dtype, mode, 1, hypers, shapes)
     assert all(map(torch.equal, found, expected))

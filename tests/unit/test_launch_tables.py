@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_ext.ops import Scaled, fingerprints
+from ds_ext.ops import Scaled
 from ds_ext.ops.batch import Flat, PointerArray, Runs
 from ds_ext.ops.executors.native import native_table as native
 from ds_ext.ops.executors.triton import devices, launch_memory, launch_queue, launches
@@ -51,14 +51,6 @@ class Twice:
         monkeypatch.setattr(launches, "launch_kernel", self.note)
         monkeypatch.setattr(torch.autograd.graph, "increment_version", lambda run: None)
         monkeypatch.setattr(launch_memory.Memory, "_made", lambda _, *given: self.allocate(*given))
-        marks = {}
-        monkeypatch.setattr(
-            fingerprints,
-            "empty_marks",
-            lambda p: marks.setdefault(p.data_ptr(), torch.zeros(9999, dtype=torch.int16))[
-                : -(-p.numel() // 256)
-            ],
-        )
         original = launch_queue.LaunchTables
         monkeypatch.setattr(launch_queue, "LaunchTables", self.counting(original))
         self.weights = [nn.Parameter(p) for p in table.weights(SHAPES, dtype)]

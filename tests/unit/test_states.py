@@ -255,20 +255,17 @@ MASTERS = [
 ]
 
 
-@pytest.mark.parametrize("key", ["master", "marks"])
 @pytest.mark.parametrize("dtype, how", MASTERS)
 @pytest.mark.parametrize("name", ["lomo", "adalomo", "galoreadamw"])
-def test_a_master_of_another_size_is_refused(name, dtype, how, key):
+def test_a_master_of_another_size_is_refused(name, dtype, how):
     params, optimizer = stepped(name, dtype=dtype, weight_update=how)
-    if key not in optimizer.state[params[0]]:
-        return
     saved = copy.deepcopy(optimizer.state_dict())
     for wrong in (lambda x: x[:-1], lambda x: torch.cat([x, x]), lambda x: x[:, None]):
         edited = copy.deepcopy(saved)
-        edited["state"][1][key] = wrong(edited["state"][1][key])
-        assert refuses(optimizer, params, edited, f"layers.1 .* {key} ")
-        optimizer.state[params[1]][key] = wrong(saved["state"][1][key])
-        with pytest.raises(ValueError, match=f"layers.1 .* {key} "):
+        edited["state"][1]["master"] = wrong(edited["state"][1]["master"])
+        assert refuses(optimizer, params, edited, "layers.1 .* master ")
+        optimizer.state[params[1]]["master"] = wrong(saved["state"][1]["master"])
+        with pytest.raises(ValueError, match="layers.1 .* master "):
             step(params, optimizer)
         optimizer.load_state_dict(saved)
     step(params, optimizer)
@@ -291,18 +288,18 @@ def test_weights_of_another_dtype_than_their_master_was_made_for(name, how, way)
     other.load_state_dict(_without_masters(optimizer.state_dict()))
     step(params, optimizer, seed=1)
     step(fresh, other, seed=1)
-    is_copied = how == "master" and way == (torch.float16, torch.bfloat16)  # kept: of all formats
+    # An fp32 copy fits all formats, and 8 bits are read as parts of the new dtype's half spacing.
+    is_kept = how == "master24" or way == (torch.float16, torch.bfloat16)
     for p, q, old in zip(params, fresh, before, strict=True):
         p, q = p.detach().double(), q.detach().double()
-        most = 2**-7 * q.norm() if is_copied else 0.02 * (q - old).norm()
+        most = torch.finfo(way[1]).eps * q.norm() if is_kept else 0.02 * (q - old).norm()
         assert (p - q).norm() <= most
 
 
 def _without_masters(saved):
     saved = copy.deepcopy(saved)
     for state in saved["state"].values():
-        for key in ("master", "marks"):
-            state.pop(key, None)
+        state.pop("master", None)
     return saved
 
 

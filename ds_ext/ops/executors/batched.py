@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops import passes, schema
-from ds_ext.ops.batch import Flat, PointerArray, Runs, Shifted, Weights
+from ds_ext.ops.batch import Flat, Runs, Shifted, Weights
 from ds_ext.ops.dispatch import Makers
 from ds_ext.ops.executors.table_batch import (
     AnyTable,
@@ -280,35 +280,6 @@ def apply_(p: Weights, u: Any, lr: Number, weight_decay: Number, batch: TableBat
     if p.norm_cache is not None:
         numbers["norm_cache"] = p.norm_cache
     _run("apply", batch, source, p, decays, **numbers)
-
-
-@_makers.makes(passes.Mark)
-def mark_(given: Sequence[tuple[Tensor, Tensor]], are_batched: bool) -> None:
-    """Writes the fingerprints of runs on one device."""
-    _refuse_alone(given[0][0], are_batched)
-    runs, marks = zip(*given, strict=True)
-    _flat(runs).run("mark", {"w": Runs(runs), "marks": Runs(marks)})
-
-
-@_makers.makes(passes.Mend)
-def mend_(given: Sequence[tuple[Tensor, Tensor, Tensor | None]], are_batched: bool) -> None:
-    """Drops the residuals of edited weights of runs on one device."""
-    _refuse_alone(given[0][0], are_batched)
-    by_size: dict[int, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
-    for of_run in given:
-        by_size.setdefault(of_run[1].element_size(), []).append(of_run)
-    for size, alike in by_size.items():
-        runs, residuals, marks = zip(*alike, strict=True)
-        found = np.array([0 if x is None else x.data_ptr() for x in marks], dtype=np.int64)
-        columns = {"w": Runs(runs), "aux": Runs(residuals), "marks": PointerArray(found, marks)}
-        how = "SPLIT" if size == 2 else "CORRECTED"
-        _flat(runs).run("mend", columns, storage=(how, torch.bfloat16))
-
-
-def _refuse_alone(run: Tensor, are_batched: bool) -> None:
-    """Raises Unsupported on a CPU for runs that are not stepped in batches: no native code."""
-    if not are_batched and not devices.supports(run.device):
-        raise Unsupported
 
 
 def _flat(runs: Sequence[Tensor]) -> AnyTable:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ext.ops import fingerprints, passes, scratch, small_matrices
+from ds_ext.ops import passes, scratch, small_matrices
 from ds_ext.ops.dispatch import Makers
 from ds_ext.ops.expressions import (
     Extended,
@@ -297,17 +297,3 @@ def normalize_whole_rows(
         row[b.mats, b.rows, 0] = new
         sums[b.mats].baddbmm_(new.square().unsqueeze(1), square)
     return replace(x, row=row), sums.squeeze(1)
-
-
-@_makers.makes(passes.Mark)
-def mark_(given: Sequence[tuple[Tensor, Tensor]], are_batched: bool) -> None:
-    """Writes the fingerprints of each run."""
-    for run, out in given:
-        fingerprints.mark_(run, out)
-
-
-@_makers.makes(passes.Mend)
-def mend_(given: Sequence[tuple[Tensor, Tensor, Tensor | None]], are_batched: bool) -> None:
-    """Drops the residuals of edited weights of each run."""
-    for run, residual, marked in given:
-        fingerprints.mend_(run, residual, marked)

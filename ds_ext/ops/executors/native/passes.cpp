@@ -372,13 +372,17 @@ struct Correction {
     }
 
     float read(float near, int8_t parts) const {
+        uint32_t size = as_bits(near) & 0x7FFFFFFFu;
+        bool is_power = (size & 0x007FFFFFu) == 0 && size > least;
+        float inward = is_power ? MAX_INWARD_CODE : MAX_ERROR_CODE;
+        float low = near < 0 ? -MAX_ERROR_CODE : -inward, high = near < 0 ? inward : MAX_ERROR_CODE;
         float x = parts;
-        x = x > MOST ? MOST : (x < -MOST ? -MOST : x);
-        return x * (epsilon / (2.0f * PARTS)) * as_float(power(near)) + near;
+        x = x > high ? high : (x < low ? low : x);
+        return x * (epsilon / (2.0f * ERROR_LEVELS)) * as_float(power(near)) + near;
     }
 
     int8_t parts_of(float x, float near) const {
-        float parts = (x - near) * as_float(0x7F800000u - power(near)) * (PARTS / epsilon);
+        float parts = (x - near) * as_float(0x7F800000u - power(near)) * (ERROR_LEVELS / epsilon);
         parts = parts < 0.0f ? parts - HALF : parts + HALF;
         parts = (as_bits(near) & 0x7F800000u) == 0x7F800000u ? 0.0f : parts;  // not finite
         return static_cast<int8_t>(static_cast<int32_t>(parts));
@@ -440,8 +444,11 @@ static __attribute__((noinline)) const float *weight(const Entry &e, int storage
     case SPLIT_BF16: {
         const uint16_t *__restrict w = static_cast<const uint16_t *>(e.w) + i;
         const int16_t *__restrict rest = static_cast<const int16_t *>(e.aux) + i;
-        for (int64_t j = 0; j < n; ++j)
-            buffer[j] = as_float((static_cast<uint32_t>(w[j]) << 16) + static_cast<uint32_t>(static_cast<int32_t>(rest[j])));
+        for (int64_t j = 0; j < n; ++j) {
+            uint32_t near = static_cast<uint32_t>(w[j]) << 16;
+            uint32_t sum = near + static_cast<uint32_t>(static_cast<int32_t>(rest[j]));
+            buffer[j] = as_float((sum & 0x7FFFFFFFu) > 0x7F800000u ? near : sum);  // NaN: an edited 0 or inf
+        }
         return buffer;
     }
     case CORRECTED_BF16:
@@ -1435,66 +1442,6 @@ static void apply(const Call &call, const Entry &e, const Strip &s, double *part
     partial[1] = weights;
 }
 
-// fingerprints._factors: an odd number for each element of a group.
-INLINE int32_t odd_number(int64_t k) {
-    uint32_t h = static_cast<uint32_t>(k + 1) * PRIME1;
-    h = (h ^ (h >> 15)) * PRIME2;
-    return static_cast<int32_t>(h | 1u);
-}
-
-// fingerprints._hashes of one group of n 16-bit weights.
-INLINE int16_t hash_of(const int16_t *w, int64_t n, const int32_t *numbers) {
-    uint32_t sum = 0;
-    for (int64_t k = 0; k < n; ++k) sum += static_cast<uint32_t>(static_cast<int32_t>(w[k])) * static_cast<uint32_t>(numbers[k]);
-    return static_cast<int16_t>(static_cast<int32_t>(sum) >> 16);
-}
-
-// marks ← the fingerprints of a 16-bit run.
-static void mark(const Entry &e, const Strip &s, const int32_t *numbers) {
-    const int16_t *w = static_cast<const int16_t *>(e.w);
-    for (int64_t i = s.begin; i < s.end; i += GROUP)
-        e.marks[i / GROUP] = hash_of(w + i, s.end - i < GROUP ? s.end - i : GROUP, numbers);
-}
-
-// Whether a bf16 weight and its 16-bit residual are an invalid pair; 8-bit residuals are always valid.
-INLINE bool is_no_number(int size, int16_t rest) {
-    return (size == 0 && rest < 0) || (size == 0x7F80 && rest > 0) || size > 0x7F80;
-}
-INLINE bool is_no_number(int, int8_t) { return false; }
-
-// aux ← 0 where the run was edited: fingerprints.mend_.
-template <class Rest> static void mend(const Entry &e, const Strip &s, const int32_t *numbers) {
-    const int16_t *w = static_cast<const int16_t *>(e.w);
-    Rest *rest = static_cast<Rest *>(e.aux);
-    for (int64_t i = s.begin; i < s.end; i += GROUP) {
-        int64_t n = s.end - i < GROUP ? s.end - i : GROUP;
-        bool differs = e.marks && hash_of(w + i, n, numbers) != e.marks[i / GROUP];
-        int odd = 0, zeroed = 0;
-        for (int64_t k = i; k < i + n; ++k) {
-            int size = w[k] & 0x7FFF;
-            odd |= (size == 0) | (size >= 0x7F80);
-            zeroed |= (size == 0) & (rest[k] != 0);
-        }
-        if (!odd && !differs) continue;
-        for (int64_t k = i; k < i + n; ++k) {
-            int size = w[k] & 0x7FFF;
-            bool drop = is_no_number(size, rest[k]) || (differs && (!zeroed || size == 0));
-            if (drop) rest[k] = 0;
-        }
-    }
-}
-
-static void marks(const Call &call, const Entry &e, const Strip &s) {
-    int32_t numbers[GROUP];
-    for (int64_t k = 0; k < GROUP; ++k) numbers[k] = odd_number(k);
-    if (call.pass == MARK)
-        mark(e, s, numbers);
-    else if (call.storage == SPLIT_BF16)
-        mend<int16_t>(e, s, numbers);
-    else
-        mend<int8_t>(e, s, numbers);
-}
-
 // The work of a call: its strips, and memory for their partial sums.
 struct Work {
     std::vector<Strip> strips;
@@ -1559,7 +1506,6 @@ static void pass_over(const Call &call, const Entry &e, const Strip &s, float *c
     case LERP:
     case SQUARE_LERP: advance(call, e, s); break;
     case APPLY: apply(call, e, s, sums); break;
-    default: marks(call, e, s); break;
     }
 }
 

@@ -24,7 +24,6 @@ struct Entry {
     const float *in;  // sums over all ranks
     const float *in2;  // second input: further sums or factors
     const float *in3;  // third input
-    int16_t *marks;  // fingerprints of groups of weights
     float *out3;  // third output
     double *update_sums;  // [2]: sums of squares of the weight changes and of the new weights
     float *norm_cache;  // [1 + PROBES]: cached sum of squares, and sampled weights
@@ -91,20 +90,18 @@ enum Pass {
     LERP,
     SQUARE_LERP,
     APPLY,
-    MARK,
-    MEND,
     NORMALIZE_WHOLE_ROWS,
     NORMALIZE_ROWS,
     NORMALIZE_COLUMNS,
 };
 
-const int64_t GROUP = 256;
 const int64_t SCALE_GROUP = 32;
 const int64_t NOISE_CHUNK = 65536;
 const int PROBES = 31;
 const int SCALE_CUT = 13;
-const float PARTS = 127.0f;
-const float MOST = 126.75f;
+const float ERROR_LEVELS = 127.0f;
+const float MAX_ERROR_CODE = 126.75f;
+const float MAX_INWARD_CODE = 63.0f;
 const float HALF = 0.49999f;
 const float MIN_SCALE = 5.684341886080802e-14f;
 const float MAX_SCALE = 1048064.0f;

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 
 from ds_ext.ops import rounding, schema
 from ds_ext.ops.executors.triton import sizes
-from ds_ext.ops.executors.triton.columns import AT, FORMULAS
+from ds_ext.ops.executors.triton.columns import FORMULAS
 from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
 from ds_ext.ops.executors.triton.launch_memory import Addresses
 from ds_ext.ops.executors.triton.launch_tables import Constants, Launch
@@ -191,30 +190,6 @@ def _apply(table: Launcher, read: Read) -> None:
     table.enqueue(made, folded)
 
 
-def _mark(table: Launcher, read: Read) -> None:
-    table.enqueue(table.launches("mark", (), table.by_group, read.columns))
-
-
-def _mend(table: Launcher, read: Read) -> None:
-    """States from older files have no fingerprints yet."""
-    assert read.storage is not None
-    is_split = read.storage[0] == "SPLIT"
-    dtype = "int16" if is_split else "int8"
-    made = []
-    for one in table.launches("mend", (("AD", dtype),), table.by_group, read.columns):
-        t = one.template
-        marked = one.addresses[t.columns.index(AT["marks"])] != 0
-        for kernel, constants, own in (
-            ("mend", t.constants, marked),
-            ("mend_unmarked", t.constants[1:], ~marked & is_split),
-        ):
-            if own.any():
-                at = np.arange(len(own)) if t.own is None else t.own
-                some = replace(t, kernel=kernel, constants=constants, own=at[own])
-                made.append(one.cut(own, some))
-    table.enqueue(made)
-
-
 def _name(dtype: torch.dtype | None) -> str:
     """Triton's name of a dtype; fp32 if there is no run."""
     return str(dtype or torch.float32).removeprefix("torch.")
@@ -231,8 +206,6 @@ PASSES: dict[str, Callable[[Launcher, Read], SquareParts | None]] = {
     "lerp": functools.partial(_lerp, kernel="lerp"),
     "square_lerp": functools.partial(_lerp, kernel="square_lerp"),
     "apply": _apply,
-    "mark": _mark,
-    "mend": _mend,
 }
 
 

@@ -159,11 +159,6 @@ class Launcher:
         return {"flat": _looked_through(self.flat), "by_matrix": _looked_through(self.by_matrix)}
 
     @functools.cached_property
-    def by_group(self) -> Tiles:
-        """Tiles of groups of elements that share a fingerprint."""
-        return tiles.by_group(self.geometry)
-
-    @functools.cached_property
     def by_parameter(self) -> Tiles:
         """One tile per parameter."""
         return tiles.by_parameter(self.geometry)

@@ -6,8 +6,6 @@ Sizes only change the order of sums. To be tuned on a GPU.
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from ds_ext.ops.schema import GROUP
-
 TR, TC, WARPS = 32, 128, 4  # rows, columns and warps of a tile
 ALIGNMENT = 16  # elements, and bytes of an address: vectors of 16 bytes for every dtype
 # A program of ``weighted_sums`` reads STRIP rows, TR <= WIDE_ROWS at a time, in a tile whose width
@@ -50,11 +48,6 @@ def _of_numbers(named: Mapping[str, Any]) -> LaunchConfig:
     return {}, WARPS
 
 
-def _of_groups(named: Mapping[str, Any]) -> LaunchConfig:
-    shape, warps = _of_tiles(named)
-    return shape | {"TC": GROUP}, warps
-
-
 def _of_sums(named: Mapping[str, Any]) -> LaunchConfig:
     return {"TR": TR, "TC": TC}, WARPS
 
@@ -85,9 +78,6 @@ _SHAPES: dict[str, Callable[[Mapping[str, Any]], LaunchConfig]] = {
     "factors": _of_statistics,
     "clipped_factors": _of_statistics,
     "normalize": _of_statistics,
-    "mark": _of_groups,
-    "mend": _of_groups,
-    "mend_unmarked": _of_groups,
     "fold": _of_sums,
     "recall": _of_recalled,
     "copy_checked_values": _of_numbers,

@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from ds_ext.ops.executors.triton import sizes
 from ds_ext.ops.executors.triton.columns import AT, COLUMNS
-from ds_ext.ops.schema import GROUP
 
 Int64s: TypeAlias = NDArray[np.int64]  # one for each parameter, [n]
 
@@ -109,12 +108,6 @@ def _strips(g: Geometry) -> Int64s:
         few = touched(g) * _by_rows(g, strip)["down"] < sizes.PROGRAMS
         strip = np.where(few & (strip > smallest), strip // 2, strip)
     return strip
-
-
-def by_group(g: Geometry) -> Tiles:
-    """Runs as rows of elements that share a fingerprint."""
-    programs = -(-g.n // (GROUP * sizes.TR))
-    return made(programs, start=0, n=g.n, cols=GROUP)
 
 
 def by_parameter(g: Geometry) -> Tiles:

@@ -17,7 +17,6 @@ from ds_ext.ops.executors.triton.kernels.elementwise import (
     square_sums,
 )
 from ds_ext.ops.executors.triton.kernels.factored_kernels import clipped_factors, factors
-from ds_ext.ops.executors.triton.kernels.marks import mark, mend, mend_unmarked
 from ds_ext.ops.executors.triton.kernels.sums import (
     copy_checked_values,
     fold,
@@ -105,12 +104,6 @@ def _pass(t, tile, P: tl.constexpr):
         measured_apply(t, tile, P)
     elif P.name == "fold":
         fold(t, tile, P)
-    elif P.name == "copy_checked_values":
-        copy_checked_values(t, tile, P)
-    elif P.name == "mark":
-        mark(t, tile, P)
-    elif P.name == "mend":
-        mend(t, tile, P)
     else:
-        tl.static_assert(P.name == "mend_unmarked")
-        mend_unmarked(t, tile, P)
+        tl.static_assert(P.name == "copy_checked_values")
+        copy_checked_values(t, tile, P)

@@ -22,8 +22,9 @@ PLAIN, STOCHASTIC, SPLIT = HOW["PLAIN"], HOW["STOCHASTIC"], HOW["SPLIT"]
 COPIED, CORRECTED = HOW["COPIED"], HOW["CORRECTED"]
 MOST_BF16 = tl.constexpr(3.3895313892515355e38)
 MOST_FP16 = tl.constexpr(65504.0)
-MOST_PARTS, HALF = tl.constexpr(schema.MOST), tl.constexpr(schema.HALF)
-PARTS = tl.constexpr(schema.PARTS)
+LEVELS, HALF = tl.constexpr(schema.ERROR_LEVELS), tl.constexpr(schema.HALF)
+MAX_CODE = tl.constexpr(schema.MAX_ERROR_CODE)
+MAX_INWARD = tl.constexpr(schema.MAX_INWARD_CODE)
 SHIFTS, PRIME3 = tl.constexpr(schema.NOISE_SHIFTS), tl.constexpr(schema.PRIME3)
 LOWBIAS1, LOWBIAS2 = tl.constexpr(schema.LOWBIAS1), tl.constexpr(schema.LOWBIAS2)
 
@@ -37,6 +38,7 @@ def load_weight(
         upper = tl.load(run_at(t, W, tl.int16, e, TC, ALIGNED), mask=ok, other=0).to(tl.int32)
         rest = tl.load(run_at(t, AUX, tl.int16, e, TC, ALIGNED), mask=ok, other=0).to(tl.int32)
         x = ((upper << 16) + rest).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, x, (upper << 16).to(tl.float32, bitcast=True))
     else:
         run = tl.load(run_at(t, W, WD, e, TC, ALIGNED), mask=ok, other=0.0)
         x = run.to(tl.float32)
@@ -52,9 +54,14 @@ def load_weight(
 @triton.jit
 def _corrected(x, parts, WD: tl.constexpr):
     """The value of a weight x, in fp32, and its rounding error in int8."""
-    parts = tl.minimum(tl.maximum(parts.to(tl.float32), -MOST_PARTS), MOST_PARTS)
+    least: tl.constexpr = 0x00800000 if WD == tl.bfloat16 else 0x38800000
+    size = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    is_power = ((size & 0x007FFFFF) == 0) & (size > least)
+    inward = tl.where(is_power, MAX_INWARD, MAX_CODE)
+    low, high = tl.where(x < 0, -MAX_CODE, -inward), tl.where(x < 0, inward, MAX_CODE)
+    parts = tl.minimum(tl.maximum(parts.to(tl.float32), low), high)
     epsilon: tl.constexpr = 2.0**-7 if WD == tl.bfloat16 else 2.0**-10
-    return x + parts * (epsilon / (2 * PARTS)) * _power(x, WD).to(tl.float32, bitcast=True)
+    return x + parts * (epsilon / (2 * LEVELS)) * _power(x, WD).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -103,7 +110,7 @@ def _parts(new, held, WD: tl.constexpr):
     near = held.to(tl.float32)
     epsilon: tl.constexpr = 2.0**-7 if WD == tl.bfloat16 else 2.0**-10
     inverse = (0x7F800000 - _power(near, WD)).to(tl.float32, bitcast=True)
-    parts = (new - near) * inverse * (PARTS / epsilon)
+    parts = (new - near) * inverse * (LEVELS / epsilon)
     parts = tl.where(_is_finite(near), parts, 0.0)
     return tl.where(parts < 0, parts - HALF, parts + HALF).to(tl.int32).to(tl.int8)
 
