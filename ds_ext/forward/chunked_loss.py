@@ -184,9 +184,10 @@ class LinearLoss(torch.autograd.Function):
             # Aliases, because the hooks of a weight run when the outer pass has its gradient.
             given = [x if x is None else x.view_as(x) for x in (tokens, weight, bias)]
             sums = ctx.head.sums(*given, targets, len(grads))
-            needed = [x for x, need in zip(given, ctx.needs_input_grad, strict=False) if need]
+            needs = ctx.needs_input_grad[:3]
+            needed = [x for x, need in zip(given, needs, strict=True) if x is not None and need]
             found = iter(torch.autograd.grad(sums, needed, grads, create_graph=True))
-            return *[next(found) if need else None for need in ctx.needs_input_grad[:3]], *[None] * 3
+            return *[next(found) if need else None for need in needs], *[None] * 3
         wanted = zip((tokens, weight, bias), ctx.needs_input_grad, strict=False)
         by_tokens, by_weight, by_bias = [
             torch.zeros_like(x) if need else None for x, need in wanted
