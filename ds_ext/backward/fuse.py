@@ -13,7 +13,7 @@ from ds_ext.distributed.groups import Group, everyone
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Replicated
 from ds_ext.distributed.unsupported_wrappers import refuse_wrapped
-from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizer import RuleOptimizer, param_checks
 
 # Checks that raise ValueError for a model that cannot be fused; ds_ext.engine adds its own.
 REFUSALS: list[Callable[[nn.Module], None]] = [refuse_wrapped]
@@ -67,6 +67,7 @@ def fuse_into_backward(
         )
     for refuse in REFUSALS:
         refuse(model)
+    param_checks.refuse_shared_memory(model.parameters())
     if bucket_size is not None and (type(bucket_size) is not int or bucket_size < 0):
         raise ValueError(f"bucket_size is {bucket_size!r}; allowed: a whole number >= 0, or None.")
     if gradient_policy is None:

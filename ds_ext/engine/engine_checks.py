@@ -29,7 +29,7 @@ from ds_ext.engine import (
     trainer_checks,
 )
 from ds_ext.engine.engine_settings import effective
-from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizer import RuleOptimizer, param_checks
 
 # Keys that may differ between ranks, because they only control logging.
 _LOCAL = {
@@ -92,6 +92,7 @@ def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
         pipeline.check_supported(engine)
     refuse_wrapped(engine.module)
     refuse_dtensors(engine.module)
+    param_checks.refuse_shared_memory(engine.module.parameters())
     config = effective(engine)
     firsts = {id(optimizer.group_of[p]): p for p in optimizer.group_of}.values()
     dtypes = {p.dtype for p in optimizer.group_of}

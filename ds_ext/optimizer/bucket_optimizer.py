@@ -76,6 +76,8 @@ class BucketOptimizer(ParamTable):
         before, index = self.index, GroupIndex(self.param_groups, self.numbers)
         new = {p: None for p in index.number_of if p not in before.number_of}
         param_checks.refuse_params(self, new)
+        if new:
+            param_checks.refuse_shared_memory(index.number_of)
         kinds = {self.hypers_of(group) for group in index.groups}
         self._has_batched_rule = any(rules.entry_of(kind).is_batched for kind in kinds)
         self.index = index

@@ -1,12 +1,16 @@
 """Checks of parameters and saved groups: ValueError if an optimizer cannot step or load them."""
 
+import itertools
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ds_ext import hyperparams, rules
+from ds_ext.distributed.dtensors import is_dtensor
 from ds_ext.distributed.unsupported_wrappers import refuse_flat
+from ds_ext.ops import int8
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import NestedState
 from ds_ext.optimizer import expert_stacks, sections
@@ -35,6 +39,45 @@ def refuse_params(table: ParamTable, params: Collection[Tensor]) -> None:
             "add_param_group, or an edit of param_groups, adds a parameter that is not part of "
             "the model that backward steps. Create the model with it, frozen if necessary."
         )
+
+
+def refuse_shared_memory(params: Iterable[Tensor]) -> None:
+    """Raises ValueError if a trained parameter has elements in the memory of another element.
+
+    Updates in place would then overwrite each other, and a copy (as ZeRO-3's partitions) would end
+    the sharing in silence.
+    """
+    by_storage: dict[int, list[Tensor]] = {}
+    for param in params:
+        has_own = param.numel() and param.device.type != "meta" and not is_dtensor(param)
+        if has_own and int8.find(param) is None:
+            by_storage.setdefault(param.untyped_storage().data_ptr(), []).append(param)
+    for sharing in by_storage.values():
+        if any(p.requires_grad for p in sharing) and _overlap(sharing):
+            shapes = ", ".join(str(list(p.shape)) for p in sharing)
+            raise ValueError(
+                f"parameters share memory with each other or within themselves (shapes {shapes}), "
+                "as expand(), overlapping views and nn.Parameter(other) do. To tie weights, use "
+                "one nn.Parameter in both modules; else give each its own memory: "
+                "nn.Parameter(x.detach().clone())."
+            )
+
+
+def _overlap(params: list[Tensor]) -> bool:
+    """Whether elements of ``params``, of one storage, have the same memory."""
+    if len(params) == 1 and params[0].is_contiguous():
+        return False
+    dims = (dim for p in params for dim in zip(p.shape, p.stride(), strict=True))
+    if any(size > 1 and step == 0 for size, step in dims):
+        return True
+    ends = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in params)
+    if all(p.is_contiguous() for p in params):
+        return any(end > first for (_, end), (first, _) in itertools.pairwise(ends))
+    used = torch.zeros(params[0].untyped_storage().nbytes(), dtype=torch.uint8)
+    for p in params:
+        size, first = p.element_size(), p.data_ptr() - p.untyped_storage().data_ptr()
+        used.as_strided((*p.shape, size), (*(n * size for n in p.stride()), 1), first).fill_(1)
+    return int(used.sum()) < sum(p.nbytes for p in params)
 
 
 def refuse_complex(table: ParamTable, params: Iterable[Tensor]) -> None:

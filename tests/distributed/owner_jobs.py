@@ -42,7 +42,8 @@ def start(model: nn.Module, stage: int, kept: int, ours: bool = True, **more: An
         **more,
     }
     adamw = torch.optim.AdamW
-    optimizer = (ds_ext.LOMO if ours else adamw)(model.parameters(), lr=0.1 if ours else 1e-2)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = (ds_ext.LOMO if ours else adamw)(trained, lr=0.1 if ours else 1e-2)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
@@ -113,6 +114,13 @@ def shared_trunk(stage: int) -> dict[str, str]:
         "newer": message(lambda: step(newer), RuntimeError),
         "older": message(lambda: step(older), RuntimeError),
     }
+
+
+def shared_memory(stage: int) -> str:
+    """What is said of a frozen layer whose weight has the memory of a trained one."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[1].weight = nn.Parameter(model[0].weight.data, requires_grad=False)
+    return message(lambda: start(model, stage, 0), ValueError)
 
 
 def scored_before(stage: int) -> dict[str, Any]:

@@ -35,6 +35,12 @@ def test_the_older_of_two_engines_that_share_a_layer_says_so(stage):
         assert not told["newer"] and "If the two models share layers, freeze" in told["older"]
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_frozen_weight_in_the_memory_of_a_trained_one_is_refused(stage):
+    for said in worlds.run(WORLD, owner_jobs.shared_memory, stage):
+        assert "parameters share memory" in said
+
+
 def test_a_partitioned_model_that_was_scored_in_inference_mode_is_trained():
     for got in worlds.run(WORLD, owner_jobs.scored_before, 3):
         check(got, ours=True)

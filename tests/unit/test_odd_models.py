@@ -9,7 +9,7 @@ from torch import nn
 
 import ds_ext
 from ds_ext.distributed import dtensors
-from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS, param_checks
 from tests.common.hypers import FOR_ALL, NEEDED
 
 HYPERS = NEEDED
@@ -80,6 +80,66 @@ def test_channels_last_after_fusing_changes_no_number(policy):
         expected, steps(model, optimizer, loss_of), start.parameters(), strict=True
     ):
         assert (got - p).norm() <= 1e-5 * (p - begun).norm()
+
+
+class Pair(nn.Module):
+    """Two parameters, made of tensors that may share memory."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.a = nn.Parameter(a)
+        self.b = nn.Parameter(torch.ones(2) if b is None else b)
+
+
+def values(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+SHARING = {
+    "expanded": lambda x: (x[:1].expand(3, 6),),
+    "windows": lambda x: (x.as_strided((4, 3), (1, 1)),),
+    "the same": lambda x: (x, x),
+    "transposed": lambda x: (x, x.t()),
+    "overlapping rows": lambda x: (x[:4], x[3:]),
+    "overlapping columns": lambda x: (x[:, :4], x[:, 3:]),
+}
+APART = {
+    "rows": lambda x: (x[:4], x[4:]),
+    "columns": lambda x: (x[:, :4], x[:, 4:]),
+    "transposed alone": lambda x: (x.t(),),
+    "every second": lambda x: (x[::2, ::2], x[1::2]),
+}
+
+
+@pytest.mark.parametrize("kind", SHARING)
+def test_trained_parameters_that_share_memory_are_refused(kind):
+    model = Pair(*SHARING[kind](values(6, 6)))
+    with pytest.raises(ValueError, match="share memory.*one nn.Parameter in both modules"):
+        ds_ext.LOMO(model.parameters(), lr=0.1)
+    if model.b.numel() > 2:  # frozen, it would keep its old values
+        model.b.requires_grad_(False)
+        optimizer = ds_ext.LOMO([model.a], lr=0.1)
+        with pytest.raises(ValueError, match="share memory"):
+            ds_ext.fuse_into_backward(model, optimizer)
+    param_checks.refuse_shared_memory(model.requires_grad_(False).parameters())
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("kind", APART)
+def test_views_of_one_tensor_that_do_not_overlap_are_stepped(kind, is_fused):
+    models = [Pair(*APART[kind](values(6, 6))) for _ in range(2)]
+    optimizers = [
+        kind(m.parameters(), lr=0.1)
+        for kind, m in zip((ds_ext.LOMO, torch.optim.SGD), models, strict=True)
+    ]
+    if is_fused:
+        ds_ext.fuse_into_backward(models[0], optimizers[0])
+    got, expected = (
+        steps(m, o, lambda m, step: m.a.exp().sum() + m.b.exp().sum())
+        for m, o in zip(models, optimizers, strict=True)
+    )
+    for p, q in zip(got, expected, strict=True):
+        torch.testing.assert_close(p, q)
 
 
 @pytest.fixture
