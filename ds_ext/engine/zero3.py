@@ -1,8 +1,11 @@
 """ZeRO-3: each rank keeps a run of each parameter, and DeepSpeed gathers parameters when needed."""
 
 import contextlib
+import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MethodType
 from typing import cast
 
 import torch
@@ -10,6 +13,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import groups, z3_leaf_module
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -204,6 +208,7 @@ def partition(engine: DeepSpeedEngine, cut: ReplicaGroups) -> DeepSpeedZeRoOfflo
         log_trace_cache_warnings=engine.zero_log_trace_cache_warnings(),
     )
     _hold_weakly(engine.module)
+    _cache_by_engine(offload.get_param_coordinator())
     quantized_weights.exclude_unquantizable(offload, engine.module.parameters())
     if section(engine.config).weight_storage:
         int8_partitions.store(engine.module)
@@ -225,6 +230,18 @@ def _hold_weakly(module: nn.Module) -> None:
 
     if stack and stack[-1] is module:
         stack[-1] = weakref.proxy(module, remove)
+
+
+def _cache_by_engine(coordinator: PartitionedParameterCoordinator) -> None:
+    """Gives a coordinator its own cache of the parameters to release after each module.
+
+    DeepSpeed's cache belongs to the class: from the second step on, it would keep the coordinators
+    and modules of all engines alive.
+    """
+    name = "_PartitionedParameterCoordinator__params_to_release"
+    cached = inspect.getclosurevars(getattr(type(coordinator), name)).nonlocals["func"]
+    method = MethodType(cached.__wrapped__, coordinator)
+    setattr(coordinator, name, functools.lru_cache(maxsize=None)(method))
 
 
 def _secondary_group(engine: DeepSpeedEngine) -> Group:

@@ -68,7 +68,7 @@ def _backward(engine: Any, kind: str) -> None:
 
 
 def _use(engine: Any, kind: str, how: str) -> None:
-    if how == "step":
+    for _ in range({"step": 1, "steps": 3, "destroyed": 3}.get(how, 0)):
         _backward(engine, kind)
         engine.step()
     if how == "failure":
@@ -97,7 +97,10 @@ def left(kind: str, stage: int, how: str, max_norm: float) -> list[str]:
     engine = _engine(kind, stage, max_norm)
     _use(engine, kind, how)
     found = _objects(engine)
-    assert ("state 0" in found) == (how == "step" and kind != "int8")  # LOMO has no state
+    has_stepped = how not in ("nothing", "failure")
+    assert ("state 0" in found) == (has_stepped and kind != "int8")  # LOMO has no state
+    if how == "destroyed":
+        engine.destroy()
     del engine
     # After a failure, autograd keeps nodes that it has not run until its next pass in this thread.
     torch.ones(1, requires_grad=True).square().backward()

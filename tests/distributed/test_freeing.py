@@ -11,7 +11,7 @@ CASES += [("int8", 1), ("int8", 3)]
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.1])
-@pytest.mark.parametrize("how", ["nothing", "step", "failure"])
+@pytest.mark.parametrize("how", ["nothing", "step", "steps", "destroyed", "failure"])
 @pytest.mark.parametrize("kind, stage", CASES)
 def test_a_deleted_engine_is_freed(kind, stage, how, max_norm):
     assert worlds.run(2, freeing.left, kind, stage, how, max_norm) == [[], []]
