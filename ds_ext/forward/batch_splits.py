@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ds_ext import logs
+from ds_ext.forward import side_effects
 from ds_ext.forward.replaced import Forward, restore
 
 
@@ -52,7 +53,8 @@ def split_batch(model: nn.Module, splits: int, layers: str | None = None) -> lis
     Raises:
         ValueError: ``splits`` is less than 1, no layers are found, a layer contains another, or a
             layer has batch norms, whose statistics are those of the whole batch. Later, in
-            ``forward``: a layer's arguments or results cannot be divided.
+            ``forward``: a layer's arguments or results cannot be divided, or it changes its
+            attributes, buffers or arguments.
     """
     if type(splits) is not int or splits < 1:
         raise ValueError(f"split_batch: splits is {splits!r}; allowed: a whole number >= 1.")
@@ -95,13 +97,35 @@ class InPieces(Forward):
         count = min(max(rows, 1), self.splits)
         sizes = [rows // count + (i < rows % count) for i in range(count)]
         divided = [self._divided(x, hidden, sizes) for x in leaves]
-        results = []
         with _recorded_in_pieces(len(sizes)):
-            for i in range(len(sizes)):
-                some_args, some = tree_unflatten([x[i] for x in divided], spec)
-                run = functools.partial(self.whole, **some)
-                results.append(checkpoint(run, *some_args, use_reentrant=False))
+            pieces = [tree_unflatten([x[i] for x in divided], spec) for i in range(len(sizes))]
+            before = side_effects.kept_by(self.module)
+            results = [self._run(pieces[0])]
+            first = side_effects.kept_by(self.module)
+            results += map(self._run, pieces[1:])
+        # A cache that the first piece has made serves the others.
+        self._refuse_changed(side_effects.changed(before, first, but_caches=True))
+        self._refuse_changed(side_effects.changed(first, side_effects.kept_by(self.module)))
         return self._joined(results, sizes)
+
+    def _run(self, piece: Any) -> Any:
+        """The result of a piece, a checkpointed segment."""
+        before = side_effects.noted(piece)
+        args, kwargs = piece
+        run = functools.partial(self.whole, **kwargs)
+        result = checkpoint(run, *args, use_reentrant=False)
+        if not side_effects.is_same(before, side_effects.noted(piece)):
+            self._refuse_changed("its arguments")
+        return result
+
+    def _refuse_changed(self, what: str | None) -> None:
+        """Raises ValueError if there is something that each piece changes."""
+        if what is not None:
+            raise ValueError(
+                f"split_batch: layer {self.name!r} changes {what} in its forward pass, and each "
+                "piece of a batch would change it again. Return such values, such as a loss of "
+                "routers, for each row; or choose other layers, or gradient_accumulation_steps."
+            )
 
     def _without_cache(self, x: Any) -> Any:
         """An argument; None for an empty cache of keys and values, as under checkpointing."""

@@ -175,6 +175,71 @@ class WithTable(nn.Module):
         return x + table[: x.shape[1], None].mean()
 
 
+class Keeping(nn.Module):
+    """A layer, one of whose parts keeps a value that depends on ``kept``."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.kept = nn.Module()
+        self.kept.kind, self.kept.aux, self.kept.count = kept, None, 0
+        self.kept.losses, self.kept.by_name, self.kept.width = [], {"aux": None}, None
+        self.kept.register_buffer("calls", torch.zeros(()))
+        self.kept.register_buffer("table", torch.zeros(0), persistent=False)
+
+    def forward(self, x, losses=()):
+        y, keep = self.linear(x), self.kept
+        aux = y.square().mean()
+        match keep.kind:
+            case "aux":
+                keep.aux = aux
+            case "first aux":
+                keep.aux = aux if keep.aux is None else keep.aux
+            case "losses":
+                keep.losses.append(aux)
+            case "by_name":
+                keep.by_name["aux"] = aux
+            case "count":
+                keep.count += 1
+            case "calls":
+                keep.calls += 1
+            case "new calls":
+                keep.calls = keep.calls + 1
+            case "started":
+                keep.calls.fill_(1)
+            case "given":
+                losses.append(aux)
+            case "cache":  # of the first piece, for all
+                keep.width = x.shape[-1]
+                if len(keep.table) < x.shape[1]:
+                    keep.table = torch.arange(x.shape[1])
+        return y
+
+
+KEEPING = {
+    "aux": "kept.aux", "first aux": "kept.aux", "losses": "kept.losses",
+    "by_name": "kept.by_name", "count": "kept.count", "calls": "kept.calls",
+    "new calls": "kept.calls", "started": "kept.calls", "given": "its arguments",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KEEPING)
+def test_a_layer_that_keeps_values_of_its_pieces_is_refused(kind):
+    model = nn.ModuleDict({"layers": Layered(lambda: Keeping(kind))})
+    ds_ext.split_batch(model, 3)
+    text = f"layer 'layers.layers.0' changes {KEEPING[kind]} in its forward pass"
+    with pytest.raises(ValueError, match=text):
+        model.layers(torch.randn(6, 4, 5), *([[]] if kind == "given" else []))
+
+
+def test_a_cache_that_serves_all_pieces_is_kept():
+    model = Layered(lambda: Keeping("cache"))
+    ds_ext.split_batch(model, 3)
+    for length in (4, 3, 7):  # it grows
+        model(torch.randn(6, length, 5)).sum().backward()
+    assert len(model.layers[1].kept.table) == 7
+
+
 @pytest.mark.parametrize(
     "model, given, text",
     [
