@@ -48,14 +48,33 @@ def measure_first(words: SettingNames) -> str:
     )
 
 
+def kept_for(who: str, words: SettingNames) -> str:
+    """Returns the log message if gradients are kept because a graph cannot run backward twice."""
+    return (
+        f"{words.clipping}: {who} allows only one backward pass of a graph, so gradients are kept "
+        f"and clipped exactly at the step, as with {words.sharded}"
+    )
+
+
 def second_gradient(words: SettingNames) -> str:
     """Returns the error for a second gradient of a parameter, to follow the parameter's name."""
+    return f"got a second gradient after its update and before {words.step}. {_once(words)}"
+
+
+def second_backward(words: SettingNames) -> str:
+    """Returns the error for a backward pass of a graph whose weights backward has updated."""
     return (
-        f"got a second gradient after its update and before {words.step}. ds_ext uses and frees "
-        "gradients during backward. Call backward once per step (sum the losses first), or keep "
-        f"gradients until the step with {words.accumulate}. If two checkpointed segments use the "
-        "same weight other than through its module, set use_reentrant=False in checkpointing. "
-        "After a failed backward pass, call zero_grad()."
+        "a second gradient is asked of weights that backward has updated, before "
+        f"{words.step}. {_once(words)}"
+    )
+
+
+def _once(words: SettingNames) -> str:
+    return (
+        "ds_ext uses and frees gradients during backward. Call backward once per step (sum the "
+        f"losses first), or keep gradients until the step with {words.accumulate}. If two "
+        "checkpointed segments use the same weight other than through its module, set "
+        "use_reentrant=False in checkpointing. After a failed backward pass, call zero_grad()."
     )
 
 

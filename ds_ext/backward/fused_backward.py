@@ -23,6 +23,7 @@ from ds_ext.backward.norm_prepass import NormPrepass
 from ds_ext.backward.partial_grads import ModuleCalls
 from ds_ext.backward.reduced_grad import Receiver, ReducedGrad
 from ds_ext.backward.results import StepResult, collect_metrics
+from ds_ext.backward.single_use import single_use
 from ds_ext.backward.step_state import Clipping, StepState
 from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Layout
@@ -80,7 +81,6 @@ class FusedBackward:
         self.norm: float | None = None
         self.skipped = self.skipped_steps = 0
         self.metrics: dict[str, float] = {}
-        self.has_logged_cost = False  # of kept gradients
         self.is_asked = False  # whether the next backward pass is of a loss of this model
         self.buckets = Buckets(
             module,
@@ -175,8 +175,14 @@ class FusedBackward:
             return
         if self.state.used_up or self.buckets.holds():
             words = self.grad_config.words
-            second = error_texts.second_gradient(words)
-            raise RuntimeError(f"{words.clipping}: a parameter {second}")
+            raise RuntimeError(f"{words.clipping}: {error_texts.second_backward(words)}")
+        who = single_use(loss)
+        if self.layout.any(who is not None):
+            self.state.must_keep = True
+            who = who or "a function on another rank"
+            why = error_texts.kept_for(who, self.grad_config.words)
+            self.stepper.log_kept(self.grad_config, f"{why}; ")
+            return
         self.layout.refuse_resized()
         self.optimizer.follow_groups()
         self.buckets.begin_with(receivers.Measuring(self.state))
@@ -317,6 +323,11 @@ class FusedBackward:
         is_held = buckets.receiver is not None or buckets.holds() or bool(state.keeps)
         return is_held or bool(state.used_up) or not state.is_empty
 
+    @property
+    def has_updated(self) -> bool:
+        """Whether backward has updated parameters since the last step."""
+        return self.state.stepped > 0
+
     def begin_with(self, kept: Mapping[Tensor, Tensor]) -> None:
         """Begins a step with runs of gradients of earlier micro-batches."""
         size_of = {p: self.buckets.size_of[p] // self.layout.of[p].num_shards for p in kept}
@@ -344,11 +355,7 @@ class FusedBackward:
         state = self.state
         is_of_others = not self.is_asked and owners.may_reach_others(self)
         if is_of_others or self._keeps():
-            if not self.has_logged_cost and self.layout.is_first:
-                logger.info(
-                    self.grad_config.cost(self.stepper.kept_elements(self.grad_config.policy))
-                )
-            self.has_logged_cost = True
+            self.stepper.log_kept(self.grad_config)
             if self.grad_config.policy == "projected":
                 return receivers.Projecting(self.stepper, state, self.grad_config.accumulate_in)
             return receivers.Accumulating(state, self.grad_config.accumulate_in)

@@ -41,6 +41,10 @@ class GradientOwner(Protocol):
     def rerun(self, loss: Tensor) -> contextlib.AbstractContextManager[None]:
         """A context for a backward pass of ``loss`` that is run once more afterwards."""
 
+    @property
+    def has_updated(self) -> bool:
+        """Whether backward has updated parameters since the last step."""
+
     def unfinished(self) -> str:
         """Describes pending work that would be lost if the step ended now; empty if none."""
 
@@ -171,12 +175,14 @@ def _node(leaf: Tensor) -> Node:
     return node
 
 
-def is_stepped(leaves: Iterable[Tensor]) -> bool:
-    """Returns whether one of the leaves of a graph stands for a parameter that has an owner."""
-    stepped = {
-        id(by.leaf(param)) for by in live() for param in by.optimizer.group_of if owner(param) is by
-    }
-    return any(id(leaf) in stepped for leaf in leaves)
+def stepping(leaves: Iterable[Tensor]) -> list[GradientOwner]:
+    """Returns the owners of the parameters that the leaves of a graph stand for."""
+    found = {id(leaf) for leaf in leaves}
+    return [
+        by
+        for by in live()
+        if any(owner(p) is by and id(by.leaf(p)) in found for p in by.optimizer.group_of)
+    ]
 
 
 def others_used(by: GradientOwner) -> list[GradientOwner]:

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from ds_ext import ops
+from ds_ext.backward.gradient_config import GradientConfig
 from ds_ext.backward.int8_weights import step_key
 from ds_ext.backward.reduced_grad import ReducedGrad, ReducedGrads, VotedParams, compact_copy
 from ds_ext.backward.step_state import StepState
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement
+from ds_ext.logs import logger
 from ds_ext.ops import int8
 from ds_ext.ops.executors.triton import devices
 from ds_ext.optimizer import RuleOptimizer
@@ -59,6 +61,7 @@ class Stepper:
         self.layout = layout
         self.has_bounds = has_bounds
         self._votings: dict[tuple[int, ...], Voting] = {}  # by the ids of a bucket's parameters
+        self._has_logged = False  # the cost of kept gradients
 
     def step(
         self,
@@ -140,6 +143,12 @@ class Stepper:
             for p, numel in self.projected(kept).items():
                 kept[p] = numel * kept[p] // shard(p).numel
         return sum(kept.values())
+
+    def log_kept(self, config: GradientConfig, why: str = "") -> None:
+        """Logs once what kept gradients cost, after ``why`` they are kept."""
+        if not self._has_logged and self.layout.is_first:
+            logger.info(why + config.cost(self.kept_elements(config.policy)))
+        self._has_logged = True
 
     def projected(self, params: Iterable[Tensor]) -> dict[Tensor, int]:
         """Returns the parameters whose gradients are kept projected, and the elements of each."""

@@ -1,4 +1,4 @@
-"""Wrappers of torch functions that read ``.grad``: zero_grad(), clip_grad_norm_, GradScaler.
+"""Wrappers of torch functions: zero_grad(), clip_grad_norm_, GradScaler, autograd's backward.
 
 They handle parameters whose gradients are used inside backward, and call torch's function for all
 others. Each is installed once, when a model is first stepped from hooks. A script may import
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ds_ext.backward import error_texts, foreign_grads, gradient_config, module_hooks, owners
 from ds_ext.backward.autograd_graph import nodes
@@ -31,6 +32,8 @@ def watch() -> None:
 @functools.cache
 def _watch() -> None:
     foreign_grads.watch()
+    autograd: Any = torch.autograd
+    autograd.backward, autograd.grad = map(_explaining, (autograd.backward, autograd.grad))
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
         if (function := getattr(nn.utils, name, None)) is None:
             continue  # torch 2.4 and 2.5 have no clip_grads_with_norm_
@@ -114,7 +117,7 @@ _BEFOREHAND = {
 def _scaling(scale: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(scale)
     def call(self: torch.amp.GradScaler, outputs: Any) -> Any:
-        if self.is_enabled() and any(map(_is_stepped, _tensors(outputs))):
+        if self.is_enabled() and _owners(outputs):
             raise RuntimeError(
                 "torch.amp.GradScaler: ds_ext uses gradients of this loss inside backward, before "
                 "scaler.step() could unscale them. Use bfloat16, which needs no scale: "
@@ -140,14 +143,28 @@ def _scripting(get_hook_stubs: Callable[[nn.Module], Any]) -> Callable[[nn.Modul
     return call
 
 
-def _tensors(outputs: Any) -> list[Tensor]:
-    """The losses given to a scaler: one, or several in nested lists and tuples."""
-    if isinstance(outputs, Tensor):
-        return [outputs]
-    return [x for each in outputs for x in _tensors(each)]
+def _owners(roots: Any) -> list[owners.GradientOwner]:
+    """The owners whose hooks step parameters of the graph of ``roots``."""
+    tensors = [x for x in tree_leaves(roots) if isinstance(x, Tensor)]
+    leaves = (getattr(node, "variable", None) for x in tensors for node in nodes(x))
+    return owners.stepping(leaf for leaf in leaves if leaf is not None)
 
 
-def _is_stepped(loss: Tensor) -> bool:
-    """Whether hooks step a parameter of the graph of ``loss``."""
-    leaves = (getattr(node, "variable", None) for node in nodes(loss))
-    return owners.is_stepped(leaf for leaf in leaves if leaf is not None)
+def _explaining(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Says that weights of a graph were updated, where torch says that a tensor has changed."""
+
+    @functools.wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        is_outermost = torch._C._current_graph_task_id() == -1
+        updated = [by for by in owners.live() if by.has_updated] if is_outermost else []
+        try:
+            return run(*args, **kwargs)
+        except RuntimeError as error:
+            is_torchs = type(error) is RuntimeError and "second gradient" not in str(error)
+            for by in _owners((args, kwargs)) if updated and is_torchs else []:
+                if by in updated:
+                    text = error_texts.second_backward(by.grad_config.words)
+                    raise RuntimeError(f"{text} The error was: {error}") from error
+            raise
+
+    return call

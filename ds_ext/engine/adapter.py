@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from deepspeed.runtime.activation_checkpointing.checkpointing import CheckpointFunction
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.torch_autocast import get_comm_dtype
@@ -15,7 +14,6 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import Tensor
 
 from ds_ext.backward import startup_log
-from ds_ext.backward.autograd_graph import nodes
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.config import config_checks, parsing
 from ds_ext.distributed import consensus
@@ -81,7 +79,6 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self._global_grad_norm: float | None = None
         self._entered = -1  # graph task id of the engine's last backward pass
         self._is_prepass = False
-        self._can_repeat = False  # whether a graph has passed _refuse_to_repeat
         self._disable_engine_handling()
         hook_cleanup.hide_from_copies(engine)
         safe_access.attach(self.fused)
@@ -189,15 +186,8 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         loss = self.loss_scaler.scale_loss(value)
         self.fused.reader.loss_scale = self.loss_scale
         if self.fused.must_measure:
-            self._check_can_repeat(loss)
             self.fused.measure_norm(loss)
         return loss
-
-    def _check_can_repeat(self, loss: Tensor) -> None:
-        """Raises RuntimeError in the first step if the graph cannot run backward twice."""
-        if not self._can_repeat:
-            _refuse_to_repeat(loss)
-            self._can_repeat = True
 
     @contextlib.contextmanager
     def _suspend_engine_hooks(self, loss: Tensor) -> Iterator[None]:
@@ -383,15 +373,3 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         """Removes all hooks from the model, so that the model does not keep this engine alive."""
         self.destroy()
         hook_cleanup.remove_hooks(self.engine)
-
-
-def _refuse_to_repeat(loss: Tensor) -> None:
-    """Raises RuntimeError if the graph of ``loss`` cannot be run backward twice."""
-    for node in nodes(loss):
-        if getattr(node, "_forward_cls", None) is CheckpointFunction:
-            raise RuntimeError(
-                "gradient_clipping: deepspeed.checkpointing forgets its inputs in the first "
-                "backward pass, so that gradients cannot be measured before they are used. Use "
-                'torch.utils.checkpoint, or set "ds_ext": {"gradient_policy": "sharded"}, or '
-                '"gradient_clipping": 0.'
-            )

@@ -245,9 +245,11 @@ def test_target_modules_choose_what_galore_projects(ranks):
     assert "target_modules" in got["message"] and "upp" in got["message"]
 
 
-@pytest.mark.parametrize("ranks", params(RANKS, (2,)))
-def test_a_second_backward_before_step_is_an_error(ranks):
-    assert "second gradient" in worlds.once(ranks, zero.second_backward)[0]
+@pytest.mark.parametrize("one_forward", [False, True])
+@pytest.mark.parametrize("ranks, stage", params([(n, s) for n in RANKS for s in (1, 3)], [(2, 3)]))
+def test_a_second_backward_before_step_is_an_error(ranks, stage, one_forward):
+    for told in worlds.once(ranks, zero.second_backward, stage, one_forward):
+        assert "second gradient" in told and "before engine.step()" in told
 
 
 @pytest.mark.parametrize("ranks", params(RANKS, (2,)))

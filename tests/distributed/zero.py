@@ -319,14 +319,17 @@ def refusals() -> dict[str, str]:
     return {name: attempt(made) for name, made in cases.items()}
 
 
-def second_backward() -> str:
-    """The error of a second backward before engine.step()."""
+def second_backward(stage: int, one_forward: bool) -> str:
+    """The error of a second backward before engine.step(), of the same forward pass or another."""
     case = CASES["adalomo"]
     model = build(case)
     optimizer = ds_ext.AdaLomo(model.parameters())
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config(case))
-    engine.backward(engine(models.batch(0, 1)[0]))
-    return message(lambda: engine.backward(engine(models.batch(1, 1)[0])), RuntimeError)
+    made = config(case) | {"zero_optimization": {"stage": stage}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=made)
+    loss = engine(models.batch(0, 1)[0])
+    engine.backward(loss, retain_graph=True)
+    second = loss * 2 if one_forward else engine(models.batch(1, 1)[0])
+    return message(lambda: engine.backward(second), RuntimeError)
 
 
 class Pieces(torch.nn.Module):

@@ -130,6 +130,37 @@ def test_a_second_backward_before_step_is_refused():
         model(models.batch(1, 1)[0]).backward()
 
 
+def two_losses(model):
+    """Two losses of one forward pass, and its input."""
+    x = torch.randn(5, 6, requires_grad=True)
+    h = model[:2](x)
+    return model[2](h).square().sum(), model[3](h).square().sum(), x
+
+
+SECOND = {
+    "backward": lambda loss, x: loss.backward(),
+    "grad": lambda loss, x: torch.autograd.grad(outputs=[loss], inputs=x),
+}
+
+
+@pytest.mark.parametrize("second", SECOND)
+def test_a_second_backward_of_one_forward_is_refused_as_such(second):
+    linear = torch.nn.Linear
+    model = torch.nn.Sequential(linear(6, 9), linear(9, 9), linear(9, 4), linear(9, 3))
+    ds_ext.fuse_into_backward(model, optimizer_of("lomo", model), bucket_size=1)
+    loss, other, x = two_losses(model)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"second gradient.*before optimizer.step\(\)"):
+        SECOND[second](other, x)
+    plain = copy.deepcopy(model)  # in the middle of a step of another model, torch speaks
+    loss, other, x = two_losses(plain)
+    plain[1].weight.data.zero_()
+    with torch.no_grad():
+        plain[1].weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        SECOND[second](other, x)
+
+
 def test_generation_between_steps_does_not_count_as_use():
     model, quiet = models.make(), models.make()
     for m in (model, quiet):

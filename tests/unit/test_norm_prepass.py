@@ -1,9 +1,18 @@
 """The backward pass that measures leaves nothing behind: exact clipping of unusual graphs."""
 
+import contextlib
+import functools
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import (
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 import ds_ext
 from ds_ext.backward import norm_prepass
@@ -97,6 +106,90 @@ def test_the_buffers_of_a_checkpointed_segment_end_as_without_clipping(reentrant
     assert_updates_equal(model, plain, before)
     assert model.second[1].num_batches_tracked == 6 and model.calls == 6
     assert model.first[1].num_batches_tracked == 3
+
+
+class Segmented(nn.Module):
+    """A checkpointed segment between two layers."""
+
+    def __init__(self, context_fn=noop_context_fn) -> None:
+        super().__init__()
+        self.context_fn = context_fn
+        self.first, self.second, self.last = nn.Linear(6, 9), nn.Linear(9, 9), nn.Linear(9, 4)
+
+    def forward(self, x):
+        h = checkpoint(
+            lambda h: torch.tanh(self.second(torch.tanh(h))),
+            self.first(x),
+            use_reentrant=False,
+            context_fn=self.context_fn,
+        )
+        return self.last(h).square().sum()
+
+
+def trl_offloading():
+    """TRL's own, which takes its accelerator for a GPU here, and leaves tensors of a CPU there."""
+    with mock.patch.object(torch.accelerator, "current_accelerator", lambda: torch.device("cuda")):
+        from trl.models.activation_offloading import OffloadActivations
+
+        return OffloadActivations(use_pin_memory=False, use_streams=False)
+
+
+def single_use_hooks():
+    held: list[torch.Tensor | None] = []
+
+    def pack(x):
+        held.append(x)
+        return len(held) - 1
+
+    def unpack(index):
+        x, held[index] = held[index], None
+        return x
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+@contextlib.contextmanager
+def own_context():
+    yield
+
+
+SELECTIVE = functools.partial(
+    create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
+)
+# By name: the contexts of the segment, the context of the forward pass, what the log names.
+GRAPHS = {
+    "plain": (noop_context_fn, contextlib.nullcontext, None),
+    "on the host": (noop_context_fn, save_on_cpu, None),
+    "selective": (SELECTIVE, contextlib.nullcontext, "checkpointing with a context_fn"),
+    "context": (
+        lambda: (own_context(), own_context()),
+        contextlib.nullcontext,
+        "checkpointing with a context_fn",
+    ),
+    "trl": (noop_context_fn, trl_offloading, "saved_tensors_hooks of trl.models"),
+    "hooks": (noop_context_fn, single_use_hooks, "saved_tensors_hooks of tests.unit"),
+}
+
+
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_a_graph_that_runs_backward_once_is_clipped_exactly_by_kept_gradients(kind, caplog):
+    context_fn, around, named = GRAPHS[kind]
+    torch.manual_seed(5)
+    model, plain = Segmented(context_fn), Segmented()
+    plain.load_state_dict(model.state_dict())
+    before = state(plain)
+    optimizer, fused = fuse(model, bucket_size=1)
+    for step in range(3):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        with caplog.at_level("INFO", "ds_ext"), around():
+            loss = model(x)
+            fused.backward(loss)
+        assert bool(fused.state.keeps) == (named is not None)
+        optimizer.step()
+        ordinary_step(plain, plain(x))
+    assert_updates_equal(model, plain, before)
+    told = [line for line in caplog.messages if "gradients are kept" in line]
+    assert len(told) == (named is not None) and all(named in line for line in told)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
