@@ -28,7 +28,6 @@ from ds_ext.backward.step_state import Clipping, StepState
 from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Layout
 from ds_ext.logs import logger
-from ds_ext.ops import int8
 from ds_ext.optimizer import RuleOptimizer, ema_exchange, param_checks, state_checks
 
 
@@ -67,7 +66,8 @@ class FusedBackward:
             consensus.run_on_all_ranks(check, ValueError)
         else:
             check()
-        self.optimizer, self.in_int8 = optimizer, int8_weights.stored_params(optimizer)
+        int8_weights.check_hypers(optimizer)
+        self.optimizer = optimizer
         optimizer.agree_on_native(layout.device, layout.any)
         self.layout, self.grad_config, self.is_boundary = layout, grad_config, is_boundary
         self.reader = GradientReader(layout, grad_config)
@@ -224,7 +224,6 @@ class FusedBackward:
         self.check_owner()
         self.buckets.finish()
         self.buckets.uses.clear()
-        int8.release(self.in_int8, even_in_backward=True)  # those without a gradient, too
         self.is_asked = False
 
     @torch.no_grad()

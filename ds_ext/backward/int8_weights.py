@@ -1,18 +1,19 @@
 """Hooks that give weights stored in 8 bits their bf16 values while their module computes.
 
-A module's weights are expanded before its forward pass and freed after it. A hook on its output
-expands them for backward, and they are freed when autograd has their gradient. A step expands the
-weights of its bucket, updates them like any bf16 weight, and stores them again (``Stepper``).
-``ops/int8.py`` has the format.
+A module's weights are expanded before its forward pass and freed after it. What autograd saves of
+them in between is replaced by their codes, which are expanded when backward asks for them. A step
+expands the weights of its bucket, updates them like any bf16 weight, and stores them again
+(``Stepper``). ``ops/int8.py`` has the format.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.autograd.graph import saved_tensors_hooks
 
 from ds_ext.backward import owners
 from ds_ext.backward.module_hooks import Hook
@@ -60,14 +61,13 @@ def store_int8(model: nn.Module, device: torch.device | str | None = None) -> No
         int8.store(param, to)
     if to is not None:
         _move_others(model, users, to)
-    handles: list[Any] = [p.register_post_accumulate_grad_hook(_release) for p in users]
+    handles: list[Any] = []
     for module in dict.fromkeys(module for modules in users.values() for module in modules):
         handles += [
-            module.register_forward_pre_hook(Hook(_expand)),
+            module.register_forward_pre_hook(Hook(_before_forward), prepend=True),
             module.register_forward_hook(Hook(_after_forward), always_call=True),
-            module.register_state_dict_post_hook(Hook(_export)),
-            module.register_load_state_dict_pre_hook(Hook(_before_load)),
-            module.register_load_state_dict_post_hook(Hook(_after_load)),
+            module._register_state_dict_hook(Hook(_export)),
+            module._register_load_state_dict_pre_hook(Hook(_before_load)),
         ]
     setattr(model, ATTRIBUTE, handles)
 
@@ -92,38 +92,26 @@ def expand_int8(params: Tensor | Iterable[Tensor]) -> Iterator[None]:
     Args:
         params: a parameter, or parameters.
     """
-    params = [params] if isinstance(params, Tensor) else list(params)
-    stored = {p: held for p in params if (held := int8.find(p))}
-    freed = [p for p, held in stored.items() if held.is_freed]  # not by an outer context
-    int8.expand(freed)
-    try:
+    params = [params] if isinstance(params, Tensor) else params
+    with int8.expanded(params, stores=True):
         yield
-    finally:
-        for param, held in stored.items():
-            place = held.place(param)
-            if place.data_ptr() != held.values.data_ptr():
-                held.values.copy_(place.detach())  # ``param.data`` was assigned
-            int8.update(param)
-        int8.release(freed)
 
 
 @contextlib.contextmanager
 def codes_as_data(model: nn.Module) -> Iterator[None]:
     """A context in which the data of stored weights is their codes, as bf16 numbers [bytes / 2]."""
-    found = {p: int8.find(p) for p in model.parameters()}
-    stored = {p: held for p, held in found.items() if held and held.partition is None}
-    for param, held in stored.items():
-        param.data = held.stored.view(param.dtype)
-    try:
+    with int8.codes_as_data(filter(_is_whole, model.parameters())):
         yield
-    finally:
-        for param, held in stored.items():
-            param.data = held.absent
 
 
 def is_stored(model: nn.Module) -> bool:
     """Returns whether ``store_int8`` has stored weights of a model, or of modules in it."""
-    return any(ATTRIBUTE in vars(module) for module in model.modules())
+    return any(map(_is_whole, model.parameters()))
+
+
+def _is_whole(param: Tensor) -> bool:
+    """Whether a parameter is stored in 8 bits, and ZeRO-3 has not divided it."""
+    return (held := int8.find(param)) is not None and held.partition is None
 
 
 def unsupported(feature: str, advice: str = "remove one of them") -> ValueError:
@@ -143,16 +131,11 @@ def check_dtype(name: str, param: Tensor) -> None:
         )
 
 
-def stored_params(optimizer: RuleOptimizer) -> list[Tensor]:
-    """Returns an optimizer's parameters that are stored in 8 bits.
-
-    Raises:
-        ValueError: the optimizer's settings do not go with weights in 8 bits.
-    """
-    params = list(filter(int8.find, optimizer.group_of))
-    for param in params:
-        step_key(optimizer, param)
-    return params
+def check_hypers(optimizer: RuleOptimizer) -> None:
+    """Raises ValueError if an optimizer's settings do not go with weights in 8 bits."""
+    for param in filter(int8.find, optimizer.group_of):
+        if error := refused_hypers(optimizer, param):
+            raise error
 
 
 def refused_hypers(optimizer: RuleOptimizer, param: Tensor) -> ValueError | None:
@@ -225,61 +208,96 @@ def _move_others(model: nn.Module, stored: Iterable[Tensor], device: torch.devic
 # The hooks.
 
 
-def _own(module: nn.Module) -> list[Tensor]:
-    return list(module.parameters(recurse=False))
+class _Running(threading.local):
+    """The modules whose forward pass a thread runs, each with what ends the use of its weights."""
+
+    def __init__(self) -> None:
+        self.modules: list[tuple[nn.Module, contextlib.ExitStack]] = []
 
 
-def _expand(module: nn.Module, *_: object) -> None:
-    int8.expand(_own(module))
+_running = _Running()
 
 
-def _after_forward(module: nn.Module, args: object, output: Any) -> None:
-    """Frees the weights, and hooks the output so that backward finds them."""
-    before_backward = _before_backward(_own(module))
-    for x in tree_leaves(output):
-        if isinstance(x, Tensor) and x.requires_grad:
-            x.register_hook(before_backward)
-    int8.release(_own(module))
+def _before_forward(module: nn.Module, *_: object) -> None:
+    """Expands the weights."""
+    with contextlib.ExitStack() as stack:
+        params = stack.enter_context(int8.expanded(module.parameters(recurse=False)))
+        stack.enter_context(_codes_in_graph(params))
+        _running.modules.append((module, stack.pop_all()))
 
 
-def _before_backward(params: list[Tensor]) -> Callable[[Tensor], None]:
-    """A hook of a module's output. It runs before the nodes that read the module's weights."""
-
-    def hook(grad: Tensor) -> None:
-        for param in int8.expand(params):
-            held = int8.find(param)
-            assert held is not None
-            held.in_backward = True
-
-    return hook
+def _after_forward(module: nn.Module, *_: object) -> None:
+    """Frees the weights. Torch also calls it if a hook failed before ``_before_forward``."""
+    if _running.modules and _running.modules[-1][0] is module:
+        _running.modules.pop()[1].close()
 
 
-def _release(param: Tensor) -> None:
-    """The hook of a finished gradient: no node of this graph reads the weight any more."""
-    int8.release([param], even_in_backward=True)
+def _codes_in_graph(params: Sequence[Tensor]) -> saved_tensors_hooks:
+    """A context in which graphs save codes in place of expanded weights.
+
+    Other tensors go to the hooks of the context around it, such as activation checkpointing.
+    """
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    by_memory = {p.untyped_storage().data_ptr(): p for p in params}
+
+    def pack(x: Tensor) -> _SavedWeight | _SavedTensor:
+        memory = x.untyped_storage().data_ptr() if x.layout == torch.strided else 0
+        param = by_memory.get(memory)
+        if param is None or x.dtype != param.dtype:
+            return _SavedTensor(x, outer)
+        return _SavedWeight(x, param)
+
+    return saved_tensors_hooks(pack, lambda saved: saved.unpack())
+
+
+class _SavedTensor:
+    """A tensor that a graph has saved, by the hooks ``outer`` if there are any."""
+
+    def __init__(self, x: Tensor, outer: tuple[Any, Any] | None) -> None:
+        self.outer = outer
+        self.saved: Any = x if outer is None else outer[0](x)
+        self.version = x._version
+
+    def unpack(self) -> Any:
+        """Returns the tensor."""
+        if self.outer is not None:
+            return self.outer[1](self.saved)
+        _check_version(self.saved, self.version)
+        return self.saved
+
+
+class _SavedWeight:
+    """A view of an expanded weight that a graph has saved without its values."""
+
+    def __init__(self, x: Tensor, param: Tensor) -> None:
+        self.param, self.version = param, param._version
+        self.view = x.shape, x.stride(), x.storage_offset()
+
+    def unpack(self) -> Tensor:
+        """Returns the view, in new memory unless somebody holds the weight."""
+        _check_version(self.param, self.version)
+        with int8.expanded([self.param]):
+            return self.param.detach().as_strided(*self.view)
+
+
+def _check_version(x: Tensor, version: int) -> None:
+    """Raises torch's error for a changed tensor: torch does not check what hooks have saved."""
+    if x._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a tensor of shape {[*x.shape]} is at version {x._version}; expected "
+            f"version {version} instead."
+        )
 
 
 def _export(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) -> None:
     """Puts bf16 copies, in the host's memory, into a state dict."""
     for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-        if (held := int8.find(param)) is not None and prefix + name in state_dict:
-            state_dict[prefix + name] = held.decoded()
+        if prefix + name in state_dict and int8.find(param) is not None:
+            state_dict[prefix + name] = int8.decoded(param)
 
 
-def _before_load(module: nn.Module, state_dict: object, prefix: str, meta: Any, *_: object) -> None:
-    """Expands the weights that are going to be overwritten."""
+def _before_load(state_dict: object, prefix: str, meta: Any, *_: object) -> None:
+    """Refuses to replace parameters; ``copy_`` stores what is loaded."""
     if meta.get("assign_to_params_buffers", False):
         raise ValueError("load_state_dict: weights stored in 8 bits do not support assign=True.")
-    for param in _own(module):
-        if held := int8.find(param):
-            held.is_loading = held.is_freed
-    int8.expand(_own(module))
-
-
-def _after_load(module: nn.Module, _: object) -> None:
-    """Stores the weights, unless somebody else has expanded them."""
-    for param in _own(module):
-        if (held := int8.find(param)) and held.is_loading:
-            held.is_loading = False
-            int8.update(param)
-            int8.release([param])

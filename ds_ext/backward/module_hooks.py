@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 
 class Hook:
@@ -14,8 +15,9 @@ class Hook:
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
 
+    @_disable_dynamo
     def __call__(self, *args: Any) -> Any:
-        """Calls ``call``."""
+        """Calls ``call``. Dynamo breaks its graph here: hooks read what it cannot trace."""
         return self.call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:

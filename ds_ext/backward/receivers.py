@@ -81,17 +81,16 @@ class Stepper:
         """
         state.use_up(grads.keys())
         check = GradCheck(checked, votes, state.begin_flags())
-        in_int8 = int8.expand(grads)
-        for all_reduce, found in self._by_statistics_group(grads):
-            updates = [u for given in found for u in self._updates(*given, grads, state)]
-            self.optimizer.update(updates, all_reduce, check)
-        state.add(check)
-        stepped = [p for p in grads if p not in check.bad] if check.bad else grads
-        self.layout.publish(stepped)
-        self.optimizer.commit_weight_norms()
-        for param in in_int8:
-            int8.update(param, step_key(self.optimizer, param))
-        int8.release(in_int8)
+        with int8.expanded(grads) as in_int8:
+            for all_reduce, found in self._by_statistics_group(grads):
+                updates = [u for given in found for u in self._updates(*given, grads, state)]
+                self.optimizer.update(updates, all_reduce, check)
+            state.add(check)
+            stepped = [p for p in grads if p not in check.bad] if check.bad else grads
+            self.layout.publish(stepped)
+            self.optimizer.commit_weight_norms()
+            for param in in_int8:
+                int8.update(param, step_key(self.optimizer, param))
         state.stepped += len(stepped)
 
     def voted_params(self, params: Sequence[Tensor]) -> VotedParams:

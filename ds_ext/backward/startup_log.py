@@ -98,7 +98,7 @@ def _zeros(params: list[Tensor], layout: Layout) -> list[Tensor]:
         return []
     there = []
     for param in params:
-        with int8.readable([param]):
+        with int8.expanded([param]):
             there.append(float(_has_values(layout.run(param))))
     total = layout.total_of_params(torch.tensor(there, dtype=torch.float32, device=layout.device))
     layout.take_bytes_sent()  # so that the first step does not count them

@@ -25,7 +25,7 @@ class OwnedRun(NamedTuple):
     """A rank's run of a parameter, its position, and the name of the parameter in checkpoints."""
 
     name: str
-    run: Tensor  # of the weight, [len(shard)]
+    run: Tensor  # of the weight, [len(shard)]; if it is stored in 8 bits, a NaN without memory
     shard: Shard
     shard_index: int = 0  # the index of the run among ``num_shards`` equal parts
     num_shards: int = 1
@@ -84,7 +84,7 @@ def _values(param: Tensor, own: OwnedRun) -> Tensor:
     held = int8.find(param)
     if held is None:
         return own.run
-    return held.decoded().view(-1)[own.shard.start - held.start : own.shard.stop - held.start]
+    return int8.decoded(param).view(-1)[own.shard.start - held.start : own.shard.stop - held.start]
 
 
 @torch.no_grad()
@@ -99,7 +99,7 @@ def load_weights(
             continue
         if held := int8.find(param):
             # A run may end inside a group, whose scale needs all its elements.
-            stored = slice(held.start, held.start + held.values.numel())
+            stored = slice(held.start, held.start + held.numel)
             values = pieces.read(Part.of(stored, own.part.total), "weights", own.name)
             int8.write(param, values)
             continue

@@ -87,7 +87,7 @@ class Layout:
         self.bytes_sent = 0
         self.shapes = [p.shape for p in self.params]
         for param in names:
-            with int8.readable([param]):
+            with int8.expanded([param]):
                 self.run(param)  # makes its elements contiguous before the first step
 
     @property
@@ -183,8 +183,8 @@ class Layout:
         if self.group is not None and self.world > 1:
             source = dist.get_global_rank(self.group, 0)
             params = [*module.parameters()]
-            codes = [held.stored for p in params if (held := int8.find(p))]
-            for value in (*params, *module.buffers(), *codes):
+            values = [held.stored if (held := int8.find(p)) else p.detach() for p in params]
+            for value in (*values, *module.buffers()):
                 broadcast(value.detach(), source, self.group)
 
     def leaf(self, param: Tensor) -> Tensor:

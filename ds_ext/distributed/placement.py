@@ -352,7 +352,7 @@ def flat(param: Tensor) -> Tensor:
     stored in 8 bits have memory only while they are expanded.
     """
     if (held := int8.find(param)) is not None:
-        return held.values.view(-1)
+        return held.place(param).detach().view(-1)
     if not param.is_contiguous():
         param.data = param.data.contiguous()
     return param.detach().view(-1)

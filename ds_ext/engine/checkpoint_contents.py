@@ -36,11 +36,10 @@ def owned(layout: Layout) -> dict[Tensor, OwnedRun]:
     """Returns this rank's run of every parameter of the model."""
     found = {}
     for p, name in layout.names.items():
-        with int8.readable([p]):
-            run = layout.run(p)
+        held = int8.find(p)
         found[p] = OwnedRun(
             plain_name(name),
-            run,
+            held.absent if held else layout.run(p),
             layout.shard(p),
             layout.of[p].shard_index,
             layout.of[p].num_shards,

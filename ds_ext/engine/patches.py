@@ -129,10 +129,10 @@ def _configure_distributed_model(original: Method, engine: DeepSpeedEngine, mode
         original(engine, model)
 
 
-@replaces(DeepSpeedEngine)
-def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> None:
-    with int8_weights.codes_as_data(engine.module):
-        original(engine)
+@replaces(DeepSpeedEngine, "_broadcast_model", "_get_shared_params")
+def _with_memory(original: Method, engine: DeepSpeedEngine) -> Any:
+    with int8_weights.codes_as_data(engine.module):  # to send, and to find tied weights
+        return original(engine)
 
 
 @replaces(DeepSpeedEngine)

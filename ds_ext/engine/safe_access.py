@@ -132,7 +132,7 @@ class Access:
 
     def _weights(self, param: Tensor) -> Tensor:
         """A copy of this rank's run of the weight, [len(shard)], on the device."""
-        with int8.readable([param]):
+        with int8.expanded([param]):
             run, shard = self.layout.run(param), self.layout.shard(param)
             values = self.optimizer.weights(param, run, shard)
             return values.to(self.layout.device, _wide(values.dtype), copy=True)

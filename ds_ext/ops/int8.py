@@ -6,18 +6,22 @@ value, and encoding a decoded weight again changes nothing. New weights are roun
 by random bits that depend on key and element alone (``rounding``), so that all ranks store the same
 codes.
 
-The storage of a parameter's values is freed while nobody uses them. Views that autograd has saved
-share this storage. Between uses the parameter itself is a NaN of its shape without memory: a read
-shows NaN, and a write raises an error.
+The codes own the weight. A parameter has bf16 values while somebody holds it (``expanded``). They
+are freed as any tensor is, when nothing refers to them any more. Between uses the parameter is a
+``FreedParameter``: an operation that would read or write values raises an error.
 """
 
 import contextlib
 import math
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_ext.ops.rounding import add_noise_
@@ -28,7 +32,7 @@ MIN_NUMEL = 2**16  # smaller weights stay in bf16
 
 
 class Int8Weight:
-    """The codes of a weight, and its bf16 values while they exist.
+    """The codes of a weight.
 
     Args:
         weight: a bf16 weight whose number of elements ``SIZE`` divides.
@@ -41,7 +45,8 @@ class Int8Weight:
         stored: the memory of codes and scales, which ranks send each other, [bytes] int8.
         codes: [numel] int8.
         scales: [numel / SIZE] bf16; NaN for a group with an element that is not finite.
-        values: the weight, whose storage may be freed.
+        absent: the parameter's data between uses: a NaN of the weight's shape without memory.
+        holders: the number of uses in progress, in all threads. The values exist while it is not 0.
     """
 
     def __init__(
@@ -52,36 +57,31 @@ class Int8Weight:
         partition: Tensor | None = None,
     ) -> None:
         self.start, self.partition = start, partition
-        self.values = weight.detach().to(device or weight.device).contiguous().data
-        storage, n = self.values.untyped_storage(), weight.numel()
-        if not storage.resizable() or storage.nbytes() != self.values.nbytes:
-            self.values = self.values.clone()  # of a mapped file, or a part of a larger tensor
-        self.stored = self.values.new_empty(nbytes(n), dtype=torch.int8)
-        self.codes, self.scales = self.stored[:n], self.stored[n:].view(self.values.dtype)
-        nan = self.values.new_full((), torch.nan)
-        self.absent = nan.expand(weight.shape)
-        self.in_backward = False  # whether a node of a backward pass still needs the values
-        self.is_loading = False  # whether ``load_state_dict`` is going to change the values
-        self._copy: Callable[[], Tensor | None] = _none  # a copy that somebody still has
-        self.encode()
+        values, n = weight.detach().to(device or weight.device), weight.numel()
+        self.stored = values.new_empty(nbytes(n), dtype=torch.int8)
+        self.codes, self.scales = self.stored[:n], self.stored[n:].view(values.dtype)
+        self.absent = values.new_full((), torch.nan).expand(weight.shape)
+        self.holders, self.lock = 0, threading.Lock()
+        self.has_stepped = False  # whether a step has rounded the values that others still hold
+        self.copy: Callable[[], Tensor | None] = _none  # a copy that somebody still has
+        self.encode(values)
 
     @property
-    def is_freed(self) -> bool:
-        """Whether the values do not exist."""
-        return not self.values.untyped_storage().nbytes()
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.codes.numel()
 
     def place(self, param: Tensor) -> Tensor:
         """Returns the tensor that has the values while they exist: ``param``, or its partition."""
         return param if self.partition is None else self.partition
 
-    def encode(self, key: int | None = None) -> None:
-        """Stores the values: rounded stochastically by ``key``, or to nearest without a key.
+    def encode(self, values: Tensor, key: int | None = None) -> None:
+        """Stores values: rounded stochastically by ``key``, or to nearest without a key.
 
         Random bits have a resolution of 2**-16 codes. Only values below 2**-9 codes have a smaller
         fraction, because bf16 has 8 significant bits. It is cut off, 2**-17 codes on average.
         """
-        self._copy = _none
-        flat = self.values.view(-1)
+        flat = values.reshape(-1)
         block = BLOCK if flat.device.type == "cpu" else GPU_BLOCK
         for start in range(0, len(flat), block):
             x = flat[start : start + block].float().view(-1, SIZE)
@@ -96,28 +96,29 @@ class Int8Weight:
             self.codes[start : start + block] = x.view(-1)
             self.scales[start // SIZE : (start + block) // SIZE] = scales
 
-    def expand(self) -> None:
-        """Computes the values if they do not exist."""
-        if self.is_freed:
-            self.values.untyped_storage().resize_(self.values.numel() * self.values.itemsize)
-            decode(self.stored, self.values)
+    def hold(self, param: Tensor) -> None:
+        """Begins a use of the values."""
+        with self.lock:
+            if not self.holders:
+                _show(self.place(param), self.values())
+            self.holders += 1
 
-    def free(self) -> None:
-        """Frees the values."""
-        self.values.untyped_storage().resize_(0)
+    def release(self, param: Tensor) -> None:
+        """Ends a use. The last one takes the values away from the parameter."""
+        with self.lock:
+            self.holders -= 1
+            if not self.holders and find(param) is self:
+                _hide(self.place(param), self.absent)
+            elif self.has_stepped:
+                decode(self.stored, self.place(param).detach())
+            self.has_stepped = False
 
-    def decoded(self) -> Tensor:
-        """Returns a copy of the values in the host's memory.
-
-        It returns the same tensor again while a caller still holds it, so that a state dict has one
-        copy of tied weights.
-        """
-        values = self._copy()
-        if values is None:
-            values = torch.empty(self.values.shape, dtype=self.values.dtype, device="cpu")
-            decode(self.stored.cpu(), values)
-            self._copy = weakref.ref(values)
-        return values
+    def values(self) -> Tensor:
+        """Returns the values in new memory."""
+        with torch.inference_mode(False), torch.no_grad():  # they may be trained later
+            return decode(
+                self.stored, torch.empty_like(self.absent, memory_format=torch.contiguous_format)
+            )
 
 
 def _none() -> None:
@@ -174,62 +175,220 @@ def store(
     ``start``.
     """
     weight = param if partition is None else partition
-    _stored[param] = Int8Weight(weight, device, start, partition)
-    release([param])
+    _stored[param] = held = Int8Weight(weight, device, start, partition)
+    _hide(weight, held.absent)
 
 
 def restore(param: Tensor) -> None:
     """Gives a parameter its bf16 values back, and drops its codes."""
-    expand([param])
-    del _stored[param]
-
-
-def expand(params: Iterable[Tensor]) -> list[Tensor]:
-    """Gives parameters that are stored in 8 bits their bf16 values; returns these parameters."""
-    found = []
-    for param in params:
-        if (held := find(param)) is not None:
-            held.expand()
-            held.place(param).data = held.values
-            found.append(param)
-    return found
-
-
-def release(params: Iterable[Tensor], even_in_backward: bool = False) -> None:
-    """Frees the values of parameters, except of those that a backward pass still needs."""
-    for param in params:
-        if (held := find(param)) is None or held.in_backward > even_in_backward:
-            continue
-        held.in_backward = False
-        held.place(param).data = held.absent
-        held.free()
+    if (held := _stored.pop(param)).holders == 0:
+        _show(held.place(param), held.values())
 
 
 @contextlib.contextmanager
-def readable(params: Iterable[Tensor]) -> Iterator[None]:
-    """A context in which parameters have their values, which must not be changed."""
-    freed = [p for p in params if (held := find(p)) is not None and held.is_freed]
-    expand(freed)
+def expanded(params: Iterable[Tensor], stores: bool = False) -> Iterator[list[Tensor]]:
+    """A context in which parameters have their bf16 values.
+
+    Args:
+        params: parameters; those that are not stored in 8 bits stay as they are.
+        stores: whether the context may change the values: at its end they are stored, rounded to
+            nearest.
+
+    Yields:
+        The parameters that are stored in 8 bits.
+
+    Raises:
+        ValueError: within the context, a parameter was given data of another shape or dtype.
+    """
+    found: list[Tensor] = []
+    with contextlib.ExitStack() as stack:
+        for param in params:
+            if (held := find(param)) is not None:
+                held.hold(param)
+                stack.callback(held.release, param)
+                found.append(param)
+        try:
+            yield found
+        finally:
+            for param in filter(find, found) if stores else ():
+                update(param)
+
+
+@contextlib.contextmanager
+def codes_as_data(params: Iterable[Tensor]) -> Iterator[None]:
+    """A context in which the data of parameters is their codes, as bf16 numbers [bytes / 2]."""
+    stored = [(param, held) for param in params if (held := find(param)) is not None]
+    for param, held in stored:
+        _show(param, held.stored.view(param.dtype))
     try:
         yield
     finally:
-        release(freed)
+        for param, held in stored:
+            _hide(param, held.absent)
 
 
 def write(param: Tensor, values: Tensor) -> None:
     """Stores new values, [numel], rounded to nearest."""
-    for stored in expand([param]):
-        _stored[stored].values.view(-1).copy_(values)
-        update(stored)
-    release([param])
+    with expanded([param], stores=True) as found:
+        for stored in found:
+            _stored[stored].place(stored).detach().view(-1).copy_(values)
+
+
+def decoded(param: Tensor) -> Tensor:
+    """Returns a copy of a parameter's values in the host's memory, with edits in progress.
+
+    It returns the same tensor again while a caller still holds it, so that a state dict has one
+    copy of tied weights.
+    """
+    held: Int8Weight = _stored[param]
+    with expanded([param] if held.holders else ()) as edited:
+        now = Int8Weight(held.place(param), start=held.start) if edited else held
+    values = decode(now.stored.cpu(), torch.empty(held.absent.shape, dtype=held.absent.dtype))
+    last = held.copy()
+    if last is not None and torch.equal(last, values):
+        return last
+    held.copy = weakref.ref(values)
+    return values
 
 
 def update(param: Tensor, key: int | None = None) -> None:
-    """Stores the changed values of a parameter, as ``Int8Weight.encode``.
+    """Stores the changed values of an expanded parameter, as ``Int8Weight.encode``.
 
-    Its version counter increases, because the values are rounded.
+    If the codes change, its version counter increases, because the values are rounded.
+
+    Raises:
+        ValueError: the parameter was given data of another shape or dtype. Its codes stay.
     """
-    held = find(param)
-    assert held is not None
-    held.encode(key)
-    torch.autograd.graph.increment_version(held.place(param))
+    held = _stored[param]
+    place = held.place(param)
+    if (place.shape, place.dtype) != (held.absent.shape, held.absent.dtype):
+        raise ValueError(
+            f"A weight that is stored in 8 bits is {[*place.shape]} {place.dtype} now, but was "
+            f"{[*held.absent.shape]} {held.absent.dtype}. The change is dropped: call "
+            "ds_ext.store_int8 after it."
+        )
+    values, before = place.detach(), held.stored.clone() if key is None else None
+    held.encode(values, key)
+    if before is None or not torch.equal(before, held.stored):
+        torch.autograd.graph.increment_version(place)
+    held.has_stepped = key is not None
+
+
+# The tensors that have no values between uses.
+
+
+def _show(place: Tensor, values: Tensor) -> None:
+    """Gives a tensor its values."""
+    with torch._C.DisableTorchFunctionSubclass():
+        place.data = values
+    place.__class__ = _SHOWN.get(type(place), type(place))
+
+
+def _hide(place: Tensor, absent: Tensor) -> None:
+    """Takes the values of a tensor away."""
+    place.__class__ = _FREED[type(place)]
+    with torch._C.DisableTorchFunctionSubclass():
+        place.data = absent
+
+
+def _no_values(name: str) -> RuntimeError:
+    """The error for an operation that needs values."""
+    return RuntimeError(
+        f"{name}: a weight that is stored in 8 bits has values only while its module computes. To "
+        "read or edit it, wrap the call in `with ds_ext.expand_int8(param):`, at ZeRO stage 3 in "
+        "`with deepspeed.zero.GatheredParameters(param, modifier_rank=0):`. Convert, resize or "
+        "reparametrize a weight before it is stored."
+    )
+
+
+class Freed(Tensor):
+    """A tensor whose values do not exist. Operations that need them raise RuntimeError."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Runs ``func`` if it needs no values; ``copy_`` stores what it copies."""
+        me: Any = args[0] if args else None
+        kwargs = kwargs or {}
+        if func is Tensor.copy_ and find(me) and not isinstance(args[1], Freed):
+            with expanded([me], stores=True):
+                return func(*args, **kwargs)
+        if func in (torch.autograd.grad, torch.autograd.backward):
+            args, kwargs = pytree.tree_map_only(Freed, get_gradient_edge, (args, kwargs))
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _CONVERSIONS:
+                converted = func(*args, **kwargs)
+                if (converted.dtype, converted.device) == (me.dtype, me.device):
+                    return me
+            elif func in _ALLOWED:
+                return func(*args, **kwargs)
+            elif func in _VIEWS and isinstance(me, Freed):
+                view = func(*args, **kwargs)
+                view.__class__ = Freed
+                return view
+            elif func == Tensor.data.__set__ and args[1] is me:  # type: ignore[attr-defined]
+                return None  # ``module.to`` has converted nothing
+        is_property = func.__name__ in ("__get__", "__set__")
+        raise _no_values(func.__self__.__name__ if is_property else func.__name__)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Returns a copy in bf16, which is not stored in 8 bits."""
+        return self._in_bf16("__deepcopy__", memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles the values in bf16."""
+        return self._in_bf16("__reduce_ex__", protocol)
+
+    def _in_bf16(self, method: str, *args: Any) -> Any:
+        with expanded([self]) as found:
+            if not found:  # a view, or a partition
+                raise _no_values(method)
+            return getattr(self, method)(*args)
+
+    def set_(self, *_: Any, **__: Any) -> Any:
+        """Raises RuntimeError; torch does not pass ``set_`` to ``__torch_function__``."""
+        raise _no_values("set_")
+
+    def as_subclass(self, *_: Any) -> Any:
+        """Raises RuntimeError; torch does not pass it either."""
+        raise _no_values("as_subclass")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Describes the tensor without its values."""
+        return f"{type(self).__name__}({[*self.shape]}, {self.dtype}, stored in 8 bits)"
+
+
+class FreedParameter(Freed, nn.Parameter):
+    """A parameter whose values do not exist."""
+
+
+_OF_VALUES = {"data", "real", "imag", "T", "H", "mT", "mH", "volatile", "_cdata"}
+_PROPERTIES = [
+    each
+    for name in dir(Tensor)
+    if hasattr(each := getattr(Tensor, name), "__set__") and name not in _OF_VALUES
+]
+_VIEWS = {Tensor.detach, Tensor.view_as, Tensor.expand_as}  # as views of nothing
+_CONVERSIONS = {Tensor.to, Tensor.cuda, Tensor.cpu, Tensor.bfloat16}
+_ALLOWED = {
+    *(each.__get__ for each in _PROPERTIES),
+    *(each.__set__ for each in _PROPERTIES),
+    *(
+        getattr(Tensor, name)
+        for name in (
+            "__format__ __hash__ __len__ dim element_size get_device is_complex is_contiguous "
+            "is_floating_point is_inference nelement numel register_hook "
+            "register_post_accumulate_grad_hook requires_grad_ retain_grad size stride type"
+        ).split()
+    ),
+    *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.is_floating_point),
+    *(torch._has_compatible_shallow_copy_type,),
+}
+_FREED: dict[type, type] = {nn.Parameter: FreedParameter, Tensor: Freed}
+_SHOWN = {freed: shown for shown, freed in _FREED.items()}

@@ -47,7 +47,7 @@ def made(checkpointing=None, seed=1):
     with torch.no_grad():  # values that 8 bits can hold
         for name in STORED:
             param = model.get_parameter(name)
-            param.copy_(int8.Int8Weight(param).decoded())
+            param.copy_(int8.Int8Weight(param).values())
     return model
 
 

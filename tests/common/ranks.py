@@ -11,10 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_ext.ops import int8
+
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the whole weights by name, whatever the stage."""
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+    params = list(model.parameters())
+    with deepspeed.zero.GatheredParameters(params), int8.expanded(params):
         return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 

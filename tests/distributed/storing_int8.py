@@ -45,7 +45,7 @@ def stored(engine):
     for name in STORED:
         param = engine.module.get_parameter(name)
         held = int8.find(param)
-        assert held.is_freed
+        assert not held.holders
         for part in (held.codes, held.scales):
             parts = [part.clone()]
             if held.partition is not None:
@@ -74,17 +74,17 @@ def most_expanded(engine):
     """The most elements of stored weights that had values at once within the context."""
     found = [int8.find(engine.module.get_parameter(name)) for name in STORED]
     held = list(filter(None, found))
-    most, expand = [0], int8.Int8Weight.expand
+    most, hold = [0], int8.Int8Weight.hold
 
-    def counted(self):
-        expand(self)
-        most[0] = max(most[0], sum(h.values.numel() for h in held if not h.is_freed))
+    def counted(self, param):
+        hold(self, param)
+        most[0] = max(most[0], sum(h.numel for h in held if h.holders))
 
-    int8.Int8Weight.expand = counted
+    int8.Int8Weight.hold = counted
     try:
         yield most
     finally:
-        int8.Int8Weight.expand = expand
+        int8.Int8Weight.hold = hold
 
 
 def run(stage: int, folder: str) -> tuple:
@@ -166,13 +166,13 @@ def partitions(folder: str) -> dict[str, Any]:
     params = [first.module.get_parameter(name) for name in (*STORED, "still.weight")]
     held = [int8.find(p) for p in params]
     found["released"] = all(
-        h.is_freed and p.numel() == 0 for p, h in zip(params, held, strict=True)
+        not h.holders and p.numel() == 0 for p, h in zip(params, held, strict=True)
     )
-    found["shown"] = all(bool(p.ds_tensor.isnan().all()) for p in params)
+    found["shown"] = any(type(p.ds_tensor) is not int8.Freed for p in params)
     memory = [x for p in first.module.parameters() for x in (p, p.ds_tensor)]
-    memory += [h.stored for h in held]
+    memory = [x for x in memory if type(x) is not int8.Freed] + [h.stored for h in held]
     storages = {s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in memory)}
-    found["bytes"] = sum(storages.values()) - 2 * len(params)  # a NaN each
+    found["bytes"] = sum(storages.values())
     before = values(first)
     with contextlib.suppress(KeyError):
         with deepspeed.zero.GatheredParameters(params[1], modifier_rank=0):

@@ -9,12 +9,13 @@ import pytest
 import torch
 from deepspeed.pipe import PipelineModule
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import ds_ext
 from ds_ext.config import config_checks
 from ds_ext.engine import forward
 from ds_ext.ops import int8, rounding
-from tests.common.int8_model import STORED, WIDTH, Model, batch, made
+from tests.common.int8_model import STORED, Model, batch, made
 
 CHECKPOINTING = [None, "reentrant", "nonreentrant"]
 
@@ -44,7 +45,7 @@ def test_values_are_codes_times_powers_of_two_and_stay_when_encoded_again(size):
     weight = (torch.randn(size) * torch.logspace(-30, 30, size)).bfloat16()
     weight[:256] = 0
     stored = int8.Int8Weight(weight)
-    values, groups = stored.decoded(), weight.float().view(-1, int8.SIZE)
+    values, groups = stored.values(), weight.float().view(-1, int8.SIZE)
     mantissa, _ = torch.frexp(stored.scales)
     assert (mantissa == 0.5).all() and values.dtype == torch.bfloat16
     # A scale of half the size would not reach the largest element of its group.
@@ -54,21 +55,20 @@ def test_values_are_codes_times_powers_of_two_and_stay_when_encoded_again(size):
     error = (values.float().view(-1, int8.SIZE) - groups).abs()
     assert (error <= scales.unsqueeze(1) / 2).all()
     for key in range(5):
-        stored.values.copy_(values)
-        stored.encode(key)
-        assert torch.equal(stored.decoded(), values)
+        stored.encode(values, key)
+        assert torch.equal(stored.values(), values)
 
 
 def test_the_mean_over_keys_is_the_value():
     torch.manual_seed(0)
-    stored = int8.Int8Weight(torch.randn(2**16).bfloat16())
-    values = (stored.values + 1e-2 * torch.randn(2**16)).bfloat16()  # between two codes
+    weight = torch.randn(2**16).bfloat16()
+    stored = int8.Int8Weight(weight)
+    values = (weight + 1e-2 * torch.randn(2**16)).bfloat16()  # between two codes
     keys = 64
     total = torch.zeros(2**16, dtype=torch.float64)
     for key in range(keys):
-        stored.values.copy_(values)
-        stored.encode(key)
-        total += stored.decoded()
+        stored.encode(values, key)
+        total += stored.values()
     steps = values.double() / stored.scales.double().repeat_interleave(int8.SIZE)
     p = steps - steps.floor()
     is_between = (p * keys > 4) & ((1 - p) * keys > 4)
@@ -89,24 +89,25 @@ def test_a_partition_has_its_part_of_the_codes():
     for i, part in enumerate(parts):
         param, partition = nn.Parameter(torch.empty(0)), part.clone()
         int8.store(param, partition=partition, start=i * 2**14)
-        assert partition.isnan().all() and not param.numel()
-        int8.expand([param])
-        assert torch.equal(partition, int8.find(param).decoded())
-        partition.copy_(edited.split(2**14)[i])
-        version = partition._version
-        int8.update(param, key=3)
-        assert partition._version > version  # cached norms of the run are out of date
+        with pytest.raises(RuntimeError, match="isnan: a weight that is stored in 8 bits has"):
+            partition.isnan()
+        with int8.expanded([param]):
+            assert torch.equal(partition, int8.find(param).values()) and not param.numel()
+            partition.copy_(edited.split(2**14)[i])
+            version = partition._version
+            int8.update(param, key=3)
+            assert partition._version > version  # cached norms of the run are out of date
         codes.append(int8.find(param).codes)
-    int8.expand([whole])
-    whole.data.view(-1).copy_(edited)
-    int8.update(whole, key=3)
+    with int8.expanded([whole]):
+        whole.data.view(-1).copy_(edited)
+        int8.update(whole, key=3)
     assert torch.equal(torch.cat(codes), int8.find(whole).codes)
 
 
 def test_a_group_with_a_nan_is_nan():
     weight = torch.ones(2**16).bfloat16()
     weight[300] = torch.inf
-    values = int8.Int8Weight(weight).decoded()
+    values = int8.Int8Weight(weight).values()
     assert values[256:512].isnan().all() and (values.isnan().sum() == 256)
 
 
@@ -115,13 +116,13 @@ def test_devices_and_blocks_have_the_same_random_bits(monkeypatch):
         bits = torch.zeros(n, dtype=torch.int32)
         rounding.add_noise_(bits, key, start)
         assert torch.equal(bits, rounding._gathered(key, start, n, bits.device))
-    stored = int8.Int8Weight(torch.randn(2**18 + 256).bfloat16())
-    values, found = (stored.values * 1.01).bfloat16(), []
+    weight = torch.randn(2**18 + 256).bfloat16()
+    stored = int8.Int8Weight(weight)
+    values, found = (weight * 1.01).bfloat16(), []
     for block in (2**16, 2**18):
         monkeypatch.setattr(int8, "BLOCK", block)
-        stored.values.copy_(values)
-        stored.encode(7)
-        found.append(stored.decoded().clone())
+        stored.encode(values, 7)
+        found.append(stored.values().clone())
     assert torch.equal(*found)
 
 
@@ -161,7 +162,7 @@ def test_a_compiled_model_takes_the_same_steps():
 def test_steps_without_gradients_leave_the_weights(kind, policy):
     model = made()
     ds_ext.store_int8(model)
-    before = {name: each.decoded().clone() for name, each in held(model).items()}
+    before = {name: each.values().clone() for name, each in held(model).items()}
     optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.0)
     ds_ext.fuse_into_backward(model, optimizer, gradient_policy=policy)
     for step in range(100):
@@ -169,7 +170,7 @@ def test_steps_without_gradients_leave_the_weights(kind, policy):
         optimizer.step()
     assert optimizer.state[model.embed.weight]["step"] == 100
     for name, each in held(model).items():
-        assert torch.equal(each.decoded(), before[name]), name
+        assert torch.equal(each.values(), before[name]), name
 
 
 def test_the_mean_over_seeds_is_the_update_in_fp32():
@@ -185,7 +186,7 @@ def test_the_mean_over_seeds_is_the_update_in_fp32():
         # The same gradients in each run, up to their rounding to bf16.
         train(model, optimizer, owner, [0])
         for name, each in held(model).items():
-            found[name].append(each.decoded().float() - before[name])
+            found[name].append(each.values().float() - before[name])
     for name in STORED:
         updates = torch.stack(found[name]).double()
         update = (exact.get_parameter(name).detach() - before[name]).double()
@@ -203,32 +204,27 @@ def test_the_mean_over_seeds_is_the_update_in_fp32():
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-def test_weights_exist_only_while_they_are_used(checkpointing):
+def test_weights_exist_only_while_they_are_used(checkpointing, monkeypatch):
     model = made(checkpointing)
     ds_ext.store_int8(model)
     optimizer, owner = fused(model, max_grad_norm=1.0, bucket_size=1)
-    alive = []
+    memory, most, decode = [], [0], int8.decode
 
-    def look(*_):
-        alive.append(sorted(name for name, each in held(model).items() if not each.is_freed))
+    def counted(codes, values):
+        memory.append(StorageWeakRef(values.untyped_storage()))
+        most[0] = max(most[0], sum(not each.expired() for each in memory))
+        return decode(codes, values)
 
-    for module in (*model.up, *model.down):
-        module.register_forward_pre_hook(look)
-        module.weight.register_post_accumulate_grad_hook(look)
+    monkeypatch.setattr(int8, "decode", counted)
     for step in range(2):
         loss = model(batch(step))
-        look()
+        assert all(each.expired() for each in memory)
         owner.backward(loss)
-        look()
         optimizer.step()
-        look()
-    assert all(each.is_freed for each in held(model).values())
-    assert [] in alive and {len(names) for names in alive} <= {0, 1, 2, 3}
-    owned = [{name.split(".")[0] for name in names} - {"embed"} for names in alive]
-    assert all(len(names) <= 1 for names in owned) or checkpointing is not None
-    assert model.up[0].weight.isnan().all() and model.up[0].weight.shape == (4 * WIDTH, WIDTH)
-    with pytest.raises(RuntimeError, match="single memory location"):
-        model.up[0].weight.data.mul_(2)
+        assert all(each.expired() for each in memory)
+    assert all(not each.holders for each in held(model).values())
+    # Checkpointing may compute a layer again while a weight of the next one is in use.
+    assert len(memory) > 2 * 3 * len(STORED) and most[0] <= (2 if checkpointing else 1)
 
 
 def test_a_loaded_run_goes_on_with_the_same_bits():
@@ -264,7 +260,7 @@ def test_expanded_weights_can_be_read_and_edited():
         assert torch.equal(weight, 2 * before["up.0.weight"])
         raise KeyError
     assert weight._version > version  # cached norms of the weights are out of date
-    assert weight.isnan().all() and all(each.is_freed for each in held(model).values())
+    assert all(not each.holders for each in held(model).values())
     changed = {"up.0.weight": 2, "down.0.weight": 4}
     for name, x in model.state_dict().items():
         assert torch.equal(x, changed.get(name, 1) * before[name]), name

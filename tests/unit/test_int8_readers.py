@@ -1,0 +1,337 @@
+"""Who reads or writes a weight that is stored in 8 bits gets the right value or an error."""
+
+import copy
+import io
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ds_ext
+from ds_ext.ops import int8
+from tests.common.int8_model import WIDTH, batch, made
+
+RULE = "a weight that is stored in 8 bits has values only while its module computes"
+ONES = torch.ones(4, WIDTH, dtype=torch.bfloat16)
+
+
+def stored():
+    model = made()
+    ds_ext.store_int8(model)
+    return model
+
+
+def grads(model, step=0):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.autograd.grad(model(batch(step)), trained)
+
+
+def equal(xs, ys):
+    return all(map(torch.equal, xs, ys)) and len(xs) == len(ys)
+
+
+def stepped(model, kind=torch.optim.SGD, **kwargs):
+    model(batch(0)).backward()
+    kind(model.parameters(), lr=0.1, **kwargs).step()
+
+
+def no_grad(call):
+    def run(model):
+        with torch.no_grad():
+            call(model, model.up[0].weight)
+
+    return run
+
+
+# Each reader or writer of ``w``, a weight of ``m`` that is not expanded.
+REFUSED = {
+    "p.sum": lambda m, w: w.sum(),
+    "p + 1": lambda m, w: w + 1,
+    "1 + p": lambda m, w: 1 + w,
+    "p.clone": lambda m, w: w.clone(),
+    "p.data": lambda m, w: w.data,
+    "p.detach": lambda m, w: w.detach() + 1,
+    "p.detach, kept": lambda m, w: copy.deepcopy(w.detach()),
+    "p.float": lambda m, w: w.float(),
+    "p[0]": lambda m, w: w[0],
+    "p[0] = 1": lambda m, w: w.__setitem__(0, 1),
+    "p.numpy": lambda m, w: w.numpy(),
+    "p.data_ptr": lambda m, w: w.data_ptr(),
+    "x.copy_(p)": lambda m, w: torch.zeros(w.shape).copy_(w),
+    "EMA": lambda m, w: torch.zeros(w.shape).bfloat16().lerp_(w, 0.5),
+    "foreach": lambda m, w: torch._foreach_mul(list(m.parameters()), 2),
+    "einsum": lambda m, w: torch.einsum("ij,kj->ik", w, w),
+    "aten": lambda m, w: torch.ops.aten.mul(w, 2),
+    "parameters_to_vector": lambda m, w: nn.utils.parameters_to_vector(m.parameters()),
+    "F.linear with another module's weight": lambda m, w: F.linear(ONES, m.embed.weight),
+    "zero_": lambda m, w: w.zero_(),
+    "fill_": lambda m, w: w.fill_(1),
+    "mul_": lambda m, w: w.mul_(2),
+    "p.data.mul_": lambda m, w: w.data.mul_(2),
+    "p *= 2": lambda m, w: w.__imul__(2),
+    "set_": lambda m, w: w.set_(torch.zeros(3).bfloat16()),
+    "as_subclass": lambda m, w: w.as_subclass(torch.Tensor),
+    "out=": lambda m, w: torch.zeros(w.shape, out=w),
+    "init.kaiming_uniform_": lambda m, w: nn.init.kaiming_uniform_(w),
+    "init.zeros_": lambda m, w: nn.init.zeros_(w),
+    "p.data = x": lambda m, w: setattr(w, "data", torch.zeros(w.shape)),
+    "LoRA merge": lambda m, w: w.data.add_(torch.ones(w.shape)),
+    "vector_to_parameters": lambda m, w: nn.utils.vector_to_parameters(
+        torch.ones(10**6), m.parameters()
+    ),
+    "model.half": lambda m, w: m.half(),
+    "model.float": lambda m, w: m.float(),
+    "model.to(dtype)": lambda m, w: m.to(torch.float32),
+    "model.to(another device)": lambda m, w: m.to("meta"),
+    "model.to_empty": lambda m, w: m.to_empty(device="cpu"),
+    "model.share_memory": lambda m, w: m.share_memory(),
+    "parametrize": lambda m, w: nn.utils.parametrizations.weight_norm(m.up[0]),
+    "spectral_norm": lambda m, w: nn.utils.spectral_norm(m.up[0]),
+    "another method of the module": lambda m, w: nn.Linear.forward(m.up[0], ONES),
+    "a custom function": lambda m, w: Sum.apply(w),
+    "AveragedModel": lambda m, w: [
+        torch.optim.swa_utils.AveragedModel(m).update_parameters(m) for _ in range(2)
+    ],
+}
+
+
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w):
+        return w.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_readers_and_writers_outside_of_the_module_are_refused(name):
+    model = stored()
+    with pytest.raises(RuntimeError, match=RULE), torch.no_grad():
+        REFUSED[name](model, model.up[0].weight)
+    assert equal([*model.state_dict().values()], [*made().state_dict().values()])
+    assert equal(grads(model), grads(made()))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_other_optimizers_are_refused(fused):
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        with pytest.raises(RuntimeError, match=RULE):
+            stepped(stored(), kind, fused=fused)
+
+
+def test_a_parametrization_is_refused():
+    model = stored()
+    with pytest.raises(RuntimeError, match=RULE):
+        nn.utils.parametrize.register_parametrization(model.up[0], "weight", nn.Identity())
+        model(batch(0))  # older versions of torch register it
+
+
+def pickled(model):
+    memory = io.BytesIO()
+    torch.save(model, memory)
+    memory.seek(0)
+    return torch.load(memory, weights_only=False)
+
+
+def moved(model):
+    return model.to("cpu").cpu().bfloat16().to(torch.bfloat16)
+
+
+def resized(model):
+    """As resize_token_embeddings, for tied weights."""
+    with ds_ext.expand_int8(model.parameters()):
+        larger = nn.Embedding(600, WIDTH).bfloat16()
+        larger.weight.data[:512] = model.embed.weight.data
+        model.embed = larger
+        model.head.weight = larger.weight
+    return model
+
+
+SAME = {
+    "torch.save": pickled,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "deepcopy": copy.deepcopy,
+    "deepcopy of an expanded model": lambda model: in_context(model, copy.deepcopy),
+    "copy.copy": copy.copy,
+    "AveragedModel": lambda model: torch.optim.swa_utils.AveragedModel(model).module,
+    "moved": moved,
+    "restored": lambda model: [ds_ext.restore_bf16(model), model][1],
+    "forward in a context": lambda model: in_context(model, lambda m: [m(batch(1)), m][1]),
+    "under inference_mode": lambda model: [torch.inference_mode()(model)(batch(0)), model][1],
+}
+
+
+def in_context(model, call):
+    with ds_ext.expand_int8(model.parameters()):
+        return call(model)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_copies_and_uses_keep_the_values(name):
+    model = stored()
+    other = SAME[name](model)
+    for each in (model, other):
+        assert torch.equal(each(batch(0)), made()(batch(0)))
+        assert equal(grads(each), grads(made()))
+    if other is not model and name != "copy.copy":
+        assert not any(map(int8.find, other.parameters()))  # in bf16
+        with torch.no_grad():
+            other.up[0].weight.zero_()
+        assert torch.equal(model(batch(0)), made()(batch(0)))
+        ds_ext.store_int8(other)
+
+
+def test_a_resized_embedding_is_used():
+    assert torch.isfinite(resized(stored())(batch(0)))
+
+
+def test_copy_stores_codes_and_views_of_contexts_stay():
+    model = stored()
+    weight = model.up[0].weight
+    with torch.no_grad():
+        weight.copy_(torch.full(weight.shape, 3.0))
+    with ds_ext.expand_int8(weight):
+        view = weight.detach()
+    assert (view == 3).all() and (model.state_dict()["up.0.weight"] == 3).all()
+    with pytest.raises(ValueError, match="torch.float32 now, but was .* The change is dropped"):
+        in_context(model, nn.Module.float)
+    assert (model.state_dict()["up.0.weight"] == 3).all()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_state_dicts_within_a_context_have_its_edits(mode):
+    model = stored()
+    with ds_ext.expand_int8(model.parameters()):
+        with mode():
+            model.up[0].weight.mul_(2)
+        model.down[0].weight.data = model.down[0].weight.data * 4
+        inside = model.state_dict()
+    changed = {"up.0.weight": 2, "down.0.weight": 4}
+    for name, x in made().state_dict().items():
+        assert torch.equal(inside[name], changed.get(name, 1) * x), name
+    assert inside["head.weight"] is inside["embed.weight"]
+    assert equal([*model.state_dict().values()], [*inside.values()])
+
+
+def test_a_step_within_a_context_is_stored():
+    whole, model = stored(), stored()
+    for each, context in ((whole, ()), (model, model.parameters())):
+        optimizer = ds_ext.LOMO(each.parameters(), lr=0.05)
+        ds_ext.fuse_into_backward(each, optimizer)
+        with ds_ext.expand_int8(context):
+            for step in range(2):
+                each(batch(step)).backward()
+                optimizer.step()
+    assert equal([*model.state_dict().values()], [*whole.state_dict().values()])
+    assert not torch.equal(model.state_dict()["up.0.weight"], made().up[0].weight)
+
+
+class Output:
+    """An output in which torch finds no tensors."""
+
+    def __init__(self, y):
+        self.y = y
+
+
+class Leaf(nn.Linear):
+    def forward(self, x):
+        return Output(super().forward(x))
+
+
+def test_graphs_find_the_weights_of_any_output():
+    plain = Leaf(WIDTH, 512).bfloat16()
+    leaf = copy.deepcopy(plain)
+    with torch.no_grad():
+        plain.weight.copy_(int8.Int8Weight(plain.weight).values())
+    ds_ext.store_int8(leaf)
+    found = []
+    for each in (plain, leaf):
+        x = ONES.clone().requires_grad_()
+        (penalty,) = torch.autograd.grad((each(x).y ** 3).sum(), x, create_graph=True)
+        penalty.square().sum().backward()
+        found.append((penalty, x.grad, each.weight.grad))
+    assert equal(*found)
+
+
+def test_a_weight_norm_made_before_computes():
+    found = []
+    for stores in (False, True):
+        layer = nn.utils.weight_norm(made().up[0])
+        if stores:
+            with torch.no_grad():
+                layer.weight_v.copy_(int8.Int8Weight(layer.weight_v).values())
+            ds_ext.store_int8(layer)
+        y = layer(ONES)
+        y.square().sum().backward()
+        found.append((y, layer.weight_v.grad, layer.weight_g.grad))
+    assert int8.find(layer.weight_v) and equal(*found)
+
+
+@pytest.mark.parametrize("what", ["weight", "input"])
+def test_changes_between_forward_and_backward_are_errors(what):
+    model, x = stored(), ONES.clone().requires_grad_() * 1
+    layer = model.up[0]
+    y = layer(x)
+    with torch.no_grad(), ds_ext.expand_int8(layer.weight):
+        pass  # a context without a change is not a change
+    y.sum().backward(retain_graph=True)
+    with torch.no_grad(), ds_ext.expand_int8(layer.weight):
+        (layer.weight if what == "weight" else x).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_module_that_fails_frees_its_weights():
+    model = stored()
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        model.up[0](torch.ones(3, 3).bfloat16())
+    assert not int8.find(model.up[0].weight).holders
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+def test_threads_share_a_model():
+    """One trains while others evaluate, save and copy."""
+    model, stop, whole = stored(), threading.Event(), stored()
+    losses = []
+    for each in (whole, model):
+        optimizer = ds_ext.LOMO(each.parameters(), lr=1e-3)
+        ds_ext.fuse_into_backward(each, optimizer)
+
+        def train(each=each, optimizer=optimizer):
+            for step in range(30):
+                loss = each(batch(step))
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+
+        if each is whole:
+            train()
+            continue
+
+        def evaluate(read):
+            with torch.no_grad():
+                while not stop.is_set():
+                    for x in read(model):
+                        assert x.isfinite().all()
+
+        readers = [
+            lambda m: [m(batch(0))],
+            lambda m: m.state_dict().values(),
+            lambda m: copy.deepcopy(m).parameters(),
+        ]
+        with ThreadPoolExecutor(len(readers)) as pool:
+            others = [pool.submit(evaluate, read) for read in readers]
+            try:
+                train()
+            finally:
+                stop.set()
+            for other in others:
+                other.result()
+    assert losses[:30] == losses[30:]
+    assert equal([*model.state_dict().values()], [*whole.state_dict().values()])
