@@ -1,6 +1,9 @@
 """Builds and loads the C++ library: with the wheel, or once per machine at its first use.
 
-Without it, the reference executor makes the passes, and one line in the log says so.
+Without it, the reference executor makes the passes, and one line in the log says so. A library
+that was built at first use ends with the SHA-256 hash of its other bytes. It is loaded if the hash
+is right and nobody but this user or root can write to it: loading a file that was cut short ends
+the process with SIGBUS.
 """
 
 import contextlib
@@ -25,6 +28,7 @@ FLAGS = (  # setup.py has the same for wheels
 ).split()
 SWITCH = "DS_EXT_NATIVE"  # environment variable: 0 selects the reference executor
 SECONDS = 300  # timeout of the compiler
+HASH_BYTES = 32
 
 
 @functools.cache
@@ -34,7 +38,7 @@ def load() -> ctypes.CDLL | None:
         return None
     try:
         library = _shipped() or ctypes.CDLL(str(_built()))
-    except (OSError, subprocess.SubprocessError) as error:
+    except Exception as error:  # of a compiler, a disk or a loader: training goes on without it
         logger.info(
             "native CPU code is not available, so PyTorch operations step on the CPU: %s", error
         )
@@ -104,24 +108,55 @@ def _built() -> Path:
         raise OSError("there is no C++ compiler (g++, c++ or $CXX)")
     key = [_source(), *FLAGS, platform.machine(), platform.libc_ver()[1], compiler]
     name = f"passes-{hashlib.sha256(chr(0).join(key).encode()).hexdigest()[:16]}.so"
-    try:
-        folder = cache_folder()
-        if (folder / name).exists():
-            return folder / name
-        folder.mkdir(parents=True, exist_ok=True)
-        own = tempfile.TemporaryDirectory(dir=folder)
-    except (OSError, RuntimeError):  # no home folder, or not writable
-        folder = Path(tempfile.mkdtemp(prefix="ds_ext-"))
-        own = tempfile.TemporaryDirectory(dir=folder)
-    # Other processes may build it at the same time: the last one to finish replaces the file.
-    with own:
-        made = Path(own.name) / name
-        command = [compiler, *FLAGS, "-o", str(made), str(SOURCE)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-        if done.returncode:
-            raise OSError(f"{compiler} cannot build {SOURCE.name}: {done.stderr.strip()[:500]}")
-        made.replace(folder / name)
-    return folder / name
+    path, own = _place(name)
+    if own is not None:
+        # Other processes may build it at the same time: the last one replaces the file.
+        with own:
+            _build(compiler, Path(own.name) / name).replace(path)
+    return path
+
+
+def _place(name: str) -> tuple[Path, tempfile.TemporaryDirectory[str] | None]:
+    """The path of a library that others cannot write to; a folder to build it in, if missing."""
+    with contextlib.suppress(OSError, RuntimeError):  # no home folder, or not writable
+        for folder in (cache_folder(), cache_folder() / f"user-{os.getuid()}"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _is_safe(folder):
+                path = folder / name
+                return path, None if _is_whole(path) else tempfile.TemporaryDirectory(dir=folder)
+    new = Path(tempfile.mkdtemp(prefix="ds_ext-"))
+    return new / name, tempfile.TemporaryDirectory(dir=new)
+
+
+def _is_safe(path: Path) -> bool:
+    """Whether only this user or root can write to a file or folder."""
+    found = path.stat()
+    return found.st_uid in (os.getuid(), 0) and not found.st_mode & 0o022
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a library is there, is complete, and only this user or root can write to it."""
+    if not path.exists() or not _is_safe(path):
+        return False
+    content = path.read_bytes()
+    return content[-HASH_BYTES:] == hashlib.sha256(content[:-HASH_BYTES]).digest()
+
+
+def _build(compiler: str, path: Path) -> Path:
+    """Builds the library, followed by its hash, and waits until it is on disk."""
+    command = [compiler, *FLAGS, "-o", str(path), str(SOURCE)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=SECONDS
+    )
+    if done.returncode:
+        raise OSError(f"{compiler} cannot build {SOURCE.name}: {done.stderr.strip()[:500]}")
+    code = path.read_bytes()
+    with path.open("ab") as file:
+        file.write(hashlib.sha256(code).digest())
+        file.flush()
+        os.fsync(file.fileno())
+    path.chmod(0o755)
+    return path
 
 
 def _compilers() -> list[str]:
