@@ -4,6 +4,7 @@ Only this module imports transformers.
 """
 
 import sys
+from types import FrameType
 from typing import Any
 
 from transformers import TrainerCallback
@@ -41,9 +42,7 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any
     ) -> None:
         """Moves this callback before the reporting callbacks, so that they receive its metrics."""
-        handler = sys._getframe(1).f_locals["self"]
-        assert isinstance(handler, CallbackHandler)
-        handler.callbacks = [self, *(other for other in handler.callbacks if other is not self)]
+        _handler().callbacks.sort(key=lambda other: other is not self)
         self.sums = dict.fromkeys(_SUMMED, 0.0)
         stepped = _stepped(optimizer)
         if self.measure_updates:
@@ -77,6 +76,19 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
 
 
 _SUMMED = ("skipped_parameters", "bytes_sent")
+
+
+def _handler() -> Any:
+    """The object that calls Trainer's callbacks, which a callback may pass on by ``super()``."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if isinstance(found := frame.f_locals.get("self"), CallbackHandler):
+            return found
+        frame = frame.f_back
+    raise RuntimeError(
+        "ds_ext.MetricsCallback: on_train_begin was not called by HF Trainer: pass the callback to "
+        "Trainer(..., callbacks=[...])."
+    )
 
 
 def _stepped(optimizer: Any) -> Any:

@@ -68,7 +68,8 @@ class Access:
 
     @property
     def optimizer(self) -> RuleOptimizer:
-        """The engine's optimizer."""
+        """The engine's optimizer. Raises RuntimeError inside ``ema()``."""
+        self.fused.optimizer.refuse_exchanged()
         return self.fused.optimizer
 
     @property

@@ -224,6 +224,7 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
+        self.refuse_exchanged()
         return super().__getstate__() | {name: getattr(self, name) for name in _COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

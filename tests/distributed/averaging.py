@@ -7,6 +7,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -95,6 +96,7 @@ def zero(stage: int, rule: str, **more: Any) -> dict[str, Any]:
     start = whole(engine.module)
     steps = run(engine, range(STEPS))
     found = exchanged(engine, engine.optimizer, lambda _: whole(engine.module))
+    param = next(engine.module.parameters())
     with engine.optimizer.ema(), shared_folder() as folder:
         refused = [
             message(lambda: engine.backward(engine(batch(0))), RuntimeError),
@@ -102,6 +104,8 @@ def zero(stage: int, rule: str, **more: Any) -> dict[str, Any]:
             message(lambda: engine.save_checkpoint(folder), RuntimeError),
             message(lambda: engine.load_checkpoint(folder), RuntimeError),
             message(engine.optimizer.ema, RuntimeError),
+            message(lambda: safe_get_full_fp32_param(param), RuntimeError),
+            message(lambda: safe_get_full_optimizer_state(param, "ema"), RuntimeError),
         ]
     after = whole(engine.module)
     found["restored"] &= all(torch.equal(after[n], p) for n, p in steps[-1].items())

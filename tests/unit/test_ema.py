@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 
 import pytest
 import torch
@@ -349,11 +350,14 @@ def test_inside_nothing_is_stepped_saved_or_loaded():
             optimizer.state_dict,
             lambda: optimizer.load_state_dict(saved),
             lambda: optimizer.ema().__enter__(),
+            lambda: copy.deepcopy(optimizer),
+            lambda: pickle.dumps(optimizer),
         ):
             with pytest.raises(RuntimeError, match=refused):
                 action()
     optimizer.zero_grad()
     assert same(before, bits(optimizer, model))
+    assert same(saved["state"], pickle.loads(pickle.dumps(optimizer)).state_dict()["state"])
 
 
 @pytest.mark.parametrize("policy", ["fused", "sharded"])

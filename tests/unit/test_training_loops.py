@@ -1,9 +1,13 @@
 """Loops written for other optimizers: closures, gradient scalers, torch's own clipping."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 import ds_ext
 
@@ -148,3 +152,32 @@ def test_clipping_by_torch_is_refused_and_tells_what_to_set(policy):
     assert other[0].weight.grad.abs().max() <= 1e-6
     fused.remove()
     clip_grad_norm_(model.parameters(), 1.0)
+
+
+class Counted(ds_ext.MetricsCallback):
+    """A subclass that calls ``super()``, as subclasses do."""
+
+    def on_train_begin(self, *args, **kwargs):
+        super().on_train_begin(*args, **kwargs)
+        self.count = 0
+
+    def on_step_end(self, *args, **kwargs):
+        super().on_step_end(*args, **kwargs)
+        self.count += 1
+
+
+@pytest.mark.parametrize("kind", [ds_ext.MetricsCallback, Counted])
+def test_the_metrics_callback_and_its_subclasses_come_before_others(kind):
+    optimizer = mock.Mock(**{"metrics.return_value": {"skipped_steps": 1.0, "bytes_sent": 3.0}})
+    callback, other = kind(), TrainerCallback()
+    handler = CallbackHandler([other, callback], None, None, optimizer, None)
+    args = TrainingArguments(output_dir="unused", report_to="none")
+    state, control, logs = TrainerState(), TrainerControl(), {"loss": 1.0}
+    state.log_history.append(dict(logs))
+    handler.on_train_begin(args, state, control)
+    assert handler.callbacks.index(callback) == 0 and handler.callbacks.count(other) == 1
+    handler.on_step_end(args, state, control)
+    handler.on_log(args, state, control, logs)
+    assert logs["skipped_steps"] == 1.0 and logs["bytes_sent"] == 3.0
+    with pytest.raises(RuntimeError, match="pass the callback to Trainer"):
+        callback.on_train_begin(args, state, control, optimizer=optimizer)
