@@ -23,7 +23,7 @@ import ds_ext
 from benchmarks.memory import LLAMAS, shapes_of
 from ds_ext.backward import gradient_config
 from ds_ext.ops.executors.native import native_table
-from ds_ext.ops.executors.triton import devices, launch_memory, launches
+from ds_ext.ops.executors.triton import device_arrays, devices, launch_memory, launches
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, plain_step
 from ds_ext.optimizer.updates import RunUpdate
@@ -36,12 +36,12 @@ RANKS = 2
 TEXT = f"""
 The second table is of steps by kernels, on bf16 weights of Llama-7B and the gradients that rank 0
 of {RANKS} has, the rounds included in which it would meet the other. Launches do nothing; what is
-timed is Python, torch's small operations, and the copies of tables. `launches` of kernels, `copies`
-of tables to the device, `rounds` and calls of `torch` that are no views are of a bucket; `most` is
-the number of launches between two rounds. Where there is no GPU, its tensors lie in the memory of
-the CPU, and copies to it and launches of torch's operations take less time than they would. Memory
-of gradients and steps is then reused without a call of torch, which takes a GPU's allocator a few
-microseconds.
+timed is Python, torch's small operations, and the copies of addresses. `launches` of kernels,
+`copies` of addresses to the device, `rounds` and calls of `torch` that are no views are of a
+bucket; `most` is the number of launches between two rounds. Where there is no GPU, its tensors lie
+in the memory of the CPU, and copies to it and launches of torch's operations take less time than
+they would. Memory of gradients and steps is then reused without a call of torch, which takes a
+GPU's allocator a few microseconds.
 
 The third table is of `fuse_into_backward` in one process: the hooks of all gradients and the end of
 the step, but not backward itself, with buckets of {BUCKET:,} elements, the default on a GPU, and of
@@ -172,14 +172,14 @@ class Calls(TorchDispatchMode):
 def doing_nothing() -> Iterator[Counter[str]]:
     """Kernels are launched and do nothing; memory is not touched. Counts launches and copies."""
     counts: Counter[str] = Counter()
-    run, make = launches.launch_all, launch_memory.Memory._made
+    copy, make = device_arrays.DeviceArrays._copy, launch_memory.Memory._made
 
     def start(*args: object) -> None:
         counts["launches"] += 1
 
     def copied(*args: Any) -> None:
         counts["copies"] += 1
-        run(*args)
+        copy(*args)
 
     free: dict[tuple[int, int], Tensor] = {}
 
@@ -193,7 +193,7 @@ def doing_nothing() -> Iterator[Counter[str]]:
         mock.patch.object(devices, "DEVICES", {DEVICE.type}),
         mock.patch.object(native_table, "is_available", lambda: False),
         mock.patch.object(launches, "launch_kernel", start),
-        mock.patch.object(launches, "launch_all", copied),
+        mock.patch.object(device_arrays.DeviceArrays, "_copy", copied),
         mock.patch.object(torch, "full", empty),  # states, of tens of gigabytes
         mock.patch.object(launch_memory.Memory, "_made", made if DEVICE.type == "cpu" else make),
     ):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -33,9 +34,8 @@ from benchmarks.memory import LLAMAS, shapes_of
 from ds_ext.backward import gradient_config
 from ds_ext.ops import Scaled
 from ds_ext.ops.executors.triton import devices, kernels, launches
-from ds_ext.ops.executors.triton.columns import AT
-from ds_ext.ops.executors.triton.launch_tables import Launch, LaunchTables, MergedLaunch
-from ds_ext.ops.executors.triton.launches import FusedPasses
+from ds_ext.ops.executors.triton.columns import ARGUMENTS, AT
+from ds_ext.ops.executors.triton.launches import KernelConstants, Launch
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
@@ -75,7 +75,6 @@ FUSED_ADAMW = 14  # bytes per element of torch's, with bf16 moments: g, and p, m
 LOADS, STORES = ("LDG", "LDGSTS"), ("STG",)
 WIDE = ("128", "64")  # bits of an access that count as a vector
 TYPES = {t.name: t for t in (tl.float32, tl.bfloat16, tl.float16, tl.int16, tl.int8)}
-ARGUMENTS = {"table": "*i64", "count": "i32"}
 LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
 
 
@@ -125,15 +124,15 @@ integer, logic, comparison, selection and packing instructions, `imad` integer p
 two): each kind has half of the lanes that fp32 sums have. `slow` are roots, reciprocals and
 conversions, which have an eighth. Slow paths of divisions and roots, which few elements take, are
 counted as `calls` only. `vectors` are global loads and stores of 8 or 16 bytes, `scalars` all
-smaller ones, of a thread. The second table has the launches as they are: several kinds of passes in
-one kernel, which has the registers of the hungriest.
+smaller ones, of a thread. The second table has the launches as they are: several kinds of
+parameters in one kernel, which has the registers of the hungriest.
 """
 
 
 class Asked(NamedTuple):
-    """A pass of a step, or a chain of passes that a program makes one after another."""
+    """A pass of a step over parameters of one kind."""
 
-    kind: FusedPasses
+    kind: KernelConstants
     warps: int
     programs: int  # of a step
     most: int  # of a launch
@@ -181,11 +180,11 @@ def row(asked: Asked) -> dict[str, object]:
 
 def launch_rows(name: str) -> list[dict[str, object]]:
     """Returns the registers of an optimizer's launches."""
-    rows: dict[tuple[tuple[FusedPasses, ...], int], dict[str, object]] = {}
+    rows: dict[tuple[tuple[KernelConstants, ...], int], dict[str, object]] = {}
     for one in launches_of_step(name):
         key = one.kinds, one.warps
         if key not in rows:
-            counts = compiled_counts(one.kinds, one.warps, one.passes)
+            counts = compiled_counts(one.kinds, one.warps)
             rows[key] = {
                 "launch": " \\| ".join(map(label, one.kinds)),
                 "launches": 0,
@@ -197,20 +196,17 @@ def launch_rows(name: str) -> list[dict[str, object]]:
     return [*rows.values()]
 
 
-def label(kind: FusedPasses) -> str:
-    """Returns the names of a kind's passes, and what selects their code."""
-    names = []
-    for one in launches.passes_of(kind):
-        forms = {x.value: name for name, x in kernels.FORM.items()}
-        shape = [forms[one.FORM]] if "FORM" in one.fields else []
-        shape += [str(one.TC)] if "STAGES" in one.fields else []
-        names.append(" ".join([one.name, *shape]))
-    return ", ".join(names)
+def label(kind: KernelConstants) -> str:
+    """Returns the name of a pass, and what selects its code."""
+    forms = {x.value: name for name, x in kernels.FORM.items()}
+    shape = [forms[kind.FORM]] if "FORM" in kind.fields else []
+    shape += [str(kind.TC)] if "STAGES" in kind.fields else []
+    return " ".join([kind.name, *shape])
 
 
-def elements_of_thread(kind: FusedPasses, warps: int) -> float:
+def elements_of_thread(kind: KernelConstants, warps: int) -> float:
     """Returns the elements of a thread: of a tile, or of an iteration of a loop."""
-    one = launches.passes_of(kind)[0].fields
+    one = kind.fields
     size = one["LONG"] if "LONG" in one else one.get("TR", 1) * one.get("TC", 1)
     if one["name"] == "wide_weighted_sums" or one["name"] == "normalize_wide_rows":
         size = one["STRIP"] * one["TC"]
@@ -234,20 +230,19 @@ def times(name: str) -> dict[str, object]:
 def bytes_of(asked: Asked) -> float:
     """Returns the bytes that a pass of a step reads and writes, without single numbers."""
     forms = {x.value: name for name, x in kernels.FORM.items()}
-    each = 0.0
-    for one in launches.passes_of(asked.kind):
-        form = forms[one.FORM] if "FORM" in one.fields else "IS_RUN"
-        if one.name == "fold":
-            return 8.0 * asked.elements  # partial sums, as they are written and read
-        if one.name in ("factors", "clipped_factors"):
-            return 20.0 * asked.elements  # statistics in and out, sums, factors
-        if one.name in ("recall", "copy_checked_values"):
-            return 8.0 * asked.elements
-        each += sum(traffic.STATE.get(form, (0, 0))) + 2 * traffic.MOMENTS.get(one.name, 0)
-        is_apply = one.name.endswith("apply")
-        reads_weights = is_apply or form == "IS_WEIGHT" or one.fields.get("DECAYS")
-        each += 2 * ((form not in ("IS_WEIGHT", "IS_ADAM")) + bool(reads_weights) + is_apply)
-    return each * asked.elements
+    one = asked.kind
+    form = forms[one.FORM] if "FORM" in one.fields else "IS_RUN"
+    if one.name == "fold":
+        return 8.0 * asked.elements  # partial sums, as they are written and read
+    if one.name in ("factors", "clipped_factors"):
+        return 20.0 * asked.elements  # statistics in and out, sums, factors
+    if one.name in ("recall", "copy_checked_values"):
+        return 8.0 * asked.elements
+    each = sum(traffic.STATE.get(form, (0, 0))) + 2 * traffic.MOMENTS.get(one.name, 0)
+    is_apply = one.name.endswith("apply")
+    reads_weights = is_apply or form == "IS_WEIGHT" or one.fields.get("DECAYS")
+    each += 2 * ((form not in ("IS_WEIGHT", "IS_ADAM")) + bool(reads_weights) + is_apply)
+    return float(each * asked.elements)
 
 
 def cycles_of(asked: Asked) -> float:
@@ -261,9 +256,9 @@ def cycles_of(asked: Asked) -> float:
 
 
 @functools.cache
-def launches_of_step(name: str, model: str = "7B") -> list[MergedLaunch]:
+def launches_of_step(name: str, model: str = "7B") -> list[Launch]:
     """Returns the launches of the third step of an optimizer in backward, of bf16 weights."""
-    found: list[MergedLaunch] = []
+    found: list[Launch] = []
     weights: list[Tensor] = [
         nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
         for shape in shapes_of(LLAMAS[model]).values()
@@ -290,17 +285,17 @@ def launches_of_step(name: str, model: str = "7B") -> list[MergedLaunch]:
 
 def passes_of_step(name: str, model: str = "7B") -> list[Asked]:
     """Returns the different passes of such a step."""
-    found: dict[tuple[FusedPasses, int], list[int]] = {}
+    found: dict[tuple[KernelConstants, int], list[int]] = {}
     for one in launches_of_step(name, model):
-        for chain, number in zip(one.chains, one.of_each, strict=True):
-            kind = one.kinds[number]
-            rows, programs = chain[0].rows, int(chain[0].programs.sum())
+        programs = np.diff(one.rows[:, AT["program"]], append=one.programs)
+        numbers = one.of_each[one.rows[:, AT["index"]]]
+        for number, kind in enumerate(one.kinds):
+            rows, count = one.rows[numbers == number], programs[numbers == number]
             own = found.setdefault((kind, one.warps), [0, 0, 0, 0])
-            own[0] += programs
-            own[1] = max(own[1], programs)
-            first = launches.passes_of(kind)[0]
-            own[2] += _elements(first.name, rows)
-            own[3] += _padded(first.fields, rows, chain[0].programs)
+            own[0] += int(count.sum())
+            own[1] = max(own[1], int(count.sum()))
+            own[2] += _elements(kind.name, rows)
+            own[3] += _padded(kind.fields, rows, count)
     return [Asked(kind, warps, *own) for (kind, warps), own in found.items()]
 
 
@@ -324,15 +319,12 @@ def _padded(one: Mapping[str, Any], rows: Any, programs: Any) -> int:
 
 
 @contextmanager
-def _noted(found: list[MergedLaunch]) -> Iterator[None]:
+def _noted(found: list[Launch]) -> Iterator[None]:
     """Context in which tensors of "meta" are those of a GPU, and launches are noted."""
-
-    def run(tables: LaunchTables, given: Sequence[Launch], memory: Any) -> None:
-        found.extend(tables.joints)
 
     with (
         mock.patch.object(devices, "DEVICES", {"meta"}),
-        mock.patch.object(launches, "launch_all", run),
+        mock.patch.object(launches, "launch_kernel", lambda one, *_: found.append(one)),
     ):
         yield
 
@@ -357,26 +349,22 @@ def _nothing(total: Tensor) -> None:
 
 
 @functools.cache
-def counted(kind: FusedPasses, warps: int) -> Counts:
+def counted(kind: KernelConstants, warps: int) -> Counts:
     """Returns the counts of a kind that is compiled alone."""
-    return compiled_counts((kind,), warps, len(launches.passes_of(kind)))
+    return compiled_counts((kind,), warps)
 
 
-def compiled_counts(kinds: tuple[FusedPasses, ...], warps: int, passes: int) -> Counts:
+def compiled_counts(kinds: tuple[KernelConstants, ...], warps: int) -> Counts:
     """Returns the counts of a launch of these kinds."""
-    return counts_of(compiled(launches.constants(kinds, passes, 4), warps).asm["cubin"])
+    return counts_of(compiled(launches.constants(kinds, 16), warps).asm["cubin"])
 
 
 def compiled(constants: Mapping[str, Any], warps: int) -> Any:
     """Returns a launch's kernel for sm_90, as Triton compiles it."""
     function = kernels.run
     values = {(function.arg_names.index(name),): x for name, x in constants.items()}
-    signature = ARGUMENTS | dict.fromkeys(constants, "constexpr")
-    # tables are aligned to 16 bytes: see launches.launch_kernel
-    aligned: dict[Any, Any] = {(0,): [["tt.divisibility", 16]]}
-    source = ASTSource(
-        function, {name: signature[name] for name in function.arg_names}, values, aligned
-    )
+    kinds = ["i64"] * ARGUMENTS + ["constexpr"] * len(constants)
+    source = ASTSource(function, dict(zip(function.arg_names, kinds, strict=True)), values)
     target = GPUTarget("cuda", 90, 32)
     return triton.compile(source, target=target, options=launches.options(warps))
 

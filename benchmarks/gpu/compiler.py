@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.gpu.compiling import given
 from ds_ext.ops.executors.triton import kernels, launches
+from ds_ext.ops.executors.triton.columns import ARGUMENTS
 
 
 class Driver:
@@ -38,13 +38,13 @@ class Driver:
         return 0
 
 
-def main(asked: Iterable[tuple[int, int, dict[str, Any]]], architecture: int) -> None:
-    """Compiles (parameters, warps, constants)."""
+def main(asked: Iterable[tuple[int, dict[str, Any]]], architecture: int) -> None:
+    """Compiles (warps, constants)."""
     triton.runtime.driver.set_active(Driver(architecture))
-    for count, warps, written in asked:
+    for warps, written in asked:
         named = {name: given(x) for name, x in written.items()}
         try:
-            kernels.run.warmup(torch.int64, count, grid=(1,), **named, **launches.options(warps))
+            kernels.run.warmup(*[0] * ARGUMENTS, grid=(1,), **named, **launches.options(warps))
         except Exception as error:
             print(json.dumps(written), " ".join(repr(error).split())[-500:], flush=True)
 

@@ -11,13 +11,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 import ds_ext
 from benchmarks import host_gpu
@@ -26,9 +25,9 @@ from benchmarks.gpu.setting import RIGHT, WRONG, Rows, Setting, using_kernels
 from benchmarks.memory import OURS, Sizes, llama
 from ds_ext.backward import owners, startup_log
 from ds_ext.ops.executors.triton import launches
-from ds_ext.ops.executors.triton.launches import KernelConstants
+from ds_ext.ops.executors.triton.launches import KernelConstants, Launch
 
-Asked = tuple[int, int, dict[str, Any]]  # parameters, warps, constants
+Asked = tuple[int, dict[str, Any]]  # warps, constants
 ROOT = Path(__file__).parents[2]
 
 
@@ -56,10 +55,8 @@ def asked_for(on: Setting) -> list[Asked]:
     """What the checks and the training steps of later stages launch."""
     found: list[Asked] = []
 
-    def note(
-        label: str, programs: int, table: Tensor, count: int, named: Mapping[str, Any], warps: int
-    ) -> None:
-        found.append((count, warps, dict(named)))
+    def note(launch: Launch, *args: object) -> None:
+        found.append((launch.warps, dict(launch.named)))
 
     with using_kernels(on.device.type), mock.patch.object(launches, "launch_kernel", note):
         for name in on.optimizers or checks.BATCHED:
@@ -115,16 +112,15 @@ def _in_backward(name: str, sizes: Sizes, device: torch.device) -> None:
 def distinct(asked: Iterable[Asked]) -> list[Asked]:
     """The launches that Triton compiles kernels of their own for."""
     found: dict[object, Asked] = {}
-    for count, warps, named in asked:
-        key = (count == 1, count % 16 == 0, warps, tuple(map(repr, named.values())))
-        found.setdefault(key, (count, warps, named))
+    for warps, named in asked:
+        found.setdefault((warps, *map(repr, named.values())), (warps, named))
     return list(found.values())
 
 
 def _begin(asked: list[Asked]) -> "subprocess.Popen[str]":
     """A process that compiles; kernels imported for Triton's interpreter could not be compiled."""
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-    written = [[n, warps, {key: plain(x) for key, x in of.items()}] for n, warps, of in asked]
+    written = [[warps, {key: plain(x) for key, x in of.items()}] for warps, of in asked]
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.gpu.compiler", str(10 * major + minor)],
         cwd=ROOT,

@@ -11,23 +11,21 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
-
 Sums: TypeAlias = tuple[Tensor, ...]
 StepGenerator = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
 FlatSums = Generator[Tensor, Tensor, None]
 
 
 class Generators(list[StepGenerator]):
-    """The generators of a bucket's step whose passes are launched together.
+    """The generators of a bucket's step, whose partial sums may be adjacent in memory.
 
     Args:
-        queue: launches the passes that the generators have asked for.
+        joined: returns the flat tensor [n] that partial sums fill; None if they are not adjacent.
     """
 
-    def __init__(self, queue: LaunchQueue) -> None:
+    def __init__(self, joined: Callable[[Sequence[Tensor]], Tensor | None]) -> None:
         super().__init__()
-        self.queue = queue
+        self.joined = joined
 
 
 def lockstep(generators: Iterable[StepGenerator]) -> FlatSums:
@@ -40,7 +38,7 @@ def lockstep(generators: Iterable[StepGenerator]) -> FlatSums:
         partial = [x for _, sums in waiting for x in sums]
         flat = None
         if isinstance(generators, Generators):
-            flat = generators.queue.memory.joined(partial)
+            flat = generators.joined(partial)
         if flat is not None:  # the totals replace the sums
             total = yield flat
             if total is not flat:
@@ -70,8 +68,6 @@ def _advance_all(
         sums = advance(generator, totals)
         if sums is not None:
             waiting.append((generator, sums))
-    if isinstance(generators, Generators):
-        generators.queue.launch()
     return waiting
 
 
@@ -94,14 +90,11 @@ def advance(generator: StepGenerator, totals: Sums | None) -> Sums | None:
 def run(generators: Iterable[StepGenerator], all_reduce: Callable[[Tensor], None] | None) -> int:
     """Runs generators to their end, with one in-place ``all_reduce`` per round; returns the rounds.
 
-    None means one rank: its partial sums are the totals, and are not copied. Unless passes are
-    launched together, each generator ends before the next one begins: the caches of a CPU then hold
-    what its later passes read again.
+    None means one rank: its partial sums are the totals, and are not copied. Each generator ends
+    before the next one begins: the caches of a CPU then hold what its later passes read again.
     """
     if all_reduce is None:
-        is_queued = isinstance(generators, Generators)
-        together = [generators] if is_queued else [[generator] for generator in generators]
-        return max(map(_finish, together), default=0)
+        return max(map(_finish, generators), default=0)
     rounds = 0
     for flat in merged_rounds(lockstep(generators)):
         all_reduce(flat)
@@ -109,11 +102,11 @@ def run(generators: Iterable[StepGenerator], all_reduce: Callable[[Tensor], None
     return rounds
 
 
-def _finish(generators: Iterable[StepGenerator]) -> int:
-    """Runs generators of one rank to their end; returns the rounds."""
-    waiting, rounds = _advance_all(generators), 0
-    while waiting:
-        waiting, rounds = _advance_all(generators, waiting), rounds + 1
+def _finish(generator: StepGenerator) -> int:
+    """Runs the generator of one rank to its end; returns the rounds."""
+    sums, rounds = advance(generator, None), 0
+    while sums is not None:
+        sums, rounds = advance(generator, sums), rounds + 1
     return rounds
 
 

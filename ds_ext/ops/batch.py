@@ -63,6 +63,13 @@ class Runs:
             self._pointers = np.array([x.data_ptr() for x in self.tensors], dtype=np.int64)
         return self._pointers
 
+    base = 0
+
+    @property
+    def offsets(self) -> Pointers:
+        """The pointers: a base and offsets give the addresses of every kind of column."""
+        return self.pointers
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of all tensors."""
@@ -85,6 +92,16 @@ class Flat(NamedTuple):
     firsts: NDArray[np.int64]  # index of each parameter's first number, [n]
 
     @property
+    def base(self) -> int:
+        """The address of the tensor."""
+        return self.values.data_ptr()
+
+    @property
+    def offsets(self) -> Pointers:
+        """The bytes before each parameter's first element, [n]."""
+        return 4 * self.firsts
+
+    @property
     def pointers(self) -> Pointers:
         """The address of each parameter's first element, [n]."""
         return 4 * self.firsts + self.values.data_ptr()
@@ -101,16 +118,19 @@ class Shifted(NamedTuple):
     by: NDArray[np.int64]  # bytes, [n]
 
     @property
+    def base(self) -> int:
+        """That of the runs."""
+        return self.runs.base
+
+    @property
+    def offsets(self) -> Pointers:
+        """Those of the runs, shifted, [n]."""
+        return self.runs.offsets + self.by
+
+    @property
     def pointers(self) -> Pointers:
         """The address of each parameter's first element, [n]."""
         return self.runs.pointers + self.by
-
-
-class PointerArray(NamedTuple):
-    """Addresses, and the tensors that must stay alive for them."""
-
-    pointers: Pointers  # [n]
-    tensors: Any
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import torch
 HEADER = Path(__file__).parent / "executors" / "native" / "schema.h"
 
 PROBES = 31  # sampled weights that show whether a cached norm is still valid: see passes.cpp
-GIVEN = 12  # the most numbers in the formulas of a kernel's pass
 # weight_storage.CorrectedWeight stores the rounding error of a weight in 8 bits: in
 # 1/127ths of the largest error, which is half the spacing of the 16-bit numbers there.
 ERROR_LEVELS = 127.0
@@ -59,8 +58,8 @@ class Column(NamedTuple):
 
     Attributes:
         name: its name in Python, C++ and kernels (there in upper case).
-        type: its type in C++; a kernel's table is all int64: integers, and addresses, also of
-            numbers.
+        type: its type in C++. A kernel reads int64_t from a table; addresses and numbers are
+            arguments of its launch: see triton/columns.py.
         meaning: its contents.
     """
 
@@ -130,7 +129,7 @@ NATIVE = (
 KERNELS = (
     Column("noise", "const uint16_t *", "random numbers: rounding.shifted_noise"),
     Column("program", "int64_t", "first program of the parameter"),
-    Column("kind", "int64_t", "index of the parameter's pass kind in the launch"),
+    Column("index", "int64_t", "position in the arrays of addresses: see triton/columns.py"),
     Column("down", "int64_t", "tiles per matrix from top to bottom"),
     Column("row0", "int64_t", "first row that the tiles cover"),
     Column("mat0", "int64_t", "first matrix that the tiles cover"),
@@ -146,7 +145,6 @@ KERNELS = (
     Column("probe", "float *", "the first written weight of each tile"),
     Column("found", "float *", "statistic that shows whether the gradient is finite"),
     Column("most", "float", "the pass runs only if found <= most"),
-    *(Column(f"given{i}", "float", "number in a formula") for i in range(GIVEN)),
 )
 
 

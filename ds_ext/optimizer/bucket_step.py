@@ -18,7 +18,6 @@ from ds_ext.ops.executors.batched import added_up
 from ds_ext.ops.executors.table_batch import AnyNormCache
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.executors.triton.launch_memory import Memory
-from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import ema, expert_stacks, nonfinite, sections, state_checks
 from ds_ext.optimizer.nonfinite import GradCheck
@@ -80,6 +79,7 @@ class BatchedStep:
         self.batch.gradients, self.batch.square_parts = self.gradients, None
         step = self.rule.step(p, self.gradients, self.state, self.t, self.batch)
         e = ema.averages(self.state, self.rule, self.plan.param_ids, self.t)
+        self.batch.begin(p, self.gradients, self.state)
         return ema.averaged(step, self.rule, p, e, self.t, self.batch)
 
     def _update_sums(self) -> Runs | Flat:
@@ -91,7 +91,7 @@ class BatchedStep:
         return Flat(self.totals, 2 * np.arange(n))
 
     def squares(self) -> Tensor:
-        """Returns the sums of squares of gradients, [n]; a formula on a GPU.
+        """Returns the sums of squares of gradients, [n].
 
         It takes no pass if the rule has added them up already.
         """
@@ -195,7 +195,7 @@ class BucketStep:
         self.alone = with_turns(table, [updates[i] for i in alone])
         self.alone_states = [states[i] for i in alone]
         self.batches: list[BatchedStep] = []
-        self.plan, self.queue = plan, _queue(plan, updates)
+        self.plan, self.memory = plan, _memory(plan, updates)
         if plan is not None:
             for i, group in zip(plan.joined, plan.group_indices, strict=True):
                 weight_update.prepare(updates[i].p, states[i], plan.rules[group])
@@ -204,8 +204,8 @@ class BucketStep:
                 for x in plan.batches
             ]
         self.generators: list[StepGenerator] = []
-        if self.queue is not None:
-            self.generators = Generators(self.queue)
+        if self.memory is not None:
+            self.generators = Generators(self.memory.joined)
         self.generators += [self._checked(batch) for batch in self.batches]
         for u, state in zip(self.alone, self.alone_states, strict=True):
             if u.param in check.params:
@@ -220,8 +220,8 @@ class BucketStep:
         if params or votes:
             modes = {(p in params, bool(votes) and p in votes) for p in step.params}
         assert len(modes) == 1, "the gradients of a batch are all checked in the same way"
-        if self.queue is not None and isinstance(step, BatchedStep):
-            return nonfinite.checked_on_device(step, self.queue, self.check)
+        if self.memory is not None and isinstance(step, BatchedStep):
+            return nonfinite.checked_on_device(step, self.memory, self.check)
         ((by_sums, _),) = modes
         return nonfinite.checked_on_host(step, self.check) if by_sums else step.begin()
 
@@ -235,8 +235,8 @@ class BucketStep:
         for param in bad:
             if param in state and not state[param]:
                 del state[param]
-        if self.plan is not None and self.queue is not None:
-            self.plan.memory_sizes = [*map(max, self.plan.memory_sizes, self.queue.memory.used)]
+        if self.plan is not None and self.memory is not None:
+            self.plan.memory_sizes = [*map(max, self.plan.memory_sizes, self.memory.used)]
 
 
 def with_turns(table: ParamTable, updates: Sequence[RunUpdate]) -> list[RunUpdate]:
@@ -306,12 +306,12 @@ def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> 
     return begun
 
 
-def _queue(plan: BucketPlan | None, updates: Sequence[RunUpdate]) -> LaunchQueue | None:
-    """The queue of launches of a bucket on a GPU; None elsewhere."""
+def _memory(plan: BucketPlan | None, updates: Sequence[RunUpdate]) -> Memory | None:
+    """The memory of a bucket's launches on a GPU; None elsewhere."""
     device = updates[0].g.device if updates else None
     if plan is None or device is None or not devices.supports(device):
         return None
-    return LaunchQueue(Memory(device, plan.memory_sizes), plan.launch_tables)
+    return Memory(device, plan.memory_sizes)
 
 
 def _sums_first(rule: Any, shard: Shard) -> bool:

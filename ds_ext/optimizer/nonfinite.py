@@ -16,7 +16,7 @@ first round checks are checked by votes, which ranks exchange together with the 
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -26,13 +26,11 @@ from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.distributed.lockstep import StepGenerator, advance
-from ds_ext.ops.batch import Flat, PointerArray
+from ds_ext.ops.batch import Flat
 from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable
-from ds_ext.ops.executors.triton.launch_memory import Addresses
-from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
+from ds_ext.ops.executors.triton.launch_memory import Addresses, Memory
 from ds_ext.ops.executors.triton.launcher import GradLimits
-from ds_ext.ops.formulas import Formula
 
 # A rank votes 1 for a good gradient, BAD_VOTE for a bad one. The sum over ranks of a good gradient
 # is at most MAX_GOOD_VOTES.
@@ -183,49 +181,42 @@ def checked_on_host(step: CheckedStep, check: GradCheck) -> StepGenerator:
         further = advance(rule, (yield further))
 
 
-def checked_on_device(step: DeviceStep, queue: LaunchQueue, check: GradCheck) -> StepGenerator:
+def checked_on_device(step: DeviceStep, memory: Memory, check: GradCheck) -> StepGenerator:
     """Yields the rounds of a batch on a GPU. Kernels skip parameters with bad gradients.
-
-    Sums that are one number per parameter are formulas. This generator yields them as tensors.
 
     Args:
         step: the step, whose parameters are all checked alike.
-        queue: collects the bucket's launches.
+        memory: of the bucket's launches.
         check: by the first round, by votes, by both or not at all.
     """
     by_sums, by_votes = step.params[0] in check.params, step.params[0] in check.votes
     batch = step.batch
-    batch.attach(queue)
-    queue.begin_sequence()
+    batch.attach(memory)
+    batch.limits = _limits_of_votes(step, check.votes) if by_votes else None
     rule = step.begin()
-    if by_votes:
-        limits = _limits_of_votes(step, check.votes)
-        _record(step, limits, check, is_square=False)
-        batch.attach(queue, limits)
+    if batch.limits is not None:
+        _record(step, batch.limits, check, is_square=False)
     begins_checked = by_sums and not step.sums_first
-    asked = () if begins_checked else _next(rule, None, queue)
+    sums = None if begins_checked else advance(rule, None)
     if by_sums:
-        batch.attach(queue)
-        queue.begin_sequence()  # this pass, if any, runs in parallel with earlier ones
-        squares = cast(Formula, step.squares())
-        *totals, found = yield (*_values(asked), squares.values)
-        found_at = PointerArray(Flat(found, np.arange(found.numel())).pointers, found)
-        limits = GradLimits(found_at, step.upper_bounds())
-        queue.begin_sequence()
+        batch.limits = None
+        *totals, found = yield (*(sums or ()), step.squares())
+        limits = _limits(found, step.upper_bounds())
         _record(step, limits, check, is_square=True)
-        batch.attach(queue, limits)
-        asked = _next(rule, None if begins_checked else _answers(asked, totals), queue)
-    while asked:
-        answers = yield _values(asked)
-        asked = _next(rule, _answers(asked, answers), queue)
+        batch.limits = limits
+        sums = advance(rule, None if begins_checked else tuple(totals))
+    while sums is not None:
+        sums = advance(rule, (yield sums))
 
 
 def _limits_of_votes(step: DeviceStep, votes: Mapping[Tensor, Tensor]) -> GradLimits:
     """The votes on the device, and the largest sum of votes for a good gradient."""
-    found = [votes[param] for param in step.params]
-    pointers = np.array([x.data_ptr() for x in found], dtype=np.int64)
-    bounds = np.full(len(found), MAX_GOOD_VOTES, dtype=np.float32)
-    return GradLimits(PointerArray(pointers, found), bounds)
+    found = torch.stack([votes[param].view(()) for param in step.params])
+    return _limits(found, np.full(len(found), MAX_GOOD_VOTES, dtype=np.float32))
+
+
+def _limits(found: Tensor, bounds: Any) -> GradLimits:
+    return GradLimits(Flat(found, np.arange(len(found))), bounds)
 
 
 def _record(step: DeviceStep, limits: GradLimits, check: GradCheck, is_square: bool) -> None:
@@ -233,20 +224,3 @@ def _record(step: DeviceStep, limits: GradLimits, check: GradCheck, is_square: b
     assert check.flags is not None, "nothing would read the flags of gradients checked on a device"
     at = check.flags.places(step.params, limits.most, is_square, step.batch.device)
     cast(KernelTable, step.batch.own).copy_checked_values(limits, at)
-
-
-def _values(sums: Iterable[Any]) -> tuple[Tensor, ...]:
-    """Sums as tensors."""
-    return tuple(x.values if isinstance(x, Formula) else x for x in sums)
-
-
-def _answers(sums: Iterable[Any], totals: Iterable[Tensor]) -> tuple[Any, ...]:
-    """Totals as formulas where the sums are."""
-    pairs = zip(sums, totals, strict=True)
-    return tuple(Formula.given(x) if isinstance(asked, Formula) else x for asked, x in pairs)
-
-
-def _next(rule: Any, totals: tuple[Any, ...] | None, queue: LaunchQueue) -> tuple[Any, ...]:
-    """Runs a rule to its next round; returns its sums, () at the end."""
-    queue.begin_sequence()
-    return advance(rule, totals) or ()

@@ -22,8 +22,6 @@ from ds_ext.ops import weight_update
 from ds_ext.ops.batch import Layout, Runs, kind, may_join, stacked
 from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.executors.triton import devices
-from ds_ext.ops.executors.triton.launch_queue import Key
-from ds_ext.ops.executors.triton.launch_tables import LaunchTables
 from ds_ext.ops.rounding import ROUND
 from ds_ext.ops.schema import DTYPES
 from ds_ext.ops.shard import Shard
@@ -164,7 +162,6 @@ class BucketPlan:
         alone, joined: positions of the runs that are stepped alone, and in batches.
         rules: the rules of the bucket's param groups by position, as of the last ``fits``.
         memory_sizes: the largest sizes of ``Memory`` that steps of the bucket have used.
-        launch_tables: the tables of launches that steps of the bucket have made.
         is_checked: whether the states of the step in progress are known to fit.
     """
 
@@ -202,7 +199,6 @@ class BucketPlan:
             batch.note(states)
         self.group_indices = [table.group_index_of[updates[i].param] for i in self.joined]
         self.memory_sizes = [0, 0, 0]
-        self.launch_tables: dict[Key, LaunchTables] = {}
 
     def fits(
         self,

@@ -49,7 +49,7 @@ def main() -> int:
     count = 0
     for label, warps, written in json.load(sys.stdin):
         constants = {name: given(x) for name, x in written.items()}
-        passes = [one for kind in launches.kinds_of(constants) for one in launches.passes_of(kind)]
+        passes = launches.kinds_of(constants)
         try:
             asm = compiled(constants, warps).asm
         except Exception as error:

@@ -559,23 +559,23 @@ def test_the_hosts_time_is_of_many_parameters_and_of_no_pass(name):
 
 @needs.triton
 @pytest.mark.parametrize(
-    "name, launches, most, rounds", [("lomo", 1, 1, 0), ("lamb", 3, 2, 1), ("adalomo", 5, 3, 1)]
+    "name, launches, copies, calls",
+    [("lomo", 1, 1, 1), ("lamb", 4, 1, 11), ("adalomo", 10, 2, 16), ("came", 12, 2, 8)],
 )
-def test_a_bucket_of_7b_takes_a_few_launches_and_a_copy_a_round(name, launches, most, rounds):
+def test_a_bucket_of_7b_takes_a_few_launches_and_copies(name, launches, copies, calls):
     row = host_gpu.row(name, 1)
-    assert row["buckets"] < 30 and row["rounds"] == rounds and row["copies"] == rounds + 1
-    assert row["launches"] <= launches and row["most"] == most
-    assert row["torch"] < 6
+    assert row["buckets"] < 30 and row["rounds"] == {"lomo": 0, "came": 2}.get(name, 1)
+    assert row["launches"] == launches and row["copies"] == copies and row["torch"] == calls
 
 
 @needs.triton
 def test_a_step_of_a_matrix_runs_few_functions():
     """The most that a step of one matrix may run of ds_ext: the path that a reader follows."""
     by_native = path.plain(512)
-    assert by_native["calls"] <= 271 and by_native["functions"] <= 160 and by_native["files"] <= 29
+    assert by_native["calls"] <= 280 and by_native["functions"] <= 156 and by_native["files"] <= 29
     with traffic.asked_for():
         by_kernels = path.plain(512)
-    assert by_kernels["functions"] <= 214 and by_kernels["files"] <= 35
+    assert by_kernels["functions"] <= 200 and by_kernels["files"] <= 32
     assert 0 < by_native["functions"] < by_kernels["functions"] < by_kernels["calls"]
 
 

@@ -40,11 +40,11 @@ def asked_for(monkeypatch) -> list:
     """
     found, seen = [], set()
 
-    def note(label, programs, held, count, constants, warps):
-        shown = {pair for one in all_passes(constants) for pair in pairs_of(one)}
+    def note(launch, *args):
+        shown = {pair for one in launch.kinds for pair in pairs_of(one)}
         if not shown <= seen:
             seen.update(shown)
-            found.append([label, warps, constants])
+            found.append([launch.label, launch.warps, launch.named])
 
     monkeypatch.setattr(launches, "launch_kernel", note)
     paths.use(monkeypatch, "kernels")
@@ -61,14 +61,9 @@ def asked_for(monkeypatch) -> list:
     return found
 
 
-def all_passes(constants):
-    """The passes of all kinds of a launch."""
-    return [one for kind in launches.kinds_of(constants) for one in launches.passes_of(kind)]
-
-
 def pairs_of(one):
     """What a pass shows: each constant's value, and some two together."""
-    named = {key: repr(x) for key, x in one.fields.items() if key not in ("name", "then")}
+    named = {key: repr(x) for key, x in one.fields.items() if key != "name"}
     pairs = [(key, key) for key in named] + [("FORM", "ALIGNED"), ("WD", "STORAGE")]
     return [(one.name, a, named.get(a), named.get(b)) for a, b in pairs]
 
@@ -131,7 +126,7 @@ def test_the_kernels_of_a_7b_step_have_few_instructions_and_registers():
 def test_kernels_compile_and_read_vectors_where_runs_are_aligned(monkeypatch, tmp_path):
     """Every variant of every kernel."""
     asked = asked_for(monkeypatch)
-    assert {one.name for *_, constants in asked for one in all_passes(constants)} == {
+    assert {one.name for *_, constants in asked for one in launches.kinds_of(constants)} == {
         *("square_sums", "row_col_sums", "weighted_sums", "lerp", "square_lerp", "apply", "fold"),
         *("factors", "clipped_factors"),
         *("normalize", "normalize_whole_rows", "normalize_wide_rows", "wide_weighted_sums"),

@@ -9,7 +9,7 @@ from ds_ext import ops
 from ds_ext.ops import passes, small_matrices
 from ds_ext.ops.batch import Runs, Weights
 from ds_ext.ops.executors.table_batch import TableBatch
-from ds_ext.ops.executors.triton import launches
+from ds_ext.ops.executors.triton import launcher, launches
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import needs, paths, plain, table
@@ -118,7 +118,7 @@ def test_a_convolution_asks_for_a_few_launches_of_few_parameters(name, monkeypat
     """One of 512 x 512 x 3 x 3 took 500,000 rows of a table, which no kernel compiled for."""
     launched = []
     paths.use(monkeypatch, "kernels")
-    monkeypatch.setattr(launches, "launch_kernel", lambda *args: launched.append(args[3]))
+    monkeypatch.setattr(launches, "launch_kernel", lambda one, *_: launched.append(len(one.rows)))
     p = nn.Parameter(torch.ones(64, 64, 3, 3))
     p.grad = torch.ones_like(p)
     OPTIMIZERS[name]([p, nn.Parameter(torch.ones(3, 2))]).step()
@@ -129,9 +129,9 @@ def test_a_convolution_asks_for_a_few_launches_of_few_parameters(name, monkeypat
 def test_a_launch_has_no_more_parameters_than_a_program_looks_through(monkeypatch):
     launched = []
     paths.use(monkeypatch, "kernels")
-    monkeypatch.setattr(launches, "launch_kernel", lambda *args: launched.append(args[3]))
-    count = launches.MAX_PARAMETERS + 5
+    monkeypatch.setattr(launches, "launch_kernel", lambda one, *_: launched.append(len(one.rows)))
+    count = launcher.MAX_PARAMETERS + 5
     x = Runs([torch.ones(8)] * count)
     batch = TableBatch([Shard.whole((8,))] * count, device=paths.DEVICE)
     ops.apply_(Weights(x), x, batch, lr=0.1)
-    assert launched == [launches.MAX_PARAMETERS, 5]
+    assert launched == [launcher.MAX_PARAMETERS, 5]

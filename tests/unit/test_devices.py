@@ -48,14 +48,14 @@ class Compiled:
 class Function:
     """A kernel that Triton compiles when it is launched."""
 
-    arg_names = ("table", "count", "COUNT", "FORM", "TC")
+    arg_names = ("rows", "kinds", "COUNT", "FORM", "TC")
 
     def __init__(self):
         self.made = []
 
     def __getitem__(self, grid):
-        def launch(table, count, *, num_warps, enable_fp_fusion, **named):
-            self.made.append(Compiled((grid, count, num_warps, named)))
+        def launch(rows, kinds, *, num_warps, enable_fp_fusion, **named):
+            self.made.append(Compiled((grid, rows, num_warps, named)))
             return self.made[-1]
 
         return launch
@@ -63,23 +63,26 @@ class Function:
 
 @needs.triton
 def test_compiled_kernels_are_kept(monkeypatch):
-    """By what Triton compiles another for: constants, device, a count of 1 or a multiple of 16."""
+    """By what Triton compiles another for: constants, warps and device, but not arguments."""
     function = Function()
     monkeypatch.setattr(launches._kernels(), "run", function)
     monkeypatch.setattr(launches, "_compiled", {})
     named, other = ({"TC": 128, "COUNT": count, "FORM": "IS_RUN"} for count in (16, 32))
-    table = torch.zeros(4, dtype=torch.int64)
+    one, two, four = (
+        launches.Launch((), None, None, 7, warps, of)
+        for warps, of in ((4, named), (4, other), (8, named))
+    )
     for _ in range(2):
-        for count, constants in ((1, named), (2, named), (3, named), (16, named), (20, other)):
-            launches.launch_kernel("apply", 7, table, count, constants, 4)
-        launches.launch_kernel("apply", 7, table.to(THERE), 2, named, 4)
-    assert [made.given[1] for made in function.made] == [1, 2, 16, 20, 2]
+        for rows, launch, device in ((1, one, HERE), (16, one, HERE), (2, two, HERE)):
+            launches.launch_kernel(launch, [rows, 0], device)
+        launches.launch_kernel(four, [3, 0], HERE)
+        launches.launch_kernel(one, [4, 0], THERE)
+    assert [made.given[1] for made in function.made] == [1, 2, 3, 4]
     again = [call for made in function.made for call in made.calls]
-    assert all(len(call) == 1 + len(Function.arg_names) for call in again)
-    assert [(call[0], *call[2:]) for call in function.made[1].calls] == [
-        ((7, 1, 1), count, 16, "IS_RUN", 128) for count in (3, 2, 3)
+    assert all(len(call) == 1 + len(Function.arg_names) for call in again) and len(again) == 6
+    assert function.made[0].calls == [
+        ((7, 1, 1), rows, 0, 16, "IS_RUN", 128) for rows in (16, 1, 16)
     ]
-    assert len(again) == 7
 
 
 def test_a_step_of_several_devices_is_a_step_of_each(monkeypatch):

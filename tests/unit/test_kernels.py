@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import re
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from ds_ext.ops.executors import single
 from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.executors.triton import launches, sizes
 from ds_ext.ops.executors.triton.launch_memory import Memory
-from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.weight_update import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS
@@ -63,13 +61,13 @@ def kernels(monkeypatch):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What is launched, a list of the passes that each launch makes."""
+    """The labels of all launches: the pass, once for each kind of its parameters."""
     labels = []
     original = launches.launch_kernel
 
-    def start(label, *args):
-        labels.append(label)
-        original(label, *args)
+    def start(launch, *args):
+        labels.append(launch.label)
+        original(launch, *args)
 
     monkeypatch.setattr(launches, "launch_kernel", start)
     return labels
@@ -77,7 +75,7 @@ def launched(monkeypatch):
 
 def passes(launched):
     """The names of all passes, in the order of launches."""
-    return [name for label in launched for name in re.split(r" \| |, ", label)]
+    return [name for label in launched for name in label.split(" | ")]
 
 
 def trained(name, dtype, mode, world, hypers=None, shapes=SHAPES, wrap=lambda g: g):
@@ -345,10 +343,10 @@ def test_vectors_give_the_same_bits(name, kernels, monkeypatch):
     aligned = []
     original = launches.launch_kernel
 
-    def noted(label, programs, held, count, constants, warps):
-        for one in itertools.chain(*map(launches.passes_of, launches.kinds_of(constants))):
+    def noted(launch, *args):
+        for one in launch.kinds:
             aligned.append((one.name.removeprefix("noting_"), one.fields.get("ALIGNED")))
-        original(label, programs, held, count, constants, warps)
+        original(launch, *args)
 
     monkeypatch.setattr(launches, "launch_kernel", noted)
     found, before = trained(name, torch.bfloat16, "master", 2, shapes=shapes)
@@ -462,11 +460,11 @@ def test_kernels_round_products_before_they_add_them(kernels, monkeypatch):
     assert [one["enable_fp_fusion"] for one in given] == [False, False]
 
 
-def test_plain_torch_reads_the_results_of_queued_passes(kernels):
+def test_plain_torch_reads_the_results_of_passes_at_once(kernels):
     v, x = torch.zeros(6, device=DEVICE), torch.ones(6, device=DEVICE)
     batch = TableBatch([Shard.whole((6,))], device=v.device)
-    batch.attach(LaunchQueue(Memory(v.device)))
+    batch.attach(Memory(v.device))
     ops.lerp_(Runs([v]), Runs([x]), 0.5, batch)
-    assert v.sum() == 0  # it waits
+    assert v.sum() == 3
     unread = ops.Sum(ops.Sum(Runs([v]), Runs([x]), 1.0), Runs([x]), 1.0)  # no kernel reads it
-    assert ops.square_sum(unread, batch, Runs([x])).values.tolist() == [6 * 2.5**2]
+    assert ops.square_sum(unread, batch, Runs([x])).tolist() == [6 * 2.5**2]

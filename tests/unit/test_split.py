@@ -208,7 +208,7 @@ def test_kernels_of_a_box(name, how, monkeypatch):
     used = []
     start = launches.launch_kernel
     monkeypatch.setattr(
-        launches, "launch_kernel", lambda *args: (used.append(args[0]), start(*args))
+        launches, "launch_kernel", lambda *args: (used.append(args[0].label), start(*args))
     )
     paths.use(monkeypatch, "kernels")
     error, _, _ = whole_and_split(name, SETTINGS[name], DIVIDED[how], 2, dtype=torch.float32)

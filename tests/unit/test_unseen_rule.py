@@ -10,7 +10,7 @@ from torch import nn
 
 from ds_ext import ops
 from ds_ext.hyperparams import NonNegative
-from ds_ext.ops.batch import PointerArray, Runs, Weights
+from ds_ext.ops.batch import Flat, Runs, Weights
 from ds_ext.ops.executors import table_batch
 from ds_ext.ops.executors.triton.launcher import GradLimits
 from ds_ext.ops.shard import Shard
@@ -102,11 +102,10 @@ def test_a_parameter_of_bad_gradients_is_left_as_it_is(monkeypatch):
     shards = [Shard.whole((6,)), Shard.whole((4,))]
     batch = table_batch.TableBatch(shards, device=paths.DEVICE)
     values = torch.tensor([6.0, torch.inf])
-    found = PointerArray(values.data_ptr() + 4 * np.arange(2), values)
     u = ops.Sum(ops.Sum(g, Runs(moments), 2.0), g, 1.0)  # no kernel reads a sum of sums
-    batch.attach(None, GradLimits(found, np.full(2, 1e30, dtype=np.float32)))
+    batch.limits = GradLimits(Flat(values, np.arange(2)), np.full(2, 1e30, dtype=np.float32))
     ops.lerp_(Runs(moments), u, 0.25, batch)
-    assert ops.square_sum(u, batch, g).values[0] == 6 * (1 + 2 * 0.5 + 1) ** 2
+    assert ops.square_sum(u, batch, g)[0] == 6 * (1 + 2 * 0.5 + 1) ** 2
     ops.apply_(Weights(Runs(weights)), u, batch, lr=0.5)
     assert weights[0].eq(1 - 0.5 * 3).all() and moments[0].eq(0.5).all()
     assert weights[1].eq(1).all() and moments[1].eq(0).all()
@@ -118,9 +117,9 @@ def test_moments_advance_once_where_only_a_later_run_is_unsupported(monkeypatch)
     g, m, v = (Runs([torch.full((6,), x)]) for x in (1.0, 0.0, 0.0))
     batch = table_batch.TableBatch([Shard.whole((6,))], device=paths.DEVICE)
     step = ops.AdamStep(ops.RootQuotient(m, v, 1e-8), g, 0.9, 0.99)
-    scaled = ops.Scaled(g, batch.as_scalars(torch.tensor([2.0])))  # no kernel reads such a factor
-    _, total = ops.square_sums((step, scaled), batch, g)
-    assert torch.allclose(m.tensors[0], torch.full((6,), 0.1)) and total.values[0] == 24
+    unread = ops.Sum(ops.Sum(g, g, 1.0), g, 1.0)  # no kernel reads a sum of sums
+    _, total = ops.square_sums((step, unread), batch, g)
+    assert torch.allclose(m.tensors[0], torch.full((6,), 0.1)) and total[0] == 54
 
 
 # Updates that add something, at places where built-in rules do not: passes that end in a result.
@@ -337,3 +336,61 @@ def test_a_state_may_have_any_dtype(path, is_batched, dtype, monkeypatch):
         assert optimizer.state[p]["m"].dtype == dtype
         assert torch.allclose(optimizer.state[p]["m"].double(), torch.tensor(0.875).double())
         assert torch.allclose(p, torch.tensor(-0.1 * (0.5 + 0.75 + 0.875)), rtol=1e-5)
+
+
+def by_scalars(scale):
+    """A rule in the registry that multiplies its gradient by a function of two square sums."""
+
+    @register(paper="", state="", rounds="1", is_batched=True)
+    @dataclass(frozen=True)
+    class ByScalars:
+        """SGD."""
+
+        lr: NonNegative = 0.1
+        weight_decay: NonNegative = 0.0
+
+        def state_spec(self, shard):
+            return {}
+
+        def step(self, p, g, s, t, shard):
+            p_sq, g_sq = yield ops.square_sums((p, g), shard, g)
+            ops.apply_(p, ops.times(g, scale(p_sq, g_sq)), shard, lr=self.lr)
+
+
+SCALES = {
+    "sqrt": lambda p, g: torch.sqrt(p) / (torch.sqrt(g) + 1),
+    "power": lambda p, g: (p / (g + 1)) ** 0.25,
+    "compared": lambda p, g: (p >= g) * 0.5 + (p < 1) * 0.25 + 0.125,
+    "where": lambda p, g: torch.where((p > 1) & (g > 1), p / g, 0.5),
+    "clamp": lambda p, g: torch.clamp(1 / g, max=0.5).clamp(min=p.new_tensor(0.1)),
+    "maximum": lambda p, g: 1 / torch.maximum(p.rsqrt(), g.sqrt()).add(1),
+}
+
+
+def scaled_steps(scale, path, monkeypatch):
+    paths.use(monkeypatch, path)
+    by_scalars(scale)
+    try:
+        start = table.weights(((6, 7), (40,), (3, 5)), torch.float32)
+        params = [nn.Parameter(p * (i + 0.1)) for i, p in enumerate(start)]
+        steps(OPTIMIZERS["byscalars"](params), params, [[2 - p.detach() for p in params]])
+    finally:
+        del REGISTRY["byscalars"]
+    return [p.detach().cpu() for p in params]
+
+
+@pytest.mark.parametrize("path", PATHS[1:])
+@pytest.mark.parametrize("name", SCALES)
+def test_a_rule_computes_with_its_scalars_in_torch_on_every_device(name, path, monkeypatch):
+    expected = scaled_steps(SCALES[name], "ops", monkeypatch)
+    found = scaled_steps(SCALES[name], path, monkeypatch)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("path", PATHS[1:])
+@pytest.mark.parametrize("branch", [lambda p, g: 1.0 if p > g else 0.5, lambda p, g: max(p, 1.0)])
+def test_a_branch_on_the_scalars_of_a_batch_raises_an_error(branch, path, monkeypatch):
+    """It would be decided by one parameter for all."""
+    with pytest.raises(RuntimeError, match="more than one value is ambiguous"):
+        scaled_steps(branch, path, monkeypatch)

@@ -30,7 +30,6 @@ from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable
 from ds_ext.ops.executors.triton.launcher import SquareParts
 from ds_ext.ops.expressions import Number, Quotient, Source, source_of
-from ds_ext.ops.formulas import Formula
 
 _makers = Makers()
 
@@ -66,7 +65,7 @@ def square_sums(runs: Sequence[Any], like: Any, batch: TableBatch) -> list[Any]:
         cache: Any = source.form == "IS_WEIGHT" and getattr(source.storage, "norm_cache", None)
         more = {"norm_cache": cache} if cache else {}
         _run("square_sums", batch, source, out=_each(total), **more)
-    return [batch.as_scalars(x) for x in totals]
+    return totals
 
 
 @_makers.makes(passes.FlatSquareSums)
@@ -147,7 +146,7 @@ def added_up(batch: TableBatch) -> Any:
     """Sums of squares of gradients, [n], from partial sums of an earlier pass; None without any."""
     left = batch.square_parts
     if isinstance(left, SquareParts):
-        return batch.as_scalars(cast(KernelTable, batch.own).added_up(left))
+        return cast(KernelTable, batch.own).added_up(left)
     if left is None:
         return None
     sums = np.add.reduceat(left.values.numpy(), left.firsts, dtype=np.float64)
@@ -307,9 +306,6 @@ def _refuse(
         raise Unsupported
     if name == "normalize_whole_rows" and not _is_one(columns.get("scale", 1.0)):
         raise Unsupported
-    for column, x in columns.items():
-        if isinstance(x, Formula) and column not in of.takes_formulas:
-            raise Unsupported
 
 
 def _is_one(x: Any) -> bool:

@@ -19,7 +19,6 @@ from ds_ext.ops.executors.native.norm_cache import NormCache
 from ds_ext.ops.executors.reference import Reference
 from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.expressions import Quotient
-from ds_ext.ops.formulas import Formula
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.weight_storage import MASTERS, StochasticWeight
 
@@ -32,7 +31,6 @@ class OneByOne:
 
     def run(self, asked: Any, where: Any) -> Any:
         """See ``dispatch.Executor``."""
-        where.launch()  # the pass may read results of passes in the queue
         _warn(type(asked).__name__, where.device.type)
         good, made = _good(where), []
         for i, shard in enumerate(where.shards):
@@ -75,9 +73,7 @@ def _good(batch: TableBatch) -> Sequence[bool]:
     limits = batch.limits
     if limits is None:
         return [True] * len(batch)
-    found = limits.found.tensors
-    if not isinstance(found, Tensor):
-        found = torch.stack([x.view(()) for x in found])
+    found = limits.found.values
     return (found.float().cpu().numpy() <= limits.most).tolist()  # type: ignore[no-any-return]
 
 
@@ -124,8 +120,6 @@ def _of(x: Any, i: int, batch: TableBatch) -> Any:
     if isinstance(x, Shifted):
         start = int(x.by[i]) // 4
         return _of(x.runs, i, batch).view(-1)[start : start + len(shard)]
-    if isinstance(x, Formula):
-        return x.evaluated()[i]
     if isinstance(x, np.ndarray):
         return float(x[i])
     if isinstance(x, Tensor):
@@ -167,7 +161,7 @@ def _joined(asked: Any, made: Sequence[Any], batch: TableBatch) -> Any:
     if made[0] is None:
         return None
     if isinstance(asked, passes.SquareSums):
-        return [batch.as_scalars(torch.stack(sums)) for sums in zip(*made, strict=True)]
+        return [torch.stack(sums) for sums in zip(*made, strict=True)]
     if isinstance(asked, passes.Advance1x1):
         return torch.stack(list(made))
     if isinstance(asked, passes.ScatteredSquares):

@@ -22,7 +22,6 @@ from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.executors.table_batch import TableBatch, Unsupported, supports, weight_columns
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.expressions import Number, Source, read, source_of, storage_of
-from ds_ext.ops.formulas import Formula
 from ds_ext.ops.products import Product
 from ds_ext.ops.shard import Shard
 
@@ -49,7 +48,7 @@ def square_sums(runs: Sequence[Any], like: Any, shard: Shard) -> Any:
     if not all(_reads(source_of(x), like, shard) for x in runs):
         return NotImplemented
     found = batched.square_sums(runs, like, _alone(shard, like.device))
-    return [(x.values if isinstance(x, Formula) else x).view(()) for x in found]
+    return [x.view(()) for x in found]
 
 
 @_makers.makes(passes.RowColSums)

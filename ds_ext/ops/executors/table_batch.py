@@ -4,24 +4,26 @@ Tables read and write by address. ``inputs`` and ``checked`` make sure of the dt
 the size of what they read and write.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext.ops import schema
-from ds_ext.ops.batch import CPU, Batch, Flat, GeometryTuple, Runs, Shifted
+from ds_ext.ops.batch import CPU, Batch, Flat, GeometryTuple, Runs, Shifted, Weights
 from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.executors.native.norm_cache import NormCache
 from ds_ext.ops.executors.triton import devices
+from ds_ext.ops.executors.triton.device_arrays import DeviceArrays
 from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
 from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable
-from ds_ext.ops.executors.triton.launch_queue import LaunchQueue
+from ds_ext.ops.executors.triton.launch_memory import Memory
 from ds_ext.ops.executors.triton.launcher import GradLimits
-from ds_ext.ops.expressions import Source
-from ds_ext.ops.formulas import Formula
+from ds_ext.ops.expressions import Scaled, Source
 from ds_ext.ops.shard import Shard
 
 AnyTable: TypeAlias = NativeTable | KernelTable
@@ -60,41 +62,47 @@ class TableBatch(Batch):
         self.own = new_table(self.geometries, self.noise_firsts, device)
         self.gradients: Any = None
         self.square_parts: Any = None
+        self._arrays = DeviceArrays()
 
-    def attach(self, queue: LaunchQueue | None, limits: GradLimits | None = None) -> None:
-        """Makes later passes over the batch a part of a bucket's step on a GPU.
-
-        Args:
-            queue: collects their launches; None: each pass is launched at once.
-            limits: by which programs skip parameters with bad gradients; None: all are good.
-        """
+    def attach(self, memory: Memory) -> None:
+        """Makes later passes over the batch a part of a bucket's step on a GPU."""
         for table in (self.own, self.whole):
             if isinstance(table, KernelTable):
-                table.queue, table.limits = queue, limits
+                table.memory, table.arrays = memory, self._arrays
+
+    def begin(self, p: Weights, gradients: Any, state: Mapping[str, Any]) -> None:
+        """Copies the addresses that a step's launches need to the device, if they run there."""
+        if not isinstance(self.own, KernelTable) or self.own.memory is None:
+            return
+        known = [*_addresses((p, gradients, state))]
+        for shift in (self.row_offsets, self.col_offsets):
+            if shift.any():
+                known += [x + shift for x in known]
+        self._arrays.begin(self.own.memory, (x.tobytes() for x in known))
 
     def detach(self) -> None:
         """Ends the batch's part in a bucket's step."""
-        self.attach(None)
+        for table in (self.own, self.whole):
+            if isinstance(table, KernelTable):
+                table.memory = table.arrays = table.limits = None
+                self._arrays.end()
         self.gradients = self.square_parts = None
 
     @property
     def limits(self) -> GradLimits | None:
-        """The limits of ``attach``."""
+        """By which programs skip parameters with bad gradients; None: all are good."""
         return self.own.limits if isinstance(self.own, KernelTable) else None
 
-    def launch(self) -> None:
-        """Launches the passes in the queue, so that torch can read their results."""
-        if isinstance(self.own, KernelTable) and self.own.queue is not None:
-            self.own.queue.launch()
+    @limits.setter
+    def limits(self, limits: GradLimits | None) -> None:
+        for table in (self.own, self.whole):
+            assert isinstance(table, KernelTable)
+            table.limits = limits
 
     def new_norm_cache(self) -> AnyNormCache:
         """Returns a cache of the weights' norms, which lasts from step to step."""
         own = self.own
         return own.new_norm_cache() if isinstance(own, KernelTable) else NormCache(len(self))
-
-    def as_scalars(self, values: Tensor) -> Any:
-        """Returns one number per parameter, [n], as rules expect it: a ``Formula`` on a GPU."""
-        return Formula.given(values) if isinstance(self.own, KernelTable) else values
 
 
 def new_table(
@@ -161,3 +169,20 @@ def _with_index(device: torch.device) -> torch.device:
     if device.index is not None or device.type != "cuda":
         return device
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _addresses(x: Any) -> Iterator[NDArray[np.int64]]:
+    """The addresses in the inputs of a step, [n] each, and its keys."""
+    if isinstance(x, Runs):
+        yield x.pointers
+    elif isinstance(x, Mapping):
+        yield from _addresses(tuple(x.values()))
+    elif isinstance(x, tuple):
+        for one in x:
+            yield from _addresses(one)
+    elif isinstance(x, Weights):
+        yield from _addresses((x.run, x.aux))
+        if x.key is not None:
+            yield x.key.astype(np.int64)
+    elif isinstance(x, Scaled):
+        yield from _addresses(x.x)

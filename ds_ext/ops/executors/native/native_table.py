@@ -36,7 +36,6 @@ class NativeTable:
     fuses_squares = True  # one pass adds up squares of an input and of the weights that it reads
     overwrites_sums = True  # passes over whole parameters write every sum
     passes = frozenset(schema.PASSES)
-    takes_formulas = frozenset[str]()  # columns that may be formulas
 
     def __init__(
         self, geometries: Sequence[tuple[int, int, int, int, int]], firsts: Sequence[int]

@@ -1,5 +1,6 @@
-"""Reductions of the partial sums that a pass leaves for each tile, made by a later launch."""
+"""Reductions of the partial sums that a pass leaves for each tile, which another launch makes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,13 @@ class PartialReduction:
     owners: Int64s  # the parameter of each reduction
     parts: Int64s  # offset of its partial sums in the batch's, bytes
     outs: Int64s  # offset of its output in the parameter's output, bytes
+
+
+def joined(reductions: Sequence[PartialReduction]) -> tuple[Tiles, Int64s]:
+    """Returns the tiles and the owners of several reductions, which share a launch."""
+    rows = np.concatenate([one.tiles.rows for one in reductions])
+    programs = np.concatenate([one.tiles.programs for one in reductions])
+    return Tiles(rows, programs), np.concatenate([one.owners for one in reductions])
 
 
 def parts(counts: Int64s) -> PartialOffsets:

@@ -8,12 +8,10 @@ import numpy as np
 import torch
 
 from ds_ext.ops import rounding, schema
-from ds_ext.ops.executors.triton import sizes
-from ds_ext.ops.executors.triton.columns import FORMULAS
+from ds_ext.ops.batch import Flat
 from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
-from ds_ext.ops.executors.triton.launch_memory import Addresses
-from ds_ext.ops.executors.triton.launch_tables import Constants, Launch
-from ds_ext.ops.executors.triton.launcher import OUT, Columns, Launcher, SquareParts
+from ds_ext.ops.executors.triton.launcher import OUT, Column, Columns, Launcher, SquareParts
+from ds_ext.ops.executors.triton.launches import Constants
 
 
 class Read(NamedTuple):
@@ -27,8 +25,11 @@ class Read(NamedTuple):
 
     @property
     def numbers(self) -> Columns:
-        """The columns, with defaults of optional numbers."""
-        return {"factor": 1.0, **self.columns}
+        """The columns, with defaults of optional numbers, and keys of random bits as integers."""
+        found = {"factor": 1.0, **self.columns}
+        if "key" in found:
+            found["key"] = Column(0, found["key"].astype(np.int64))
+        return found
 
     @property
     def run(self) -> Constants:
@@ -41,11 +42,6 @@ class Read(NamedTuple):
         scale = self.columns.get("scale", 1.0)
         scales = not (isinstance(scale, float) and scale == 1.0)
         return _constants(self.form, self.run, self.decays, self.storage, scales)
-
-    @property
-    def only_sums(self) -> bool:
-        """Whether reading the input leaves all moments as they are."""
-        return not schema.FORMS[self.form].advances
 
     @property
     def tiles(self) -> str:
@@ -68,29 +64,23 @@ def _constants(
 ) -> Constants:
     how, dtype = storage or ("PLAIN", None)
     more: Constants = (("DECAYS", decays), ("WD", _name(dtype)), ("STORAGE", how))
-    more = (*more, ("SCALES", scales), ("SCALED", None), ("DECAYED", None))
-    return (("FORM", form), *run, *more)
+    return (("FORM", form), *run, *more, ("SCALES", scales))
 
 
 def _square_sums(table: Launcher, read: Read) -> None:
     cache: DeviceNormCache | None = read.columns.get("norm_cache")
     if cache is not None and cache.are_valid:
         columns = {k: v for k, v in read.columns.items() if k in ("w", "aux", "out")}
-        made = table.launches(
-            "recall", read.constants, table.recalled[cache.tiles], {**columns, **cache.columns}
-        )
-        table.enqueue((), made)  # reads nothing of this step
+        at = table.recalled[cache.tiles]
+        table.launch("recall", read.constants, at, {**columns, **cache.columns})
         return
     name = read.tiles
     how = table.sums[name]
     part, places = table.room(how)
     columns = {k: v for k, v in read.numbers.items() if k not in ("out", "norm_cache")}
     columns["part"] = places
-    # with the warps of ``weighted_sums``, both become one launch: launches merge by warps
-    warps = sizes.WIDE_WARPS if read.form == "IS_VECTOR" else None
-    constants = (*read.constants, ("WARPS", warps))
-    made = table.launches("square_sums", constants, getattr(table, name), columns)
-    table.enqueue(made, [table.reduction_launch(how, part, read.columns["out"])], read.only_sums)
+    table.launch("square_sums", read.constants, getattr(table, name), columns)
+    table.fold((how[1], part, read.columns["out"]))
 
 
 def _row_col_sums(table: Launcher, read: Read) -> SquareParts:
@@ -98,19 +88,15 @@ def _row_col_sums(table: Launcher, read: Read) -> SquareParts:
     (tall, at_tall), (wide, at_wide) = table.room(by_row), table.room(by_col)
     columns = {k: v for k, v in read.numbers.items() if k not in ("out", "out2")}
     columns |= {"part": at_tall, "part2": at_wide}
-    made = table.launches("row_col_sums", read.constants, table.by_matrix, columns)
+    table.launch("row_col_sums", read.constants, table.by_matrix, columns)
     outs = read.columns["out"], read.columns["out2"]
-    folded = [
-        table.reduction_launch(by_row, tall, outs[0]),
-        table.reduction_launch(by_col, wide, outs[1]),
-    ]
-    table.enqueue(made, folded, read.only_sums)
+    table.fold((by_row[1], tall, outs[0]), (by_col[1], wide, outs[1]))
     return SquareParts(at_tall, table.squares_of_tiles)
 
 
 def _weighted_sums(table: Launcher, read: Read) -> SquareParts:
     outs = {"out2": "part", "out3": "part2"}
-    _over_strips(table, read, "weighted_sums", outs, only_sums=True)
+    _over_strips(table, read, "weighted_sums", outs)
     return SquareParts(read.columns["out"], table.squares_of_rows)
 
 
@@ -124,21 +110,20 @@ def _over_strips(
     read: Read,
     kernel: str,
     outs: Mapping[str, str],
-    only_sums: bool = False,
     **more: Any,
 ) -> None:
     """A pass over whole rows; ``outs`` maps column sums to the columns of their partial sums."""
     how, columns = table.sums_of_strips, dict(more)
-    folded: list[Launch] = []
+    sums = []
     for name, value in read.numbers.items():
         if name in outs:
             part, columns[outs[name]] = table.room(how)
-            folded.append(table.reduction_launch(how, part, value))
+            sums.append((how[1], part, value))
         else:
             columns[name] = value
     columns.pop("scale", None)
-    made = table.launches(kernel, read.run, table.by_strip, columns)
-    table.enqueue(made, folded, only_sums)
+    table.launch(kernel, read.run, table.by_strip, columns)
+    table.fold(*sums)
 
 
 def _factors(table: Launcher, read: Read) -> None:
@@ -149,45 +134,41 @@ def _factors(table: Launcher, read: Read) -> None:
         columns["a"] = table.inverse_numel
     else:
         del columns["clip"]
-    table.enqueue(table.launches(kernel, (), table.by_parameter, columns))
+    table.launch(kernel, (), table.by_parameter, columns)
 
 
 def _normalize(table: Launcher, read: Read, is_by_row: bool) -> None:
     size = table.geometry.cols if is_by_row else table.geometry.rows
     at = table.of_rows if is_by_row else table.of_cols
     columns = {**read.columns, "a": np.sqrt(size).astype(np.float32)}
-    table.enqueue(table.launches("normalize", (), at, columns))
+    table.launch("normalize", (), at, columns)
 
 
 def _lerp(table: Launcher, read: Read, kernel: str) -> None:
     at = getattr(table, read.tiles)
-    table.enqueue(table.launches(kernel, read.constants, at, read.numbers, OUT))
+    table.launch(kernel, read.constants, at, read.numbers, OUT)
 
 
 def _apply(table: Launcher, read: Read) -> None:
     name = read.tiles
     at, columns = getattr(table, name), dict(read.numbers)
-    constants = (*read.constants, ("RATE", None))
     if read.storage is not None and read.storage[0] == "STOCHASTIC":
-        columns["noise"] = rounding.shifted_noise(table.device).data_ptr()
+        columns["noise"] = Flat(rounding.shifted_noise(table.device), 0 * table.own)
     sums, cache = columns.pop("update_sums", None), columns.pop("norm_cache", None)
     notes = cache is not None
     if notes:
         columns |= cache.noted_by(name)
     if sums is None:
         kernel = "noting_apply" if notes else "apply"
-        table.enqueue(table.launches(kernel, constants, at, columns))
+        table.launch(kernel, read.constants, at, columns)
         return
     how = table.sums[name]
     moved, columns["part"] = table.room(how)
     if not notes:
         columns["part2"] = table.room(how)[1]
-    constants = (*constants, ("NOTED", notes))
-    made = table.launches("measured_apply", constants, at, columns)
-    second = Addresses(sums.values, 4 * (sums.firsts + 1))
-    held = columns["part2"].values
-    folded = [table.reduction_launch(how, moved, sums), table.reduction_launch(how, held, second)]
-    table.enqueue(made, folded)
+    table.launch("measured_apply", (*read.constants, ("NOTED", notes)), at, columns)
+    second, held = Flat(sums.values, sums.firsts + 1), columns["part2"].values
+    table.fold((how[1], moved, sums), (how[1], held, second))
 
 
 def _name(dtype: torch.dtype | None) -> str:
@@ -215,7 +196,6 @@ class KernelTable(Launcher):
     fuses_squares = False  # one pass adds up squares of an input and of the weights that it reads
     overwrites_sums = False  # adjacent sums come from ``zeros``, even if a pass writes all
     passes = frozenset(PASSES)
-    takes_formulas = frozenset(FORMULAS)  # columns that may be formulas
 
     def run(
         self,
@@ -229,8 +209,8 @@ class KernelTable(Launcher):
     ) -> SquareParts | None:
         """Makes a pass: see ``NativeTable.run``.
 
-        A column is an object with ``pointers``, [n], or a number. A number may be a float, an
-        array [n], a tensor on the device with n elements or one, or a formula.
+        A column is an object with ``base`` and ``offsets``, [n], or a number. A number may be a
+        float, an array [n], or a tensor with n elements or one.
 
         Returns:
             The partial sums of squares, if the pass leaves them.

@@ -17,7 +17,7 @@ ALIGNMENT = 4  # elements, of scratch memory: 16 bytes
 
 
 class Memory:
-    """Allocates the memory of launches: tables, partial sums, factors, sums.
+    """Allocates the memory of launches: arrays of integers, partial sums, factors, sums.
 
     Args:
         device: the device of the launches.
@@ -87,6 +87,11 @@ class Addresses(NamedTuple):
     starts: NDArray[np.int64]  # bytes
 
     @property
-    def pointers(self) -> NDArray[np.int64]:
-        """The addresses, [n]."""
-        return self.values.data_ptr() + self.starts
+    def base(self) -> int:
+        """What ``offsets`` are added to."""
+        return self.values.data_ptr()
+
+    @property
+    def offsets(self) -> NDArray[np.int64]:
+        """The addresses less ``base``, [n]."""
+        return self.starts

@@ -1,51 +1,50 @@
-"""Launches of kernels over many parameters: their tiles, tables and sums."""
+"""Launches of kernels over many parameters: their tiles, arguments and sums."""
 
 import functools
-import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds_ext.ops import schema
-from ds_ext.ops.batch import PointerArray
-from ds_ext.ops.executors.triton import folds, sizes, tiles
-from ds_ext.ops.executors.triton.columns import AT, COLUMNS, FORMULAS, NUMBERS
+from ds_ext.ops.batch import Flat
+from ds_ext.ops.executors.triton import folds, launches, sizes, tiles
+from ds_ext.ops.executors.triton.columns import ADDRESSES, ARGUMENT, ARGUMENTS, AT, NUMBERS
+from ds_ext.ops.executors.triton.device_arrays import DeviceArrays
 from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
 from ds_ext.ops.executors.triton.folds import PartialOffsets, PartialReduction
 from ds_ext.ops.executors.triton.launch_memory import Addresses, Memory
-from ds_ext.ops.executors.triton.launch_queue import Key, LaunchQueue
-from ds_ext.ops.executors.triton.launch_tables import (
-    Constants,
-    HostNumber,
-    Launch,
-    LaunchTables,
-    Template,
-)
-from ds_ext.ops.executors.triton.launches import KernelConstants
+from ds_ext.ops.executors.triton.launches import Constants, KernelConstants, Launch
 from ds_ext.ops.executors.triton.tiles import Geometry, Int64s, TileKind, Tiles
-from ds_ext.ops.formulas import Formula
 
 Columns = Mapping[str, Any]
 # Columns whose addresses must be aligned for vector access: runs only, or also ``out``.
-VECTORS, OUT = (frozenset(COLUMNS[AT["x"] : AT[last] + 1]) for last in ("aux", "out"))
-ADDRESS, NUMBER, NUMBERS_OF_EACH = range(3)  # what a column has; a formula has its structure
-MAX_TEMPLATES = 256  # of one object; more are needed only if each step makes other passes
+VECTORS, OUT = (frozenset(ADDRESSES[: ADDRESSES.index(last) + 1]) for last in ("aux", "out"))
+LEAST_ADDRESS = 2**32  # a number's argument is an address from here on, else the number's bits
+MAX_LAUNCHES = 256  # kept by one object; more are needed only if each step runs other passes
+MAX_PARAMETERS = 1024  # per launch: each program searches them for its own
+ANY_WARPS = {"lerp", "square_lerp", "apply"}  # passes whose bits do not depend on the warps
 OF_WIDE_ROWS = {
     "weighted_sums": "wide_weighted_sums",
     "normalize_whole_rows": "normalize_wide_rows",
 }
 
 
+class Column(NamedTuple):
+    """The addresses of a column: a base, and each parameter's offset in bytes, [n]."""
+
+    base: int
+    offsets: Int64s
+
+
 @dataclass(frozen=True)
 class SquareParts:
     """Numbers that a pass leaves for each parameter and that add up to its sum of squares."""
 
-    at: Any  # has ``pointers`` to them, [n]
+    at: Any  # where they are: a column
     tiles: Tiles  # of the launch that adds them up
 
 
@@ -54,16 +53,18 @@ class GradLimits:
     """A number on the device for each gradient of a batch, such as a sum of squares, and a limit.
 
     Attributes:
-        found: the addresses of the numbers, [n]: fp32, such as sums of squares or votes.
+        found: the numbers, [n]: fp32, such as sums of squares or votes.
         most: the largest numbers of good gradients, [n]; NaN is bad.
     """
 
-    found: PointerArray
+    found: Flat
     most: NDArray[np.float32]
 
 
 class Launcher:
     """Launches kernels over many parameters on a GPU.
+
+    Launches run in the order of the stream, so torch may read their results at once.
 
     Args:
         geometries: start, elements, matrices, rows and columns of each run.
@@ -71,11 +72,13 @@ class Launcher:
         device: the device of the runs.
 
     Attributes:
-        queue: collects the passes of a bucket's step; None: each pass is launched at once.
+        memory: of the step in progress; None: passes are not part of a bucket's step.
+        arrays: of the step in progress.
         limits: by which programs skip parameters with bad gradients; None: all are good.
     """
 
-    queue: LaunchQueue | None = None
+    memory: Memory | None = None
+    arrays: DeviceArrays | None = None
     limits: GradLimits | None = None
 
     def __init__(
@@ -85,48 +88,144 @@ class Launcher:
         device: torch.device,
     ) -> None:
         self.device, self.n = device, len(geometries)
-        self._zeros = np.zeros(self.n, dtype=np.int64)
-        self._own = np.arange(self.n)
-        self._steps = 4 * self._own  # offsets of the numbers of a tensor [n], bytes
+        self.own = np.arange(self.n)
         start, n, mats, rows, cols = np.array(geometries, dtype=np.int64).T
         first = np.array(firsts, dtype=np.int64)
         self.geometry = Geometry(start, n, mats, rows, cols, first)
-        self._templates: dict[tuple[Any, ...], list[Template]] = {}
-        self._tables: dict[Key, LaunchTables] = {}  # of passes that are launched at once
+        self._launches: dict[tuple[Any, ...], tuple[Tiles, list[Launch]]] = {}
+        self._folds: dict[tuple[int, ...], tuple[Tiles, Int64s]] = {}
 
-    def enqueue(
-        self, launches: Sequence[Launch], folds: Iterable[Launch] = (), only_sums: bool = False
+    def launch(
+        self,
+        kernel: str,
+        constants: Constants,
+        at: Tiles,
+        columns: Columns,
+        vectors: frozenset[str] = VECTORS,
     ) -> None:
-        """Adds a pass to the queue, or launches it: see ``LaunchQueue.add``."""
-        queue = self.queue or LaunchQueue(Memory(self.device), self._tables)
-        queue.add(launches, folds, only_sums)
-        if self.queue is None:
-            queue.launch()
+        """Runs a pass: one launch, or one for each number of warps that its sums need.
 
-    @property
-    def _memory(self) -> Memory:
-        return Memory(self.device) if self.queue is None else self.queue.memory
+        Args:
+            kernel: the name of the pass.
+            constants: of the kernel.
+            at: the tiles.
+            columns: objects with ``base`` and ``offsets`` for addresses; for numbers floats, arrays
+                [n], or tensors of one number or n.
+            vectors: the columns that are accessed by vectors.
+        """
+        if self.limits is not None:
+            columns = {"found": self.limits.found, "most": self.limits.most, **columns}
+        arguments = [0] * ARGUMENTS
+        contents, where, alive = list[bytes](), list[int](), list[Tensor]()
+        ends: Int64s | int = 0  # the low bits of all addresses that are accessed by vectors
+        for name, value in columns.items():
+            i = ARGUMENT[name]
+            if i >= ARGUMENT[NUMBERS[0]]:
+                if isinstance(value, Tensor):
+                    alive.append(self._vector(value, len(at.rows)))
+                    arguments[i] = alive[-1].data_ptr()
+                    assert not 0 < arguments[i] < LEAST_ADDRESS  # 0 on meta
+                elif isinstance(value, np.ndarray):
+                    contents.append(_words(value))
+                    where.append(i)
+                else:
+                    arguments[i] = _bits(float(value))
+                continue
+            arguments[i], offsets = value.base, value.offsets
+            contents.append(offsets.tobytes())
+            where.append(i + 1)
+            if at.aligned is not None and name in vectors:
+                ends = ends | offsets | value.base
+        are_even = None
+        if not isinstance(ends, int) and np.bitwise_or.reduce(ends) % sizes.ALIGNMENT:
+            are_even = ends % sizes.ALIGNMENT == 0
+        found = self._launches_of(kernel, constants, at, are_even)
+        for one in found:
+            contents += one.contents
+        arrays = self.arrays or DeviceArrays()  # lives until the launches below are in the stream
+        addresses = iter(arrays.addresses(self.memory or Memory(self.device), contents))
+        for i in where:
+            arguments[i] = next(addresses)
+        for one in found:
+            arguments[:3] = next(addresses), next(addresses), len(one.rows)
+            launches.launch_kernel(one, arguments, self.device)
+
+    def _vector(self, numbers: Tensor, n: int) -> Tensor:
+        """A number for each parameter on the device, [n]."""
+        numbers = numbers.to(self.device, torch.float32)
+        return (numbers if numbers.numel() == n else numbers.expand(n)).contiguous()
+
+    def _launches_of(
+        self,
+        kernel: str,
+        constants: Constants,
+        at: Tiles,
+        are_even: NDArray[np.bool_] | None,
+    ) -> list[Launch]:
+        """The launches of a pass, kept from step to step.
+
+        A parameter's bits must not depend on its neighbours. Its kind therefore follows from its
+        own run, and kinds whose sums need another number of warps have their own launch.
+        """
+        is_judged = self.limits is not None
+        even = None if are_even is None else are_even.tobytes()
+        # The value keeps ``at`` alive, so that its id is its own.
+        key = kernel, constants, id(at), even, is_judged
+        if key in self._launches:
+            return self._launches[key][1]
+        by_warps: dict[int, list[tuple[KernelConstants, Int64s]]] = {}
+        constants = (*constants, ("JUDGED", is_judged))
+        for kind, members in sorted(at.kinds(are_even), key=lambda found: found[0]):
+            compiled, warps = launches.compiled_pass(*_of_kind(kernel, constants, kind, at))
+            warps = next(iter(by_warps), warps) if kernel in ANY_WARPS else warps
+            by_warps.setdefault(warps, []).append((compiled, members))
+        if len(self._launches) >= MAX_LAUNCHES:
+            self._launches.clear()
+        found = [one for warps, kinds in by_warps.items() for one in _launches(at, kinds, warps)]
+        self._launches[key] = at, found
+        return found
+
+    def fold(self, *sums: tuple[PartialReduction, Tensor, Any]) -> None:
+        """Reduces partial sums in one launch: of each reduction the partial sums, and the output.
+
+        Tensors of one step lie at the same distances in each, so their offsets are as in the step
+        before.
+        """
+        key = tuple([id(reduction) for reduction, *_ in sums])
+        if key not in self._folds:
+            self._folds[key] = folds.joined([reduction for reduction, *_ in sums])
+        tiles_of_all, owners = self._folds[key]
+        part, out = sums[0][1].data_ptr(), sums[0][2].base
+        parts = [one.parts + (x.data_ptr() - part) for one, x, _ in sums]
+        outs = [x.offsets[one.owners] + one.outs + (x.base - out) for one, _, x in sums]
+        columns: dict[str, Any] = {
+            "part": Column(part, np.concatenate(parts)),
+            "out": Column(out, np.concatenate(outs)),
+        }
+        if self.limits is not None:
+            found = self.limits.found
+            columns["found"] = Column(found.base, found.offsets[owners])
+            columns["most"] = self.limits.most[owners]
+        self.launch("fold", (), tiles_of_all, columns)
 
     def added_up(self, squares: SquareParts) -> Tensor:
-        """Queues the reduction of ``squares``; returns its results, [n]."""
+        """Returns the sums of ``squares``, [n]."""
         total = self.zeros(self.n)
-        parts, outs = squares.at.pointers, Addresses(total, self._steps).pointers
-        alive = [squares.at, total]
-        self.enqueue((), [self._fold(squares.tiles, self._own, parts, outs, alive)])
+        self.launch("fold", (), squares.tiles, {"part": squares.at, "out": Flat(total, self.own)})
         return total
 
     def copy_checked_values(self, limits: GradLimits, out: Addresses) -> None:
-        """Queues a copy of each parameter's ``limits.found`` to ``out``."""
+        """Copies each parameter's ``limits.found`` to ``out``."""
         columns = {"found": limits.found, "out": out}
-        self.enqueue(self.launches("copy_checked_values", (), self.by_parameter, columns))
+        self.launch("copy_checked_values", (), self.by_parameter, columns)
 
     def scratch(self, n: int) -> Tensor:
         """Returns uninitialized memory, [n] in fp32."""
-        return self._memory.scratch(n)
+        return (self.memory or Memory(self.device)).scratch(n)
 
     def zeros(self, n: int) -> Tensor:
         """Returns zeros to add sums to, [n] in fp32."""
-        return self._memory.sums(n)
+        return (self.memory or Memory(self.device)).sums(n)
 
     @functools.cached_property
     def inverse_numel(self) -> NDArray[np.float32]:
@@ -203,126 +302,10 @@ class Launcher:
         """Reduction of the sums of whole rows to one sum per parameter."""
         return folds.of_one(self.geometry.mats * self.geometry.rows)
 
-    def launches(
-        self,
-        kernel: str,
-        constants: Constants,
-        at: Tiles,
-        columns: Columns,
-        vectors: frozenset[str] = VECTORS,
-    ) -> list[Launch]:
-        """Launches of a kernel over all parameters: one for aligned runs, one for the others.
-
-        If tiles are as wide as rows, each width has its own launch, and rows that are wider than
-        any tile use another kernel: a parameter's bits must not depend on its neighbours.
-        """
-        if self.limits is not None:
-            columns = {**columns, "found": self.limits.found, "most": self.limits.most}
-        addresses, numbers, kinds = self._divided(columns)
-        are_even = None
-        if at.aligned is not None:
-            are_even = _are_even([x for name, x in addresses.items() if name in vectors])
-        # All that templates depend on. They keep ``at`` alive, so that its id is its own.
-        key = kernel, constants, id(at), are_even, *kinds.items()
-        templates = self._templates.get(key)
-        if templates is None:
-            if len(self._templates) >= MAX_TEMPLATES:
-                self._templates.clear()
-            constants = (*constants, ("JUDGED", self.limits is not None))
-            specs = {FORMULAS[k]: _spec(x) for k, x in kinds.items() if isinstance(x, tuple)}
-            named = tuple((name, specs.get(name, value)) for name, value in constants)
-            templates = self._templates[key] = [
-                Template(
-                    *_of_kind(kernel, named, kind, at),
-                    at,
-                    None if len(own) == self.n else own,
-                    [AT[name] for name in addresses],
-                    [(AT[name], kinds[name] == NUMBERS_OF_EACH) for name in numbers],
-                )
-                for kind, own in at.kinds(None if are_even in (None, True) else np.array(are_even))
-            ]
-        given, values, alive = [*addresses.values()], [*numbers.values()], [*columns.values()]
-        return [Launch(x, given, values, alive).cut(x.own) for x in templates]
-
-    def _divided(
-        self, columns: Columns
-    ) -> tuple[dict[str, Int64s], dict[str, HostNumber], dict[str, object]]:
-        """The addresses of columns, the host numbers of others, and what each column has."""
-        addresses: dict[str, Int64s] = {}
-        numbers: dict[str, HostNumber] = {}
-        kinds: dict[str, object] = {}
-        given: list[Tensor | float] = []
-        for name, value in columns.items():
-            if isinstance(value, float) and name in NUMBERS:
-                kinds[name], numbers[name] = NUMBER, value
-            elif (pointers := getattr(value, "pointers", None)) is not None:
-                kinds[name], addresses[name] = ADDRESS, pointers
-            elif isinstance(value, Formula):
-                kinds[name] = value.taken_apart(given)
-            elif isinstance(value, Tensor):
-                kinds[name], addresses[name] = ADDRESS, self._addresses(value)
-            elif name in NUMBERS:
-                is_of_each = isinstance(value, np.ndarray)
-                kinds[name] = NUMBERS_OF_EACH if is_of_each else NUMBER
-                numbers[name] = value if is_of_each else float(value)
-            else:
-                assert not isinstance(value, float), f"{name} is an address"
-                kinds[name], addresses[name] = ADDRESS, value + self._zeros
-        assert len(given) <= schema.GIVEN, "a formula of more numbers than a pass takes"
-        for i, value in enumerate(given):
-            name = f"given{i}"
-            if isinstance(value, Tensor):
-                kinds[name], addresses[name] = ADDRESS, self._addresses(value)
-            else:
-                kinds[name], numbers[name] = NUMBER, float(value)
-        return addresses, numbers, kinds
-
-    def _addresses(self, number: Tensor) -> Int64s:
-        """The address of each parameter's number, or of one number for all."""
-        assert number.dtype == torch.float32 and number.is_contiguous()
-        first = number.data_ptr()
-        return first + (self._steps if number.numel() == self.n else self._zeros)
-
-    def reduction_launch(
-        self, how: tuple[PartialOffsets, PartialReduction], part: Tensor, out: Any
-    ) -> Launch:
-        """The launch that reduces the partial sums ``part`` and writes to ``out.pointers``."""
-        fold = how[1]
-        parts = part.data_ptr() + fold.parts
-        outs = out.pointers[fold.owners] + fold.outs
-        return self._fold(fold.tiles, fold.owners, parts, outs, [part, out])
-
-    def _fold(
-        self, at: Tiles, owners: Int64s, parts: Int64s, outs: Int64s, alive: list[object]
-    ) -> Launch:
-        """The launch that reduces partial sums; ``owners`` are the parameters of the reductions."""
-        limits = self.limits
-        key = ("fold", id(at), limits is None)
-        if key not in self._templates:
-            constants: Constants = (("JUDGED", limits is not None),)
-            columns, numbers = [AT["part"], AT["out"]], list[tuple[int, bool]]()
-            if limits is not None:
-                columns, numbers = [*columns, AT["found"]], [(AT["most"], True)]
-            self._templates[key] = [Template("fold", constants, at, None, columns, numbers)]
-        (template,) = self._templates[key]
-        if limits is None:
-            return Launch(template, [parts, outs], [], alive)
-        found = [parts, outs, limits.found.pointers[owners]]
-        return Launch(template, found, [limits.most[owners]], [*alive, limits])
-
     def room(self, how: tuple[PartialOffsets, PartialReduction]) -> tuple[Tensor, Addresses]:
         """Memory for the tiles' partial sums, and the addresses of each parameter's."""
         part = self.scratch(how[0].total)
         return part, Addresses(part, how[0].starts)
-
-
-@functools.cache
-def _spec(structure: Any) -> KernelConstants:
-    """The kernel constant of a formula's structure, which ``Formula.taken_apart`` returns."""
-    name, *of = structure
-    if name != "given":
-        of = [*map(_spec, of)]
-    return KernelConstants(name=name, **dict(zip("abc", [*of, None, None], strict=False)))
 
 
 def _of_kind(kernel: str, constants: Constants, kind: TileKind, at: Tiles) -> tuple[str, Constants]:
@@ -334,15 +317,34 @@ def _of_kind(kernel: str, constants: Constants, kind: TileKind, at: Tiles) -> tu
     return kernel if at.widths is None else OF_WIDE_ROWS[kernel], constants
 
 
-def _are_even(addresses: Sequence[Int64s]) -> bool | tuple[bool, ...]:
-    """Whether addresses, [n] each, are aligned for vector access: True, or for each parameter."""
-    if not addresses:
-        return True
-    bits = functools.reduce(operator.or_, addresses)
-    if not np.bitwise_or.reduce(bits) % sizes.ALIGNMENT:
-        return True
-    even: list[bool] = (bits % sizes.ALIGNMENT == 0).tolist()
-    return tuple(even)
+def _launches(
+    at: Tiles, kinds: Sequence[tuple[KernelConstants, Int64s]], warps: int
+) -> list[Launch]:
+    """Launches over parameters of some kinds, at most ``MAX_PARAMETERS`` each."""
+    index = np.concatenate([members for _, members in kinds])
+    constants = tuple([constant for constant, _ in kinds])
+    number = np.zeros(len(at.rows), dtype=np.int64)
+    for i, (_, members) in enumerate(kinds):
+        number[members] = i
+    found = []
+    for some in np.split(index, range(MAX_PARAMETERS, len(index), MAX_PARAMETERS)):
+        rows, programs = at.rows[some], at.programs[some]
+        rows[:, AT["index"]] = some
+        rows[:, AT["program"]] = np.cumsum(programs) - programs
+        named = launches.constants(constants, launches.padded(len(some)))
+        found.append(Launch(constants, number, rows, int(programs.sum()), warps, named))
+    return [one for one in found if one.programs]
+
+
+def _words(numbers: NDArray[np.float32]) -> bytes:
+    """Numbers as whole words of 8 bytes."""
+    return np.append(numbers, np.zeros(len(numbers) % 2, np.float32)).tobytes()
+
+
+@functools.lru_cache(4096)
+def _bits(number: float) -> int:
+    """The bits of a number in fp32."""
+    return int(np.float32(number).view(np.uint32))
 
 
 def _looked_through(at: Tiles) -> Tiles:

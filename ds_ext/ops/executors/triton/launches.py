@@ -1,24 +1,19 @@
-"""Merges launches, and runs them; constants of kernels."""
+"""Launches of the kernel, their constants, and compiled kernels."""
 
 import contextlib
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 from ds_ext.ops.executors.triton import sizes
-from ds_ext.ops.executors.triton.launch_memory import Memory
-from ds_ext.ops.executors.triton.launch_tables import (
-    Chain,
-    Constants,
-    Launch,
-    LaunchTables,
-    MergedLaunch,
-)
+from ds_ext.ops.executors.triton.tiles import Int64s
+
+Constants: TypeAlias = tuple[tuple[str, Any], ...]
 
 
 class KernelConstants:
@@ -49,112 +44,59 @@ class KernelConstants:
         return hash(self._name)
 
 
-FusedPasses: TypeAlias = KernelConstants  # passes that a program runs in turn
-MAX_PARAMETERS = 1024  # per launch: each program searches them for its own
-# Forms whose quotients of roots need more registers than any form of a matrix. A merged kernel uses
-# the registers of its most demanding pass, so these forms have their own launch.
-OF_VECTORS = {"IS_VECTOR", "IS_VECTOR_RESIDUAL"}
-# Passes whose bits do not depend on the number of warps.
-ANY_WARPS = {"lerp", "square_lerp", "apply", "copy_checked_values"}
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A launch of a pass over some parameters of a batch: what is the same in all steps.
 
-
-def merge_launches(chains: Iterable[Chain]) -> list[MergedLaunch]:
-    """Merges independent chains on one device into one launch per number of warps.
-
-    Updates of vectors have their own launch, unless there are only vectors.
+    Attributes:
+        kinds: the constants of each kind of parameters.
+        of_each: the kind of each parameter of the batch, [n].
+        rows: the tiles of the launch's parameters, [count, columns].
+        programs: their number.
+        warps: of each program.
+        named: the constants of the kernel.
     """
-    found = [*chains]
-    apart = [x for x in found if dict(x[0].template.constants).get("FORM") in OF_VECTORS]
-    if apart and len(apart) < len(found):
-        rest = [x for x in found if not any(x is y for y in apart)]
-        return [*merge_launches(rest), *merge_launches(apart)]
-    by_warps: dict[int, list[tuple[Chain, FusedPasses]]] = {}
-    others: list[tuple[Chain, FusedPasses, int]] = []  # may use any number of warps
-    for chain in found:
-        kind, warps = _kind(tuple((x.template.kernel, x.template.constants) for x in chain))
-        if all(part.template.kernel in ANY_WARPS for part in chain):
-            others.append((chain, kind, warps))
-        else:
-            by_warps.setdefault(warps, []).append((chain, kind))
-    if others:
-        warps = max(by_warps, key=lambda warps: len(by_warps[warps]), default=others[0][2])
-        by_warps.setdefault(warps, []).extend((chain, kind) for chain, kind, _ in others)
-    return [one for warps, some in by_warps.items() for one in _merged_launches(some, warps)]
+
+    kinds: tuple[KernelConstants, ...]
+    of_each: Int64s
+    rows: Int64s
+    programs: int
+    warps: int
+    named: Mapping[str, Any]
+
+    @functools.cached_property
+    def label(self) -> str:
+        """The name of the pass, once for each kind."""
+        return " | ".join(kind.name for kind in self.kinds)
+
+    @functools.cached_property
+    def contents(self) -> tuple[bytes, bytes]:
+        """The arrays ``rows`` and ``of_each``."""
+        return self.rows.tobytes(), self.of_each.tobytes()
 
 
-def _merged_launches(
-    given: Sequence[tuple[Chain, FusedPasses]], warps: int
-) -> Iterator[MergedLaunch]:
-    """Launches of up to ``MAX_PARAMETERS`` parameters each."""
-    some: list[tuple[Chain, FusedPasses]] = []
-    count = 0
-    for chain, kind in given:
-        start, n = 0, len(chain[0].rows)
-        while start < n:
-            stop = min(n, start + MAX_PARAMETERS - count)
-            some.append(([part._replace(start=start, stop=stop) for part in chain], kind))
-            count, start = count + stop - start, stop
-            if count == MAX_PARAMETERS:
-                yield _merged_launch(some, warps)
-                some, count = [], 0
-    if some:
-        yield _merged_launch(some, warps)
-
-
-def _merged_launch(some: Sequence[tuple[Chain, FusedPasses]], warps: int) -> MergedLaunch:
-    # ordered by first use, so that equal sets of kinds share a compiled kernel
-    kinds = sorted({kind for _, kind in some}, key=lambda kind: _met.setdefault(kind, len(_met)))
-    chains, of_each = [chain for chain, _ in some], [kinds.index(kind) for _, kind in some]
-    count, passes = sum(len(chain[0].rows) for chain in chains), max(map(len, chains))
-    label = " | ".join(", ".join(one.name for one in passes_of(kind)) for kind in kinds)
-    named = constants((*kinds,), passes, log2_padded_count(count))
-    return MergedLaunch(chains, (*kinds,), of_each, warps, label, count, passes, named)
-
-
-_met: dict[FusedPasses, int] = {}
-
-
-def launch_all(tables: LaunchTables, given: Sequence[Launch], memory: Memory) -> None:
-    """Runs launches one after another, after one copy of all their tables.
-
-    Args:
-        tables: of the merged launches.
-        given: the launches that were merged.
-        memory: of their device, which need not be the current one.
-    """
-    host = memory.host(tables.words)
-    with current(memory.device):
-        held = memory.scratch(2 * tables.words).view(torch.int64)
-        tables.fill(host.numpy(), held.data_ptr(), given)
-        held.copy_(host, non_blocking=True)
-        for one, start in zip(tables.joints, tables.starts, strict=True):
-            launch_kernel(one.label, one.programs, held[start:], one.count, one.named, one.warps)
-
-
-def log2_padded_count(count: int) -> int:
-    """log2 of the number of table rows that a program searches, at least 4: ``count`` padded."""
-    return max(4, (count - 1).bit_length())
-
-
-def launch_kernel(
-    label: str, programs: int, table: Tensor, count: int, named: Mapping[str, Any], warps: int
-) -> None:
-    """Launches the kernel with the constants ``named``, made by ``constants``, on the current GPU.
+def launch_kernel(launch: Launch, arguments: Sequence[int], device: torch.device) -> None:
+    """Launches the kernel on a GPU, which need not be the current one.
 
     Caches compiled kernels, because Triton's own lookup takes most of the time of a launch.
+
+    Args:
+        launch: the launch.
+        arguments: the kernel's arguments that are no constants.
+        device: the GPU.
     """
-    # Triton compiles separate kernels for a count of 1 and for multiples of 16. Tables are always
-    # aligned to 16 bytes.
-    key = id(named), warps, table.device, count == 1, count % 16 == 0
-    if key in _compiled:
-        handle, values, _ = _compiled[key]
-        handle[programs, 1, 1](table, count, *values)
-        return
-    function = _kernels().run
-    handle = function[(programs,)](table, count, **named, **options(warps))
-    if handle is not None and _kernels().VERSION >= (3, 4):  # the interpreter returns None
-        values = [named[name] for name in function.arg_names[2:]]
-        _compiled[key] = handle, values, named
+    named = launch.named
+    key = id(named), launch.warps, device
+    with current(device):
+        if key in _compiled:
+            handle, values, _ = _compiled[key]
+            handle[launch.programs, 1, 1](*arguments, *values)
+            return
+        function = _kernels().run
+        handle = function[(launch.programs,)](*arguments, **named, **options(launch.warps))
+        if handle is not None and _kernels().VERSION >= (3, 4):  # the interpreter returns None
+            values = [named[name] for name in function.arg_names[len(arguments) :]]
+            _compiled[key] = handle, values, named
 
 
 # Compiled kernels, and their constants in the order of the arguments. The dict of the constants is
@@ -178,22 +120,22 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
 _NULL = contextlib.nullcontext()
 
 
+def padded(count: int) -> int:
+    """The number of rows that a program searches for its own: a power of two."""
+    return max(16, 1 << (count - 1).bit_length())
+
+
 @functools.cache
-def constants(kinds: tuple[FusedPasses, ...], passes: int, log2_count: int) -> dict[str, Any]:
-    """The constants of a launch."""
+def constants(kinds: tuple[KernelConstants, ...], count: int) -> dict[str, Any]:
+    """The constants of a launch over ``count`` parameters, padded."""
     found = None
     for number, kind in reversed([*enumerate(kinds)]):
         found = KernelConstants(number=number, passes=kind, rest=found)
-    return {"COUNT": 1 << log2_count, "PASSES": passes, "KINDS": found}
+    return {"COUNT": count, "KINDS": found}
 
 
-def passes_of(kind: FusedPasses) -> list[KernelConstants]:
-    """The passes of a kind, in their order."""
-    return [kind] + ([] if kind.then is None else passes_of(kind.then))
-
-
-def kinds_of(named: Mapping[str, Any]) -> list[FusedPasses]:
-    """The kinds of passes of a launch: the inverse of ``constants``."""
+def kinds_of(named: Mapping[str, Any]) -> list[KernelConstants]:
+    """The kinds of parameters of a launch: the inverse of ``constants``."""
     found, one = [], named["KINDS"]
     while one is not None:
         found.append(one.passes)
@@ -202,26 +144,16 @@ def kinds_of(named: Mapping[str, Any]) -> list[FusedPasses]:
 
 
 @functools.cache
-def _kind(passes: tuple[tuple[str, Constants], ...]) -> tuple[FusedPasses, int]:
-    """Passes that a program makes one after another -> their kind, their number of warps."""
-    found, most = None, 0
-    for kernel, given in reversed(passes):
-        named, warps = _pass(kernel, given)
-        found, most = KernelConstants(name=kernel, then=found, **named), max(warps, most)
-    assert found is not None
-    return found, most
-
-
-def _pass(kernel: str, given: Constants) -> tuple[dict[str, Any], int]:
-    """A pass -> its constants by name, its number of warps."""
+def compiled_pass(kernel: str, given: Constants) -> tuple[KernelConstants, int]:
+    """A pass over parameters of one kind -> its constants, its number of warps."""
     named, kernels = dict(given), _kernels()
     shape, warps = sizes.shape_of(kernel, named)
     for name, numbers in (("FORM", kernels.FORM), ("STORAGE", kernels.HOW)):
         if name in named:
             named[name] = numbers[named[name]].value
-    for name in named.keys() & {"XD", "WD", "AD"}:
+    for name in named.keys() & {"XD", "WD"}:
         named[name] = getattr(kernels.tl, named[name])
-    return named | shape, named.pop("WARPS", None) or warps
+    return KernelConstants(name=kernel, **(named | shape)), warps
 
 
 def _kernels() -> ModuleType:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_ext.ops.executors.triton import sizes
-from ds_ext.ops.executors.triton.columns import AT, COLUMNS
+from ds_ext.ops.executors.triton.columns import AT, TILE
 
 Int64s: TypeAlias = NDArray[np.int64]  # one for each parameter, [n]
 
@@ -25,7 +25,7 @@ class Geometry:
 
 
 class TileKind(NamedTuple):
-    """Properties that all parameters of a ``Launch`` share, before launches are merged."""
+    """The properties of a parameter on which the constants of a kernel depend."""
 
     aligned: bool | None  # whether no vector crosses the end of a row or run; None: no vectors
     width: int  # of tiles as wide as rows; 0 for other tiles, and for rows wider than any tile
@@ -67,7 +67,7 @@ class Tiles:
 
 def made(programs: Int64s, widths: Int64s | None = None, **columns: Int64s | int) -> Tiles:
     """Returns tiles whose rows have these columns; the caller fills in the others."""
-    rows = np.zeros((len(programs), len(COLUMNS)), dtype=np.int64)
+    rows = np.zeros((len(programs), len(TILE)), dtype=np.int64)
     for name, column in columns.items():
         rows[:, AT[name]] = column
     if not {"start", "n", "cols"} <= columns.keys():

@@ -19,8 +19,8 @@ from ds_ext.ops.executors.triton.kernels.table_access import (
     divided,
     elements_of,
     first_of,
+    integer,
     number,
-    number_or_formula,
     pointer,
     rows_of,
     run_at,
@@ -83,9 +83,8 @@ def square_lerp(t, tile, P: tl.constexpr):
 def apply(t, tile, P: tl.constexpr):
     """w ← w − lr · u."""
     e, ok, u = _read(t, tile, P)
-    rate: tl.constexpr = P.RATE
     old = load_weight(t, e, ok, P.TC, P.ALIGNED, P.WD, P.STORAGE)
-    new = old - number_or_formula(t, LR, rate) * u
+    new = old - number(t, LR) * u
     store_weight(t, e, ok, new, P.TC, P.ALIGNED, P.WD, P.STORAGE)
 
 
@@ -116,8 +115,7 @@ def _written(t, tile, P: tl.constexpr):
     """Applies an update -> mask of the run's elements, weights before and after."""
     e, ok, u = _read(t, tile, P)
     old = load_weight(t, e, ok, P.TC, P.ALIGNED, P.WD, P.STORAGE)
-    rate: tl.constexpr = P.RATE
-    new = old - number_or_formula(t, LR, rate) * u
+    new = old - number(t, LR) * u
     held = store_weight(t, e, ok, new, P.TC, P.ALIGNED, P.WD, P.STORAGE)
     return ok, old, held
 
@@ -135,7 +133,7 @@ def _store_probe(t, tile, P: tl.constexpr):
     """probe ← the first weight of a tile."""
     tl.debug_barrier()  # another thread may have stored it
     at = _first_of_tile(t, tile, P)
-    has = (at >= 0) & (at < tl.load(t + N))
+    has = (at >= 0) & (at < integer(t, N))
     w = tl.load(pointer(t, W, P.WD) + at, mask=has, other=0.0)
     tl.store(pointer(t, PROBE, tl.float32) + tile, w.to(tl.float32))
 
@@ -147,7 +145,7 @@ def recall(t, tile, P: tl.constexpr):
     If a probed weight has changed since they were written, reads all weights instead.
     """
     LONG: tl.constexpr = P.LONG
-    total, n = size(t, TOTAL), tl.load(t + N)
+    total, n = size(t, TOTAL), integer(t, N)
     sums = tl.zeros([LONG], dtype=tl.float32)
     changed = tl.zeros([LONG], dtype=tl.int32)
     for k in range(0, total, LONG):

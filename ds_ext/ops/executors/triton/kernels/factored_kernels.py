@@ -19,6 +19,7 @@ from ds_ext.ops.executors.triton.kernels.table_access import (
     ROW,
     ROWS,
     A,
+    integer,
     number,
     pointer,
 )
@@ -31,9 +32,9 @@ def factors(t, tile, P: tl.constexpr):
     out ← 1 / sqrt(row / mean(row)), out2 ← 1 / sqrt(col).
     """
     TC: tl.constexpr = P.TC
-    for mat in range(0, tl.load(t + MATS)):
+    for mat in range(0, integer(t, MATS)):
         _advance_rows(t, mat, TC)
-        for c in range(0, tl.load(t + COLS), TC):
+        for c in range(0, integer(t, COLS), TC):
             _advance_columns(t, mat, c, TC)
 
 
@@ -41,17 +42,17 @@ def factors(t, tile, P: tl.constexpr):
 def clipped_factors(t, tile, P: tl.constexpr):
     """``factors``, and out ← out · min(1, clip / RMS); in3 are the weighted sums for the RMS."""
     TC: tl.constexpr = P.TC
-    mats = tl.load(t + MATS)
+    mats = integer(t, MATS)
     squares = tl.zeros([TC], dtype=tl.float32)
     for mat in range(0, mats):
         mean = _advance_rows(t, mat, TC)
-        for c in range(0, tl.load(t + COLS), TC):
+        for c in range(0, integer(t, COLS), TC):
             new, at, has = _advance_columns(t, mat, c, TC)
             divided = tl.load(pointer(t, IN3, tl.float32) + at, mask=has, other=0.0) / new
             squares += mean * tl.where(has, divided, 0.0)
     ratio = number(t, CLIP) / tl.sqrt(tl.sum(squares, axis=0) * number(t, A))
     tl.debug_barrier()  # other threads may have stored the values loaded below
-    _multiply_rows(t, mats * tl.load(t + ROWS), tl.where(ratio > 1, 1.0, ratio), TC)
+    _multiply_rows(t, mats * integer(t, ROWS), tl.where(ratio > 1, 1.0, ratio), TC)
 
 
 @triton.jit
@@ -60,7 +61,7 @@ def _advance_rows(t, mat, TC: tl.constexpr):
 
     out ← 1 / sqrt(row / mean).
     """
-    rows, cols = tl.load(t + ROWS), tl.load(t + COLS)
+    rows, cols = integer(t, ROWS), integer(t, COLS)
     k = tl.arange(0, TC)
     sums = tl.zeros([TC], dtype=tl.float32)
     for r in range(0, rows, TC):
@@ -82,7 +83,7 @@ def _advance_columns(t, mat, c, TC: tl.constexpr):
 
     out2 ← 1 / sqrt(col). Returns col, the offsets of the columns, and the mask of existing ones.
     """
-    rows, cols = tl.load(t + ROWS), tl.load(t + COLS)
+    rows, cols = integer(t, ROWS), integer(t, COLS)
     k = c + tl.arange(0, TC)
     at, has = mat * cols + k, k < cols
     new = _statistic(t, COL, IN2, at, has, rows.to(tl.float32))

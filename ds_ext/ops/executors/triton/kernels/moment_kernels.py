@@ -18,6 +18,7 @@ from ds_ext.ops.executors.triton.kernels.table_access import (
     M,
     N,
     V,
+    integer,
     number,
     run_at,
     vectors,
@@ -196,7 +197,7 @@ def _scales_at(t, FIELD: tl.constexpr, e, TC: tl.constexpr, ALIGNED: tl.constexp
     """
     group = tl.arange(0, TC // FEW)[None, :]
     at = vectors(t, FIELD, tl.int16, ALIGNED) + e // TC * (TC // FEW) + group
-    return at, e + group * FEW < tl.load(t + N)
+    return at, e + group * FEW < integer(t, N)
 
 
 @triton.jit

@@ -1,12 +1,13 @@
-"""The kernel of all launches: each program makes the passes of its parameter over one tile.
+"""The kernel of all launches: each program runs a pass over one tile of its parameter.
 
-A launch has several kinds of passes. A kind is a pass, ``then`` another pass over the same
-elements, and so on. Each pass is a ``Spec``; Triton compiles a kernel for each set of kinds.
+The parameters of a launch may need different tiles or loads. Each such kind is a
+``KernelConstants``; Triton compiles a kernel for each set of kinds.
 """
 
 import triton
 import triton.language as tl
 
+from ds_ext.ops.executors.triton.columns import ARGUMENTS
 from ds_ext.ops.executors.triton.kernels.elementwise import (
     apply,
     lerp,
@@ -26,25 +27,54 @@ from ds_ext.ops.executors.triton.kernels.sums import (
     weighted_sums,
 )
 from ds_ext.ops.executors.triton.kernels.table_access import (
-    FIELDS,
     FOUND,
-    KIND,
+    INDEX,
     MOST,
     number,
     parameter_of,
+    pointer,
 )
 from ds_ext.ops.executors.triton.kernels.wide import normalize_wide_rows, wide_weighted_sums
 
 
-@triton.jit
-def run(table, count, COUNT: tl.constexpr, PASSES: tl.constexpr, KINDS: tl.constexpr):
-    """Makes up to PASSES passes over each of ``count`` parameters; each pass has a table row."""
-    t, tile = parameter_of(table, count, COUNT, PASSES)
+@triton.jit(do_not_specialize=[*range(ARGUMENTS)])
+def run(
+    rows: tl.int64, kinds: tl.int64, count: tl.int64,
+    x: tl.int64, x_at: tl.int64, m: tl.int64, m_at: tl.int64, v: tl.int64, v_at: tl.int64,
+    m_scale: tl.int64, m_scale_at: tl.int64, v_scale: tl.int64, v_scale_at: tl.int64,
+    w: tl.int64, w_at: tl.int64, aux: tl.int64, aux_at: tl.int64,
+    out: tl.int64, out_at: tl.int64, out2: tl.int64, out2_at: tl.int64,
+    row: tl.int64, row_at: tl.int64, col: tl.int64, col_at: tl.int64,
+    before: tl.int64, before_at: tl.int64, in_: tl.int64, in_at: tl.int64,
+    in2: tl.int64, in2_at: tl.int64, in3: tl.int64, in3_at: tl.int64,
+    key: tl.int64, key_at: tl.int64, noise: tl.int64, noise_at: tl.int64,
+    part: tl.int64, part_at: tl.int64,
+    part2: tl.int64, part2_at: tl.int64, probe: tl.int64, probe_at: tl.int64,
+    found: tl.int64, found_at: tl.int64,
+    factor: tl.int64, bound: tl.int64, scale: tl.int64, lr: tl.int64, decay: tl.int64,
+    lerp1: tl.int64, lerp2: tl.int64, a: tl.int64, b: tl.int64, eps: tl.int64, clip: tl.int64,
+    lerp: tl.int64, most: tl.int64,
+    COUNT: tl.constexpr, KINDS: tl.constexpr,
+):  # fmt: skip
+    """Runs a pass over ``count`` parameters, of which each is of one of the kinds.
+
+    ``rows`` and ``kinds`` are addresses: of a row of integers for each parameter, and of the kind
+    of each in the batch. The other arguments are the columns of columns.py.
+    """
+    own, tile = parameter_of(rows, count, COUNT)
+    t = (
+        own, tl.load(own + INDEX), x, x_at, m, m_at, v, v_at, m_scale, m_scale_at,
+        v_scale, v_scale_at, w, w_at, aux, aux_at, out, out_at, out2, out2_at, row, row_at,
+        col, col_at, before, before_at, in_, in_at, in2, in2_at, in3, in3_at,
+        key, key_at, noise, noise_at, part, part_at, part2, part2_at, probe, probe_at,
+        found, found_at, factor, bound, scale, lr, decay, lerp1, lerp2, a, b, eps, clip, lerp, most,
+    )  # fmt: skip
     passes: tl.constexpr = KINDS.passes
     if KINDS.number == 0 and KINDS.rest is None:
-        _passes(t, tile, passes)
+        _checked(t, tile, passes)
     else:
-        _of_this_kind(t, tile, tl.load(t + KIND), KINDS)
+        kind = tl.load(kinds.to(tl.int64).to(tl.pointer_type(tl.int64)) + t[1])
+        _of_this_kind(t, tile, kind, KINDS)
 
 
 @triton.jit
@@ -52,22 +82,19 @@ def _of_this_kind(t, tile, kind, KINDS: tl.constexpr):
     passes: tl.constexpr = KINDS.passes
     rest: tl.constexpr = KINDS.rest
     if kind == KINDS.number:
-        _passes(t, tile, passes)
+        _checked(t, tile, passes)
     if rest is not None:
         _of_this_kind(t, tile, kind, rest)
 
 
 @triton.jit
-def _passes(t, tile, P: tl.constexpr):
-    then: tl.constexpr = P.then
+def _checked(t, tile, P: tl.constexpr):
+    """Runs a pass unless the parameter's gradient is bad."""
     if P.JUDGED:
-        if number(t, FOUND) <= number(t, MOST):  # false for NaN
+        if tl.load(pointer(t, FOUND, tl.float32)) <= number(t, MOST):  # false for NaN
             _pass(t, tile, P)
     else:
         _pass(t, tile, P)
-    if then is not None:
-        tl.debug_barrier()  # the next pass may load values that other threads have stored
-        _passes(t + FIELDS, tile, then)
 
 
 @triton.jit

@@ -30,6 +30,7 @@ from ds_ext.ops.executors.triton.kernels.table_access import (
     divided,
     elements_of,
     hinted,
+    integer,
     number,
     pointer,
     rows_of,
@@ -50,7 +51,7 @@ def row_col_sums(t, tile, P: tl.constexpr):
     TR: tl.constexpr = P.TR
     TC: tl.constexpr = P.TC
     ALIGNED: tl.constexpr = P.ALIGNED
-    cols = hinted(tl.load(t + COLS), ALIGNED)
+    cols = hinted(integer(t, COLS), ALIGNED)
     down, over = divided(tile, tl.cdiv(size(t, COLS), TC))
     mat, top = rows_of(t, down, TR)
     e, ok = elements_of(t, mat, top, over * TC, TR, TC, ALIGNED)
@@ -58,7 +59,7 @@ def row_col_sums(t, tile, P: tl.constexpr):
     j = over * TC + tl.arange(0, TC)
     u = tl.where(ok, u, 0.0)
     square = u * u
-    row = pointer(t, PART, tl.float32) + over * tl.load(t + HEIGHT) + down * TR + tl.arange(0, TR)
+    row = pointer(t, PART, tl.float32) + over * integer(t, HEIGHT) + down * TR + tl.arange(0, TR)
     tl.store(row, tl.sum(square, axis=1))
     col = vectors(t, PART2, tl.float32, ALIGNED) + down * cols + j
     tl.store(col, tl.sum(square, axis=0), mask=j < cols)
@@ -80,8 +81,8 @@ def weighted_sums(t, tile, P: tl.constexpr):
     XD: tl.constexpr = P.XD
     BOUNDED: tl.constexpr = P.BOUNDED
     STAGES: tl.constexpr = P.STAGES
-    rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
-    strip, start, n = size(t, HEIGHT), tl.load(t + START), tl.load(t + N)
+    rows, cols = integer(t, ROWS), hinted(integer(t, COLS), ALIGNED)
+    strip, start, n = size(t, HEIGHT), integer(t, START), integer(t, N)
     x, out = vectors(t, X, XD, ALIGNED), pointer(t, OUT, tl.float32)
     before, lerp, eps = pointer(t, BEFORE, tl.float32), number(t, LERP), number(t, EPS)
     factor, most = factor_and_bound(t, BOUNDED)
@@ -121,8 +122,8 @@ def normalize_whole_rows(t, tile, P: tl.constexpr):
     XD: tl.constexpr = P.XD
     BOUNDED: tl.constexpr = P.BOUNDED
     STAGES: tl.constexpr = P.STAGES
-    rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
-    strip, start, n = size(t, HEIGHT), tl.load(t + START), tl.load(t + N)
+    rows, cols = integer(t, ROWS), hinted(integer(t, COLS), ALIGNED)
+    strip, start, n = size(t, HEIGHT), integer(t, START), integer(t, N)
     x, out = vectors(t, X, XD, ALIGNED), pointer(t, OUT, tl.float32)
     by_row, root, least = pointer(t, ROW, tl.float32), number(t, A), number(t, EPS)
     factor, most = factor_and_bound(t, BOUNDED)
@@ -152,7 +153,7 @@ def normalize(t, tile, P: tl.constexpr):
     """out ← in2 · a / max(sqrt(in), eps), n elements: factors that change norms sqrt(in) to a."""
     TC: tl.constexpr = P.TC
     at = tile * TC + tl.arange(0, TC)
-    has = at < tl.load(t + N)
+    has = at < integer(t, N)
     sums = tl.load(pointer(t, IN, tl.float32) + at, mask=has, other=1.0)
     old = tl.load(pointer(t, IN2, tl.float32) + at, mask=has, other=0.0)
     norm, least = tl.sqrt(sums), number(t, EPS)
@@ -164,7 +165,8 @@ def normalize(t, tile, P: tl.constexpr):
 @triton.jit
 def copy_checked_values(t, tile, P: tl.constexpr):
     """out ← found, one number."""
-    tl.store(pointer(t, OUT, tl.float32), number(t, FOUND))
+    found = tl.load(pointer(t, FOUND, tl.float32))
+    tl.store(pointer(t, OUT, tl.float32), found)
 
 
 @triton.jit
@@ -176,8 +178,8 @@ def fold(t, tile, P: tl.constexpr):
     TR: tl.constexpr = P.TR
     TC: tl.constexpr = P.TC
     j = tile * TC + tl.arange(0, TC)
-    rows, cols, height = tl.load(t + ROWS), tl.load(t + COLS), tl.load(t + HEIGHT)
-    has = j < tl.load(t + N)
+    rows, cols, height = integer(t, ROWS), integer(t, COLS), integer(t, HEIGHT)
+    has = j < integer(t, N)
     sums = tl.zeros([TC], dtype=tl.float32)
     for k in range(0, rows, TR):
         i = k + tl.arange(0, TR)
@@ -186,7 +188,7 @@ def fold(t, tile, P: tl.constexpr):
         x = tl.load(pointer(t, PART, tl.float32) + at, mask=ok, other=0.0)
         sums += tl.sum(x, axis=0)
     out = pointer(t, OUT, tl.float32)
-    if tl.load(t + TOTAL) != 0:
+    if integer(t, TOTAL) != 0:
         tl.store(out, tl.sum(sums, axis=0))
     else:
         tl.store(out + j, sums, mask=has)

@@ -1,18 +1,21 @@
-"""Reads a program's parameter, its tile and the tile's addresses from the table.
+"""Reads a program's parameter, its tile and the tile's addresses.
 
-Every launch has a table of int64, one row per parameter and pass: see columns.py. It holds integers
-and addresses: of tensors, and of numbers, which are fp32 on the device.
+A launch has a row of integers for each parameter, which describes its tiles, and one argument or
+two for each other column: see columns.py. ``t`` is a tuple of the row, the parameter's index in the
+arrays of addresses, and these arguments.
 """
 
 import triton
 import triton.language as tl
 
-from ds_ext.ops.executors.triton.columns import COLUMNS
+from ds_ext.ops.executors.triton.columns import ARGUMENT, TILE
 
-# The index of each column in a row. Kernels may only read globals that are constexprs.
-FIELD = {name: i for i, name in enumerate(COLUMNS)}
-FIELDS = tl.constexpr(len(COLUMNS))
-PROGRAM, KIND = tl.constexpr(FIELD["program"]), tl.constexpr(FIELD["kind"])
+# The index of each column: of integers in a row, of others in ``t``. Kernels may only read globals
+# that are constexprs.
+FIELD = {name: i for i, name in enumerate(TILE)}
+FIELD |= {name: i - 1 for name, i in ARGUMENT.items()}
+FIELDS = tl.constexpr(len(TILE))
+INDEX, PROGRAM = tl.constexpr(FIELD["index"]), tl.constexpr(FIELD["program"])
 START, N, ORIGIN = (tl.constexpr(FIELD[k]) for k in ("start", "n", "origin"))
 ROWS, COLS, DOWN = (tl.constexpr(FIELD[k]) for k in ("rows", "cols", "down"))
 ROW0, MAT0, HEIGHT = (tl.constexpr(FIELD[k]) for k in ("row0", "mat0", "height"))
@@ -30,28 +33,34 @@ A, B, DECAY = (tl.constexpr(FIELD[k]) for k in ("a", "b", "decay"))
 LR, EPS = tl.constexpr(FIELD["lr"]), tl.constexpr(FIELD["eps"])
 CLIP, MOST = tl.constexpr(FIELD["clip"]), tl.constexpr(FIELD["most"])
 PROBE, FOUND = tl.constexpr(FIELD["probe"]), tl.constexpr(FIELD["found"])
-GIVEN = tl.constexpr(FIELD["given0"])
+LEAST_ADDRESS = tl.constexpr(2**32)  # of numbers: smaller arguments are numbers themselves
 
 
 @triton.jit
-def parameter_of(table, count, COUNT: tl.constexpr, PASSES: tl.constexpr):
-    """Finds this program's parameter -> the first of its table rows, the program's tile.
+def parameter_of(rows, count, COUNT: tl.constexpr):
+    """Finds this program's parameter -> its row, the program's tile.
 
-    A parameter has one row for each pass. Numbers of programs and tiles have 32 bits: a division of
-    64 bits is a call of a hundred instructions.
+    Numbers of programs and tiles have 32 bits: a division of 64 bits is a call of a hundred
+    instructions.
     """
+    rows = rows.to(tl.int64).to(tl.pointer_type(tl.int64))
     i = tl.arange(0, COUNT)
-    first = tl.load(table + i * (PASSES * FIELDS) + PROGRAM, mask=i < count, other=2**62)
+    first = tl.load(rows + i * FIELDS + PROGRAM, mask=i < count, other=2**62)
     program = tl.program_id(0)
-    at = tl.sum((first <= program).to(tl.int32), axis=0) - 1
-    t = table + at * (PASSES * FIELDS)
-    return t, program - size(t, PROGRAM)
+    row = rows + (tl.sum((first <= program).to(tl.int32), axis=0) - 1) * FIELDS
+    return row, program - tl.load(row + PROGRAM).to(tl.int32)
+
+
+@triton.jit
+def integer(t, FIELD: tl.constexpr):
+    """The integer of a column of rows."""
+    return tl.load(t[0] + FIELD)
 
 
 @triton.jit
 def size(t, FIELD: tl.constexpr):
     """The integer of a column that has 32 bits: of programs, tiles, rows or columns."""
-    return tl.load(t + FIELD).to(tl.int32)
+    return integer(t, FIELD).to(tl.int32)
 
 
 @triton.jit
@@ -62,15 +71,25 @@ def divided(a, b):
 
 
 @triton.jit
+def address(t, FIELD: tl.constexpr):
+    """The address in a column: a base, and the parameter's number in an array of offsets."""
+    offsets = t[FIELD + 1].to(tl.int64).to(tl.pointer_type(tl.int64))
+    return t[FIELD].to(tl.int64) + tl.load(offsets + t[1])
+
+
+@triton.jit
 def pointer(t, FIELD: tl.constexpr, DTYPE: tl.constexpr):
     """The pointer in a column."""
-    return tl.load(t + FIELD).to(tl.pointer_type(DTYPE))
+    return address(t, FIELD).to(tl.pointer_type(DTYPE))
 
 
 @triton.jit
 def number(t, FIELD: tl.constexpr):
-    """The number of a column, fp32."""
-    return tl.load(pointer(t, FIELD, tl.float32))
+    """The number of a column, fp32: the argument's bits, or the parameter's in a vector there."""
+    given = t[FIELD].to(tl.int64)
+    is_vector = given >= LEAST_ADDRESS
+    own = tl.load(given.to(tl.pointer_type(tl.float32)) + t[1], mask=is_vector, other=0.0)
+    return tl.where(is_vector, own, given.to(tl.int32).to(tl.float32, bitcast=True))
 
 
 # Triton's interpreter truncates to bf16, and has no instructions of a GPU.
@@ -78,54 +97,10 @@ INTERPRETED = tl.constexpr(not isinstance(number, triton.JITFunction))
 
 
 @triton.jit
-def number_or_formula(t, FIELD: tl.constexpr, FORMULA: tl.constexpr):
-    """The number of a column, or the value of its formula, fp32."""
-    if FORMULA is None:
-        found = number(t, FIELD)
-    else:
-        found = _evaluated(t, FORMULA)
-    return found
-
-
-@triton.jit
-def _evaluated(t, F: tl.constexpr):
-    """Evaluates a formula of formulas.py, rounded as torch rounds it."""
-    a: tl.constexpr = F.a
-    b: tl.constexpr = F.b
-    if F.name == "given":
-        found = number(t, GIVEN + a)
-    elif F.name == "add":
-        found = _evaluated(t, a) + _evaluated(t, b)
-    elif F.name == "sub":
-        found = _evaluated(t, a) - _evaluated(t, b)
-    elif F.name == "mul":
-        found = _evaluated(t, a) * _evaluated(t, b)
-    elif F.name == "div":
-        found = tl.div_rn(_evaluated(t, a), _evaluated(t, b))
-    elif F.name == "sqrt":
-        found = tl.sqrt_rn(_evaluated(t, a))
-    elif F.name == "at_least":  # NaN stays NaN, here and below
-        x, bound = _evaluated(t, a), _evaluated(t, b)
-        found = tl.where(x < bound, bound, x)
-    elif F.name == "at_most":
-        x, bound = _evaluated(t, a), _evaluated(t, b)
-        found = tl.where(x > bound, bound, x)
-    elif F.name == "gt":
-        found = _evaluated(t, a) > _evaluated(t, b)
-    elif F.name == "and":
-        found = _evaluated(t, a) & _evaluated(t, b)
-    else:
-        tl.static_assert(F.name == "where")
-        c: tl.constexpr = F.c
-        found = tl.where(_evaluated(t, a), _evaluated(t, b), _evaluated(t, c))
-    return found
-
-
-@triton.jit
 def rows_of(t, tile, height):
     """A row tile of so many rows -> its matrix, the first of its rows in the matrix."""
     mat, high = divided(tile, size(t, DOWN))
-    return tl.load(t + MAT0) + mat, size(t, ROW0) + high * height
+    return integer(t, MAT0) + mat, size(t, ROW0) + high * height
 
 
 @triton.jit
@@ -138,7 +113,7 @@ def elements_of(t, mat, top, c, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.
     """
     i, k = tl.arange(0, TR), tl.arange(0, TC)
     begin = first_of(t, mat, top, c) + (i.to(tl.uint64) * size(t, COLS).to(tl.uint32)).to(tl.int64)
-    n, left = tl.load(t + N), size(t, COLS) - c
+    n, left = integer(t, N), size(t, COLS) - c
     if ALIGNED:
         vector = (begin >> 4).to(tl.int32)[:, None] + (k // 16)[None, :]
         ok = (vector >= 0) & (vector < (n >> 4).to(tl.int32)) & (k // 16 < left // 16)[None, :]
@@ -151,7 +126,7 @@ def elements_of(t, mat, top, c, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.
 @triton.jit
 def first_of(t, mat, top, c):
     """The index in the run of the element at row ``top`` and column c; outside [0, n) if none."""
-    return (mat * tl.load(t + ROWS) + top) * tl.load(t + COLS) + c - tl.load(t + START)
+    return (mat * integer(t, ROWS) + top) * integer(t, COLS) + c - integer(t, START)
 
 
 @triton.jit
@@ -168,10 +143,10 @@ def hinted(x, ALIGNED: tl.constexpr):
 @triton.jit
 def vectors(t, FIELD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """The pointer in a column, with a hint that it is aligned to 16 bytes if ALIGNED."""
-    pointer = tl.load(t + FIELD).to(tl.pointer_type(DTYPE))
+    found = pointer(t, FIELD, DTYPE)
     if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
+        found = tl.multiple_of(found, 16)
+    return found
 
 
 @triton.jit

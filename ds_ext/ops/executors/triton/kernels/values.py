@@ -25,8 +25,8 @@ from ds_ext.ops.executors.triton.kernels.table_access import (
     V,
     X,
     hinted,
+    integer,
     number,
-    number_or_formula,
     pointer,
     run_at,
     size,
@@ -67,16 +67,13 @@ def value_of(t, e, ok, mat, top, c, P: tl.constexpr):
     """The input of a pass, [TR, TC] in fp32; undefined outside the run. Some forms advance moments.
 
     The tile begins at row ``top`` and column c of a matrix. FORM is one of ``schema.FORMS``. SCALES
-    multiplies by scale, DECAYS adds decay · weights. SCALED and DECAYED are formulas of scale and
-    decay, or None.
+    multiplies by scale, DECAYS adds decay · weights.
     """
     TR: tl.constexpr = P.TR
     TC: tl.constexpr = P.TC
     ALIGNED: tl.constexpr = P.ALIGNED
     FORM: tl.constexpr = P.FORM
     BOUNDED: tl.constexpr = P.BOUNDED
-    SCALED: tl.constexpr = P.SCALED
-    DECAYED: tl.constexpr = P.DECAYED
     if FORM == IS_WEIGHT:
         u = load_weight(t, e, ok, TC, ALIGNED, P.WD, P.STORAGE)
     else:
@@ -100,12 +97,11 @@ def value_of(t, e, ok, mat, top, c, P: tl.constexpr):
         if FORM == IS_SIGN8_STEP:
             u = sign8_step(t, e, ok, u, TR, TC, ALIGNED)
         if P.SCALES:
-            u = u * number_or_formula(t, SCALE, SCALED)
+            u = u * number(t, SCALE)
         if FORM == IS_RESIDUAL or FORM == IS_VECTOR_RESIDUAL:
             u = _less_momentum(t, e, ok, u, TC, ALIGNED)
         if P.DECAYS:
-            decay = number_or_formula(t, DECAY, DECAYED)
-            u = u + decay * load_weight(t, e, ok, TC, ALIGNED, P.WD, P.STORAGE)
+            u = u + number(t, DECAY) * load_weight(t, e, ok, TC, ALIGNED, P.WD, P.STORAGE)
     return u
 
 
@@ -115,11 +111,11 @@ def _by_row_and_column(
 ):
     """u · row · col for rows [top, top + TR) and columns [c, c + TC) of a matrix."""
     i, k = tl.arange(0, TR), tl.arange(0, TC)
-    first = mat * tl.load(t + ROWS) + top
+    first = mat * integer(t, ROWS) + top
     has = i < size(t, ROWS) - top
     row = tl.load(pointer(t, ROW, tl.float32) + first + i, mask=has, other=0.0)
     # without vectors: the factors' alignment depends on other parameters of the batch
-    first = mat * tl.load(t + COLS) + c
+    first = mat * integer(t, COLS) + c
     has = hinted(k, ALIGNED) < size(t, COLS) - c
     col = tl.load(pointer(t, COL, tl.float32) + first + k, mask=has, other=0.0)
     return u * col[None, :] * row[:, None]

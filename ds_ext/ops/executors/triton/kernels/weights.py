@@ -11,7 +11,9 @@ from ds_ext.ops.executors.triton.kernels.table_access import (
     NOISE,
     ORIGIN,
     W,
+    address,
     hinted,
+    integer,
     run_at,
     vectors,
 )
@@ -151,7 +153,7 @@ def _to_fp16(x, noise):
 @triton.jit
 def _place(t, chunk):
     """rounding.place: the position in the permutation at which a chunk's noise starts."""
-    h = (tl.load(t + KEY) + chunk * PRIME3).to(tl.uint32)
+    h = (address(t, KEY) + chunk * PRIME3).to(tl.uint32)
     h = (h ^ (h >> 16)) * LOWBIAS1
     h = (h ^ (h >> 15)) * LOWBIAS2
     return h ^ (h >> 16)
@@ -165,7 +167,7 @@ def _noise(t, e, TC: tl.constexpr, ALIGNED: tl.constexpr):
     if their origins are. One row of the table has the vector's numbers at an aligned address.
     """
     k = tl.arange(0, TC)[None, :]
-    first = hinted(e + tl.load(t + ORIGIN), ALIGNED) + hinted(k, ALIGNED)
+    first = hinted(e + integer(t, ORIGIN), ALIGNED) + hinted(k, ALIGNED)
     position = (_place(t, first >> 16) + first.to(tl.uint32)) & 0xFFFF
     at = position % SHIFTS * (2 * 0x10000) + position // SHIFTS * SHIFTS
     if ALIGNED:  # the hint says what the compiler loses in the hash

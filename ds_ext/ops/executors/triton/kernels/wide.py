@@ -23,6 +23,7 @@ from ds_ext.ops.executors.triton.kernels.table_access import (
     N,
     X,
     hinted,
+    integer,
     number,
     pointer,
     rows_of,
@@ -91,12 +92,12 @@ def _rows(t, tile, STRIP: tl.constexpr, ALIGNED: tl.constexpr):
     Returns the number of columns, the rows counted through all matrices [STRIP], their offsets in
     the run, the mask of the run's rows, their matrix.
     """
-    rows, cols = tl.load(t + ROWS), hinted(tl.load(t + COLS), ALIGNED)
+    rows, cols = integer(t, ROWS), hinted(integer(t, COLS), ALIGNED)
     mat, top = rows_of(t, tile, STRIP)
     r = top + tl.arange(0, STRIP)
     row = mat * rows + r
-    begin = row * cols - tl.load(t + START)
-    return cols, row, begin, (r < rows) & (begin >= 0) & (begin < tl.load(t + N)), mat
+    begin = row * cols - integer(t, START)
+    return cols, row, begin, (r < rows) & (begin >= 0) & (begin < integer(t, N)), mat
 
 
 @triton.jit

@@ -1,0 +1,286 @@
+"""Launches that earlier steps have prepared: a step gives kernels what a fresh one would.
+
+Each step is made twice from the same state, with and without what earlier steps have left. Launches
+only note their arguments and do nothing. Memory comes from the same addresses both times.
+"""
+
+import copy
+import ctypes
+import itertools
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ds_ext.ops import Scaled
+from ds_ext.ops.batch import Flat, Runs
+from ds_ext.ops.executors.native import native_table as native
+from ds_ext.ops.executors.triton import devices, kernels, launch_memory, launches
+from ds_ext.ops.executors.triton.columns import ADDRESSES, ARGUMENT, ARGUMENTS, NUMBERS, TILE
+from ds_ext.ops.executors.triton.device_arrays import DeviceArrays
+from ds_ext.ops.executors.triton.launcher import LEAST_ADDRESS, GradLimits, Launcher
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import mapped
+from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
+from ds_ext.optimizer.update_stats import UpdateStats
+from ds_ext.optimizer.updates import RunUpdate
+from tests.common import needs, paths, table
+from tests.common.choose import params, spread
+from tests.common.hypers import SIMULATED
+from tests.unit.test_native import BATCHED
+
+pytestmark = needs.triton
+# Vectors, matrices of two widths of tiles, and rows that are wider than any tile.
+SHAPES = ((48,), (5,), (20, 32), (9, 30), (3, 1040), (2, 20000))
+WAYS = [(torch.float32, "nearest"), (torch.bfloat16, "stochastic"), (torch.bfloat16, "master")]
+CASES = spread(BATCHED, [(way,) for way in WAYS])
+WORDS = 2**21  # of each of three buffers
+
+
+def at(address, count, dtype):
+    """Numbers at an address."""
+    size = count * np.dtype(dtype).itemsize
+    return np.frombuffer((ctypes.c_char * size).from_address(address), dtype).copy()
+
+
+def read(launch, arguments):
+    """What a kernel reads of its arguments: rows, kinds, addresses and numbers by column."""
+    n, count = len(launch.of_each), arguments[2]
+    found = {"rows": at(arguments[0], count * len(TILE), np.int64)}
+    found["kinds"] = at(arguments[1], n, np.int64)
+    for name in ADDRESSES:
+        base, offsets = arguments[ARGUMENT[name] : ARGUMENT[name] + 2]
+        if offsets:
+            found[name] = base + at(offsets, n, np.int64)
+    for name in NUMBERS:
+        number = arguments[ARGUMENT[name]]
+        is_vector = number >= LEAST_ADDRESS
+        found[name] = at(number, n, np.uint32) if is_vector else np.uint32(number)
+    return found
+
+
+class Apart:
+    """Memory of which each request gets its own."""
+
+    scratch = staticmethod(lambda n: torch.empty(n, dtype=torch.float32))
+    host = staticmethod(lambda n: torch.empty(n, dtype=torch.int64))
+
+
+class Twice:
+    """Makes steps of an optimizer twice, and compares what their launches read."""
+
+    def __init__(self, monkeypatch, name, way):
+        dtype, mode = way
+        paths.use(monkeypatch, "ops")
+        monkeypatch.setattr(devices, "DEVICES", {"cpu"})
+        monkeypatch.setattr(native, "is_available", lambda: False)
+        monkeypatch.setattr(launches, "launch_kernel", self.note)
+        monkeypatch.setattr(torch.autograd.graph, "increment_version", lambda run: None)
+        monkeypatch.setattr(launch_memory.Memory, "_made", lambda _, *given: self.allocate(*given))
+        copy_ = DeviceArrays._copy
+
+        def apart(arrays, memory, contents):
+            """A copy, whose memory does not move that of passes."""
+            self.copies += 1
+            copy_(arrays, Apart, contents)
+
+        monkeypatch.setattr(DeviceArrays, "_copy", apart)
+        self.weights = [nn.Parameter(p) for p in table.weights(SHAPES, dtype)]
+        groups = [{"params": self.weights[::2]}, {"params": self.weights[1::2]}]
+        self.optimizer = OPTIMIZERS[name](groups, **SIMULATED[name], weight_update=mode)
+        self.buffers = [torch.zeros(WORDS, dtype=torch.int64) for _ in range(3)]
+        self.copies, self.noted, self.used = 0, [], [0, 0, 0]
+
+    def allocate(self, which, n):
+        """Memory of which each step gets the same."""
+        words = n if which == launch_memory.HOST else -(-n // 2)
+        start = self.used[which]
+        self.used[which] = start + -(-words // 8) * 8
+        found = self.buffers[which][start : start + words].zero_()
+        return found if which == launch_memory.HOST else found.view(torch.float32)[:n]
+
+    def note(self, launch, arguments, device):
+        """Stands for a launch."""
+        self.noted.append((launch, read(launch, arguments)))
+
+    @contextmanager
+    def afresh(self):
+        """A context in which nothing is known from earlier steps."""
+        owners = []
+        for plan in self.optimizer._plans._made.values():
+            for one in plan.batches:
+                owners += [(of, "_launches") for of in (one.batch.own, one.batch.whole)]
+                owners += [(of, "_folds") for of in (one.batch.own, one.batch.whole)]
+                owners.append((one.batch._arrays, "_used"))
+        kept = [vars(owner)[name] for owner, name in owners]
+        for owner, name in owners:
+            setattr(owner, name, {})
+        yield
+        for (owner, name), known in zip(owners, kept, strict=True):
+            setattr(owner, name, known)
+
+    def step(self, grads, params=None, factor=1.0, checks=True):
+        """Makes a step of some parameters twice; returns the copies of the later one."""
+        updates = []
+        for p, g in zip(self.weights, grads, strict=True):
+            if params is None or any(p is x for x in params):
+                g = g.view(-1) if factor == 1 else Scaled(g.view(-1), factor, 0.5)
+                updates.append(RunUpdate(p, p.detach().view(-1), g, Shard.whole(tuple(p.shape))))
+        shards = {u.param: u.shard for u in updates}
+        first = self.optimizer.first_round_checks(shards) if checks else set()
+        votes = {p: torch.ones(()) for p in shards if checks and p not in first}
+        flags = DeviceGradFlags(len(SHAPES))
+        if self.optimizer.update_stats is not None:  # its sums are added to
+            self.optimizer.update_stats = UpdateStats(2)
+        found, copies = [], []
+        for is_fresh in (True, True, False):  # the first one finds how much memory it takes
+            self.noted, self.used, self.copies = [], [0, 0, 0], 0
+            check = GradCheck(first, votes, flags)
+            with self.afresh() if is_fresh else nullcontext():
+                self.optimizer.update(updates, lambda total: None, check)
+            found.append(self.noted)
+            copies.append(self.copies)
+            for p in shards:
+                self.optimizer.state[p]["step"] -= 1
+        for p in shards:
+            self.optimizer.state[p]["step"] += 1
+        self.optimizer.commit_weight_norms()
+        _, fresh, known = found
+        assert fresh and len(fresh) == len(known)
+        tensors = [*self.buffers, *self.weights, *grads]
+        mapped(dict(self.optimizer.state), tensors.append)
+        ranges = [(x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes()) for x in tensors]
+        for (a, reads_a), (b, reads_b) in zip(known, fresh, strict=True):
+            assert a.named is b.named and a.warps == b.warps and a.programs == b.programs, a.label
+            assert reads_a.keys() == reads_b.keys(), a.label
+            for name, x in reads_a.items():
+                if not np.array_equal(x, reads_b[name]):  # what rules have allocated anew
+                    for address in (*x, *reads_b[name]):
+                        is_known = any(low <= address < high for low, high in ranges)
+                        assert name in ADDRESSES and address > 2**40 and not is_known, name
+        return copies[-1]
+
+
+@pytest.mark.parametrize("name, way", params(CASES, CASES))
+def test_kernels_read_what_a_fresh_step_would_give_them(name, way, monkeypatch):
+    """Whatever changes between two steps; a step like an earlier one copies once for a batch."""
+    both = Twice(monkeypatch, name, way)
+    optimizer, (first, second) = both.optimizer, both.optimizer.param_groups
+    steps = iter(table.gradients(30, SHAPES, way[0]))
+    batches = 4  # vectors and matrices of two groups
+    for _ in range(3):
+        both.step(next(steps))
+    for rate in (0.5, 2.0):  # a scheduler
+        first["lr"] = second["lr"] = rate
+        assert both.step(next(steps)) <= batches
+    if "weight_decay" in first:
+        for decay in (0.0, 0.3, 0.7, 0.0):
+            second["weight_decay"] = decay
+            both.step(next(steps))
+    for factor in (0.5, 0.25, torch.tensor(0.5), 1.0):  # clipped
+        both.step(next(steps), factor=factor)
+    odd = [torch.cat([g.view(-1)[:1], g.view(-1)])[1:] for g in next(steps)]  # not aligned
+    both.step(odd)
+    both.step([g if i % 3 else x for i, (g, x) in enumerate(zip(next(steps), odd, strict=True))])
+    both.step(next(steps), checks=False)
+    both.step(next(steps), params=both.weights[1:])  # one is frozen
+    both.step(next(steps))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    both.step(next(steps))
+    optimizer.update_stats = UpdateStats(2)
+    for _ in range(2):
+        both.step(next(steps))
+
+
+def arguments(table_):
+    """Arguments of ``launch`` that differ in one thing each."""
+    runs = [Runs([torch.zeros(n + 4)[at : n + at] for n in (32, 600)]) for at in (0, 0, 1)]
+    each = np.ones(2, dtype=np.float32)
+    given = {"x": runs[0], "lr": 0.5}
+    form = (("FORM", "IS_RUN"), ("XD", "float32"), ("WD", "float32"), ("DECAYS", False))
+    return [
+        ("apply", form, table_.flat, given),
+        ("lerp", form, table_.flat, given),
+        ("apply", (*form[:3], ("DECAYS", True)), table_.flat, given),
+        ("apply", form, table_.by_matrix, given),
+        ("apply", form, table_.flat, {"m": runs[0], "lr": 0.5}),
+        ("apply", form, table_.flat, {"x": runs[0], "lr": each}),
+        ("apply", form, table_.flat, {"x": runs[0], "lr": torch.ones(2)}),
+        ("apply", form, table_.flat, {"x": runs[0], "lr": torch.ones(())}),
+        ("apply", form, table_.flat, {"x": runs[2], "lr": 0.5}),
+        ("apply", form, table_.flat, {"x": Runs([runs[0].tensors[0], runs[2].tensors[1]])}),
+    ]
+
+
+def launcher():
+    return Launcher([(0, 32, 1, 4, 8), (0, 600, 1, 20, 30)], [0, 0], torch.device("cpu"))
+
+
+@pytest.fixture
+def noted(monkeypatch):
+    """What launches are, and what their kernels read."""
+    found = []
+
+    def note(launch, arguments, device):
+        kinds = [[*kind.fields.items()] for kind in launch.kinds]
+        found.append((kinds, launch.programs, launch.warps, str(read(launch, arguments))))
+
+    monkeypatch.setattr(launches, "launch_kernel", note)
+    return found
+
+
+def test_all_that_launches_depend_on_is_in_their_key(noted):
+    held = {of: arguments(of) for of in (launcher(), launcher())}  # keeps tensors alive
+    for a, b in itertools.permutations(range(len(arguments(launcher()))), 2):
+        used, fresh = launcher(), launcher()
+        given = [
+            (kernel, constants, "by_matrix" if at is of.by_matrix else "flat", columns)
+            for of, some in held.items()
+            for kernel, constants, at, columns in some
+        ]
+        for of, which in ((used, a), (used, b), (fresh, b)):
+            kernel, constants, at, columns = given[which]
+            of.launch(kernel, constants, getattr(of, at), columns)
+        assert noted[1] == noted[2], (a, b)
+        noted.clear()
+
+
+def test_the_kernel_has_an_argument_for_each_column():
+    names = [name.strip("_") for name in kernels.run.arg_names[:ARGUMENTS]]
+    assert names[3:] == [*(x for name in ADDRESSES for x in (name, f"{name}_at")), *NUMBERS]
+    assert names[:3] == ["rows", "kinds", "count"] and [*ARGUMENT] == [*ADDRESSES, *NUMBERS]
+    assert all(names[at] == name for name, at in ARGUMENT.items())
+
+
+def test_folds_with_and_without_limits_are_kept_apart(noted):
+    of = launcher()
+    part, out = torch.zeros(64), Flat(torch.zeros(2), np.arange(2))
+    limits = GradLimits(out, np.ones(2, dtype=np.float32))
+    for of.limits in (None, limits, None):
+        of.fold((of.sums["flat"][1], part, out))
+        ((kind,), *_) = noted.pop()
+        assert dict(kind)["JUDGED"] == (of.limits is not None)
+
+
+def test_arrays_are_copied_once_and_those_of_a_step_with_the_next(monkeypatch):
+    arrays, memory = DeviceArrays(), launch_memory.Memory(torch.device("cpu"))
+    one, two, three = (np.full(i, i, dtype=np.int64).tobytes() for i in (1, 2, 3))
+    copied, copy_ = [], DeviceArrays._copy
+
+    def noting(of, memory, contents):
+        copied.append([*contents])
+        copy_(of, memory, contents)
+
+    monkeypatch.setattr(DeviceArrays, "_copy", noting)
+    arrays.begin(memory, [one])
+    a, b, c = arrays.addresses(memory, [two, one, two])
+    assert a == c and at(a, 2, np.int64).tolist() == [2, 2] and at(b, 1, np.int64).tolist() == [1]
+    arrays.end()
+    arrays.begin(memory, [three])
+    arrays.addresses(memory, [one, three])
+    arrays.end()
+    arrays.addresses(memory, [three])
+    assert copied == [[one], [two], [two, one, three], [three]]
