@@ -11,8 +11,7 @@ from benchmarks.links import Link
 
 SHARE = 0.1  # rounds dominate a step from this share on
 LARGER = [2**k for k in range(24, 36, 2)]  # reduce_bucket_size
-GROUP = 64  # ranks of a group: ds_ext.shard_size or ds_ext.sum_group_size
-HOST = 8  # ranks per host
+GROUP = 64  # ranks of a group: ds_ext.shard_size
 # One of each kind. Other optimizers have as many rounds as one of these, or only the norm's.
 JUDGED = ("AdaLomo", "CAME", "LAMB", "SinkGD", "Muon", "GaLoreAdamW", "GaLoreAdamW, renewing")
 
@@ -70,19 +69,6 @@ def in_groups(given: Given, ranks: int) -> links.Takes:
     return takes
 
 
-def in_levels(given: Given, size: int, takes: links.Takes) -> links.Takes:
-    """Returns the time of calls if sums are reduced within groups of ``size``, then across."""
-
-    def taking(call: Call, among: int) -> float:
-        if call.kind != ALL_REDUCE or among <= size:
-            return takes(call, among)
-        # Within groups: a reduce-scatter and an all-gather, which take equally long.
-        inside = given.takes(Call("", REDUCE_SCATTER, call.nbytes), size)
-        return 2 * inside + given.takes(Call("", ALL_REDUCE, call.nbytes // size), among // size)
-
-    return taking
-
-
 def timed(counted: Counted, kind: str, given: Given) -> dict[str, object]:
     """Returns a row with a step's times."""
     found = times(counted, kind, given)
@@ -125,19 +111,17 @@ def by_bucket(counted: Counted, tree: Given, ring: Given) -> Iterator[dict[str, 
 
 
 def by_groups(counted: Counted, tree: Given, ring: Given) -> Iterator[dict[str, object]]:
-    """Yields rows with rounds by grouping of ranks: ``shard_size`` and ``sum_group_size``."""
+    """Yields rows with rounds by ``shard_size``."""
     for kind in JUDGED:
-        for shard, inside in ((0, 0), (0, HOST), (0, GROUP), (GROUP, 0), (GROUP, HOST)):
+        for shard in (0, GROUP):
             of = replace(counted, ranks=shard) if shard else counted
             row: dict[str, object] = {
                 "model": counted.name,
                 "optimizer": kind,
                 "shard_size": shard or "all",
-                "sum_group_size": inside or "at once",
             }
             for given in (tree, ring):
                 takes = in_groups(given, counted.ranks) if shard else given.takes
-                takes = in_levels(given, inside, takes) if inside else takes
                 found = times(of, kind, given, takes)
                 row[f"rounds, s, {given.algorithm}"] = found.rounds
                 row[f"rounds / step, {given.algorithm}"] = f"{found.rounds / found.step:.2%}"

@@ -13,7 +13,7 @@ from benchmarks import links, outlook, report
 from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Call, sent
 from benchmarks.giants import MODELS, Counted, made
 from benchmarks.links import RING, TREE, Link
-from benchmarks.outlook import GROUP, HOST, JUDGED, SHARE, Given
+from benchmarks.outlook import GROUP, JUDGED, SHARE, Given
 from ds_ext.backward.gradient_config import BUCKET_SIZE
 
 if TYPE_CHECKING:
@@ -92,7 +92,6 @@ def main(args: argparse.Namespace) -> None:
         flops=args.flops,
         share=SHARE,
         group=GROUP,
-        host=HOST,
         links="; ".join(
             f"{name}: {link.latency * 1e6:g} µs, {link.bandwidth / 1e9:g} GB/s"
             for name, link in chosen.items()
@@ -254,11 +253,10 @@ reduces their number but needs more memory, and each parameter that is larger th
 has its own. If ranks hold whole rows, AdaLomo and Adafactor need one round instead of two, and CAME
 two instead of three. ZeRO-3 keeps rows whole up to the numbers of ranks in the second table (one
 parameter with split rows adds a round to its bucket). The bytes of rounds never increase with the
-number of ranks. Two settings of the section "ds_ext" make rounds shorter; the table by groups shows
-both. With `shard_size`, groups of {group} ranks each hold a replica and sum statistics within the
-group, while each run of the gradients is all-reduced again among the replicas. With
-`sum_group_size`, sums are reduced within groups of {host} or {group} ranks first and then across.
-Their times come from the same model. Tests on four real ranks check what they send. DeepSpeed's hpZ
+number of ranks. `shard_size` of the section "ds_ext" makes rounds shorter, as the table by groups
+shows: groups of {group} ranks each hold a replica and sum statistics within the group, while each
+run of the gradients is all-reduced again among the replicas. Its times come from the same model.
+Tests on four real ranks check what it sends. DeepSpeed's hpZ
 copies weights within a host, but shards states and gradients over all ranks, so it changes no
 round. The order check of stage 3, 16 bytes per bucket between hosts, is not counted. A renewal of
 GaLore's basis sends the whole gradient in fp32, in slices of 2^20 elements, once every

@@ -37,7 +37,6 @@ _FOR_USERS = {
     "clip_value": "largest absolute value of a gradient element; 0: no limit",
     "measure_updates": "measure RMS of updates and weights; null: if a monitor is on",
     "shard_size": "ranks that share one copy of what ZeRO divides; 0: all ranks",
-    "sum_group_size": "ranks per group in two-level sums; 0: one level",
     "weight_update": "rounding of 16-bit weights",
     "ema_decay": "of the moving average of weights; 0: none",
     "ema_dtype": "of the average; `bf16` is rounded stochastically",

@@ -92,11 +92,8 @@ FEATURES = (
     "states offloaded to the host",
     "weights stored in int8",
     "ZeRO++ hpZ",
-    "ZeRO++ quantized weights, by a stand-in for the quantizer",
-    "ZeRO++ quantized gradients",
     "MiCS",
     "groups of ranks with copies (`shard_size`)",
-    "sums in two levels (`sum_group_size`)",
     "DeepCompile",
     "ZenFlow",
     "SuperOffload",
@@ -336,12 +333,7 @@ _LABELS = {
     "HSDP, meshes of two dimensions": "HSDP",
     "pipelines: 16 bits, with a loss scale for fp16": "pipelines: bf16, fp16",
     "pipelines: resume on other stages and ranks": "pipelines: resume with other stages",
-    "ZeRO++ quantized weights, by a stand-in for the quantizer": (
-        "ZeRO++ qwZ, with a stand-in for DeepSpeed's quantizer"
-    ),
-    "ZeRO++ quantized gradients": "ZeRO++ qgZ",
     "groups of ranks with copies (`shard_size`)": "`shard_size`",
-    "sums in two levels (`sum_group_size`)": "`sum_group_size`",
 }
 
 

@@ -26,7 +26,6 @@ ClipMode = Annotated[Literal["exact", "previous"], Field(description='"exact" or
 
 WeightStorageName = Annotated[Literal["int8"], Field(description='"int8"')]
 Chunks = Annotated[StrictBool | Count, Field(description="true, false or a whole number > 0")]
-SumGroups = Annotated[Size | Literal["host"], Field(description='a whole number >= 0 or "host"')]
 
 
 def gpu_bucket_size(itemsize: int, free: float = math.inf) -> int:
@@ -43,7 +42,6 @@ class ConfigSection:
     clip_value: NonNegative = 0.0  # largest absolute value of a gradient's element; 0: none
     measure_updates: bool | None = None  # RMS of updates and weights; null: if a monitor is on
     shard_size: Size = 0  # ranks that hold one replica under ZeRO; 0: all ranks
-    sum_group_size: SumGroups = 0  # ranks of a group that adds up sums first; 0: all at once
     batch_splits: Count = 1  # pieces of a batch, which each layer runs in turn
     chunked_loss: Chunks = False  # the loss in chunks of tokens: true, or their number
     weight_storage: WeightStorageName | None = None  # "int8": stores large matrices in 8 bits

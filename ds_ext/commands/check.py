@@ -122,6 +122,7 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
     config, autos = _filled(config)
     if autos:
         report.notes.append(f'"auto", which HF Trainer and accelerate fill in: {", ".join(autos)}')
+    report.problems += parsing.malformed(config)
     ours = _optimizer(config, report)
     report.notes += config_checks.ignored(config)
     optimizer = None if ours is None else _groups(config, ours, model, report)
@@ -206,8 +207,6 @@ def _unchecked(config: dict[str, Any], model: nn.Module | None, ranks: int | Non
     for key in ("tensor_parallel.autotp_size", "expert_parallel.enabled"):
         if lookup(config, key) not in (None, 0, 1, False):
             yield f"{key}: can be checked only in a run"
-    if lookup(config, "zero_optimization.zero_quantized_weights"):
-        yield "zero_optimization.zero_quantized_weights: whether the accelerator has DeepSpeed's op"
     for key in config_checks.group_keys(config):
         if ranks is None:
             yield f"{key}: whether it divides the ranks; give --ranks to check it"
@@ -219,7 +218,7 @@ def _groups(
     """Checks the optimizer's params and groups; returns the optimizer if they are right."""
     params = config["optimizer"].get("params") or {}
     if not isinstance(params, dict):
-        return None  # ``config_checks.problems`` yields it
+        return None  # ``parsing.malformed`` yields it
     entry, kind = REGISTRY[ours], OPTIMIZERS[ours]
     wrong = param_groups.problems(entry, params)
     report.problems += wrong

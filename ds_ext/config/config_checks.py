@@ -35,13 +35,12 @@ def problems(
     """Yields a message for each setting that ds_ext cannot honour. All ranks yield the same.
 
     Args:
-        config: a DeepSpeed config.
+        config: a DeepSpeed config without ``parsing.malformed`` sections.
         version: the version of DeepSpeed; None if DeepSpeed is not installed.
         kept_for: see ``parsing.gradients``.
         states: the rule of each param group with each dtype of weights. Only read if the config
             offloads optimizer states.
     """
-    yield from parsing.malformed(config)
     config = normalized(config)
     if version is not None:
         yield from needs_newer_deepspeed(config, version)
@@ -102,18 +101,11 @@ def _disallowed(
 def _combinations(config: dict[str, Any]) -> Iterator[str]:
     """Yields a message for each key that needs another ZeRO stage, or excludes another key."""
     zero, stage = "zero_optimization", lookup(config, "zero_optimization.stage")
-    for key, value, excluded in _disallowed(config, _STAGE_3):
-        if stage != 3:
-            yield (
-                f"{key} = {value!r} works only at {zero}.stage 3, and the stage is {stage or 0}: "
-                "remove it, or set stage 3."
-            )
-        else:
-            yield from _excluded(config, f"{key} = {value!r}", excluded)
-    if not stage and (size := lookup(config, "ds_ext.sum_group_size")):
+    size = lookup(config, _HPZ)
+    if not _at_most_one(size) and stage != 3:
         yield (
-            f"ds_ext.sum_group_size = {size!r} has no effect at {zero}.stage {stage or 0}: "
-            "remove it."
+            f"{_HPZ} = {size!r} works only at {zero}.stage 3, and the stage is {stage or 0}: "
+            "remove it, or set stage 3."
         )
     if size := lookup(config, "ds_ext.shard_size"):
         asked = f"ds_ext.shard_size = {size!r}"
@@ -277,6 +269,7 @@ def _at_most_one(value: Any) -> bool:
 
 
 _REMOVE = "remove it."
+_EXACT = "remove it; {} are then exact, and checkpoints load."
 _MASTER = (
     'remove it. "weight_update" in optimizer.params says how 16-bit weights are written, with no '
     'copy in fp32 unless it is "master"; data_types.grad_accum_dtype, what gradients are kept in; '
@@ -299,6 +292,8 @@ REFUSED: list[tuple[str, Allowed, str]] = [
     ("zero_optimization.offload_optimizer.super_offload", _off, _REMOVE),
     ("zero_optimization.cpu_offload", _off, _OFFLOAD),
     ("zero_optimization.cpu_offload_param", _off, _OFFLOAD),
+    ("zero_optimization.zero_quantized_gradients", _off, _EXACT.format("gradients")),
+    ("zero_optimization.zero_quantized_weights", _off, _EXACT.format("gathered weights")),
     ("zero_optimization.zero_quantized_nontrainable_weights", _off, _REMOVE),
     ("zero_optimization.mics_shard_size", lambda v: v == -1, _GROUPS),
     ("zero_optimization.mics_hierarchical_params_gather", _off, _REMOVE),
@@ -342,7 +337,6 @@ _SINCE: list[tuple[str, Allowed, tuple[int, ...]]] = [
     ("expert_parallel.enabled", _off, (0, 19, 8)),
     (_HPZ, _at_most_one, (0, 19, 8)),
     ("ds_ext.shard_size", _off, (0, 19, 8)),
-    ("zero_optimization.zero_quantized_weights", _off, (0, 19, 8)),
     ("managed_gradient_accumulation", lambda v: v is not False, (0, 19, 4)),
 ]
 
@@ -358,29 +352,13 @@ _EXCLUDED_BY_SHARD_SIZE: list[tuple[str, Allowed]] = [
 _EXCLUDED_BY_INT8: list[tuple[str, Allowed]] = [
     ("zero_optimization.offload_optimizer.device", lambda v: v == "none"),
     ("zero_optimization.offload_param.device", lambda v: v == "none"),
-    ("zero_optimization.zero_quantized_weights", _off),
-    ("zero_optimization.zero_quantized_gradients", _off),
     (_HPZ, _at_most_one),
     ("tensor_parallel.autotp_size", _at_most_one),
     ("expert_parallel.enabled", _off),
     ("fp16.enabled", _off),
 ]
 
-# (key, is_allowed at any stage, keys that other values exclude)
-_STAGE_3: list[tuple[str, Allowed, list[tuple[str, Allowed]]]] = [
-    (_HPZ, _at_most_one, []),
-    ("zero_optimization.zero_quantized_weights", _off, [(_HPZ, _at_most_one)]),
-    (
-        "zero_optimization.zero_quantized_gradients",
-        _off,
-        [("ds_ext.shard_size", _off), *_EXCLUDED_BY_SHARD_SIZE[1:]],
-    ),
-]
-
-_GROUP_SIZES = (
-    *("ds_ext.shard_size", "ds_ext.sum_group_size", "sequence_parallel_size"),
-    _HPZ,
-)
+_GROUP_SIZES = ("ds_ext.shard_size", "sequence_parallel_size", _HPZ)
 
 # DeepSpeed reads these options only for NVMe or super_offload.
 _NVME_OPTIONS = {

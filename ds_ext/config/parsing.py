@@ -166,6 +166,13 @@ def section(config: dict[str, Any]) -> ConfigSection:
         given = {}
     if not isinstance(given, dict):
         raise ValueError(f'ds_ext is {given!r}; allowed: a section, {{"gradient_policy": ...}}.')
+    if given.get("sum_group_size") in (None, 0, 1):  # one level of sums, as without the key
+        given.pop("sum_group_size", None)
+    elif "sum_group_size" in given:
+        raise ValueError(
+            "ds_ext.sum_group_size was removed: delete it; results and checkpoints do not depend "
+            "on it."
+        )
     return ConfigSection(**hyperparams.check(ConfigSection, given, "ds_ext"))
 
 

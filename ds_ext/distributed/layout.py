@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ds_ext.distributed import groups, hierarchical_all_reduce
+from ds_ext.distributed import groups
 from ds_ext.distributed.groups import Group, communicates, everyone, size_of
 from ds_ext.distributed.placement import Placement, broadcast
 from ds_ext.distributed.rank_failure import explained
@@ -126,17 +126,6 @@ class Layout:
     def index_of(self) -> Mapping[Tensor, int]:
         """The positions of this rank's parameters in ``weights``."""
         return self.number_of
-
-    def add_up_in_groups(self, size: int) -> None:
-        """Adds up sums of rules inside groups of ``size`` ranks first, then across groups.
-
-        Raises:
-            ValueError: ``size`` does not divide the number of ranks.
-        """
-        for placement in self.placements:
-            placement.levels = hierarchical_all_reduce.of(
-                placement.statistics_group, size, self.device
-            )
 
     def name(self, param: Tensor) -> str:
         """Returns a parameter's name in the model, or a phrase if the model lacks it."""

@@ -17,7 +17,7 @@ over all ranks that hold a part of it. Unsplit parameters have their own placeme
 
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,16 +47,6 @@ class TensorParallelShard(NamedTuple):
         return self.split.numel(self.rank)
 
 
-class TwoLevelAllReduce(Protocol):
-    """An all-reduce in several collectives: ``hierarchical_all_reduce.HierarchicalAllReduce``."""
-
-    inside: Group
-    across: Group
-
-    def add_up(self, sums: Tensor) -> int:
-        """Adds up partial sums in place; returns the bytes passed to collectives."""
-
-
 class Placement:
     """The distribution of parameters over ranks, and its collectives.
 
@@ -75,7 +65,6 @@ class Placement:
         is_summed: whether other ranks add to gradients.
         num_shards: the number of equal parts of a flat gradient.
         shard_index: the index of this rank's part.
-        levels: adds up partial sums in two levels; None: the backend's all-reduce.
         bytes_sent: bytes that this rank passed to collectives for gradients, sums and weights.
     """
 
@@ -97,7 +86,6 @@ class Placement:
         self.statistics_group = statistics_group
         self.tensor_parallel_shards = tensor_parallel_shards or {}
         self.num_replicas = num_replicas
-        self.levels: TwoLevelAllReduce | None = None
         self.bytes_sent = 0
 
     def connect(self, with_own_queue: Callable[..., Group]) -> None:
@@ -107,8 +95,7 @@ class Placement:
     @property
     def groups(self) -> set[Group]:
         """The groups of its collectives."""
-        found = {self.group, self.statistics_group}
-        return found if self.levels is None else found | {self.levels.inside, self.levels.across}
+        return {self.group, self.statistics_group}
 
     @property
     def is_divided(self) -> bool:
@@ -167,13 +154,11 @@ class Placement:
     @property
     def has_partial_sums(self) -> bool:
         """Whether sums of this rank's runs are added up over other ranks."""
-        return self.levels is not None or communicates(self.statistics_group)
+        return communicates(self.statistics_group)
 
     def all_reduce(self, sums: Tensor) -> None:
         """Adds up partial sums [n] in place, over the ranks that share a parameter."""
-        if self.levels is not None:
-            self.bytes_sent += self.levels.add_up(sums)
-        elif communicates(self.statistics_group):
+        if communicates(self.statistics_group):
             self.bytes_sent += sums.nbytes
             with explained():
                 dist.all_reduce(sums, group=self.statistics_group)
@@ -206,7 +191,7 @@ class Summed(Placement, abc.ABC):
         """
         if not communicates(self.group):
             return super().reduce(flats)
-        self.bytes_sent += self._bytes_of_sum(flats)
+        self.bytes_sent += sum(flat.nbytes for flat in flats)
         with explained():
             works = [self._begin_sum(alike) for alike in by_dtype(flats)]
 
@@ -220,10 +205,6 @@ class Summed(Placement, abc.ABC):
     @abc.abstractmethod
     def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
         """Begins a collective that writes this rank's part of the sums to ``_own_part``."""
-
-    def _bytes_of_sum(self, flats: Sequence[Tensor]) -> int:
-        """The bytes that this rank passes to collectives for a sum of gradients."""
-        return sum(flat.nbytes for flat in flats)
 
     def _own_part(self, flat: Tensor) -> Tensor:
         """A view of this rank's padded run of a flat gradient or weight."""

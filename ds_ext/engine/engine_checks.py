@@ -23,7 +23,6 @@ from ds_ext.engine import (
     optimizers,
     parameters,
     pipeline,
-    quantized_weights,
     replica_groups,
     schedulers,
     trainer_checks,
@@ -105,7 +104,6 @@ def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
             f"{replica_groups.KEY} does not support model parallelism, pipelines or experts that "
             "are spread over ranks yet: remove it, or mpu, PipelineModule and deepspeed.moe layers."
         )
-    quantized_weights.refuse_without_quantizer(engine)
     compiled = any(isinstance(m, OptimizedModule) for m in engine.module.modules())
     if compiled and engine.zero_optimization_stage() == 3:
         raise ValueError(

@@ -1,6 +1,5 @@
-"""Settings that DeepSpeed derives, or that can be spelled in several ways; ranks per host."""
+"""Settings that DeepSpeed derives, or that can be spelled in several ways."""
 
-import os
 from typing import Any
 
 import torch
@@ -8,7 +7,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScalerBase
 
 from ds_ext.config.parsing import normalized
-from ds_ext.distributed import consensus
 
 
 def effective(engine: DeepSpeedEngine) -> dict[str, Any]:
@@ -46,29 +44,3 @@ def loss_scaler(engine: DeepSpeedEngine) -> LossScalerBase:
     dtype = torch.float16 if engine.fp16_enabled() else torch.float32
     dynamic, args = engine.dynamic_loss_scale(), engine.dynamic_loss_scale_args()
     return CreateLossScaler(dtype, engine.loss_scale(), dynamic, args)
-
-
-def ranks_per_host(key: str, value: object) -> int:
-    """Returns the number of ranks on each host. All ranks must call it.
-
-    Args:
-        key: the setting that needs the number.
-        value: the value of that setting.
-
-    Raises:
-        ValueError: on all ranks, if a rank's launcher did not set the number, or if hosts have
-            different numbers of ranks.
-    """
-    variables = map(os.environ.get, ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))
-    sizes = consensus.gathered(next(filter(None, variables), ""))
-    if not all(sizes):
-        raise ValueError(
-            f"{key} = {value!r} requires the number of ranks per host, but LOCAL_WORLD_SIZE and "
-            "LOCAL_SIZE are not set: set LOCAL_WORLD_SIZE."
-        )
-    if len(set(sizes)) > 1:
-        raise ValueError(
-            f"{key} = {value!r} needs the same number of ranks on each host, but "
-            f"LOCAL_WORLD_SIZE is {', '.join(dict.fromkeys(sizes))}: start as many on each."
-        )
-    return int(sizes[0])

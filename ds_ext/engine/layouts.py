@@ -7,7 +7,6 @@
 | split by tensor parallelism     | Replicated(d)*t | Sharded(d)*all | Zero3Placement(d)*all |
 | not split by tensor parallelism | Replicated(all) | Sharded(all)   | Zero3Placement(d, t)  |
 | with ``ds_ext.shard_size``      | refused         | Sharded(s, c)  | Zero3Placement(s, c)  |
-| gradients in 4 bits             | refused         | refused        | FourBitPlacement(d)   |
 
 Gradients are summed over the groups in parentheses:
 
@@ -31,18 +30,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 from torch import Tensor
 
-from ds_ext.config import parsing
 from ds_ext.distributed.groups import Group, everyone, size_of
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement, Replicated, Sharded
-from ds_ext.engine import (
-    engine_settings,
-    expert_parallel,
-    pipeline,
-    quantized_gradients,
-    replica_groups,
-    zero3,
-)
+from ds_ext.engine import expert_parallel, pipeline, replica_groups, zero3
 from ds_ext.engine.zero3 import Zero3Layout, Zero3Placement
 
 PlacementType: TypeAlias = type[Replicated] | type[Sharded]
@@ -60,11 +51,8 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
     """
     if pipeline.is_pipeline(engine):
         kind = _BY_STAGE[int(engine.zero_optimization_stage())]
-        layout: Layout = pipeline.layout_of(engine, kind)
-    else:
-        layout = _of_whole_model(engine)
-    layout.add_up_in_groups(_sum_group_size(engine))
-    return layout
+        return pipeline.layout_of(engine, kind)
+    return _of_whole_model(engine)
 
 
 def _of_whole_model(engine: DeepSpeedEngine) -> Layout:
@@ -79,8 +67,6 @@ def _of_whole_model(engine: DeepSpeedEngine) -> Layout:
         dense = _with_tensor_parallelism(kind, group, tensor_group, losses, names)
     elif cut.replicas is not None:
         dense = _alike(_CUT[stage](cut.shards, losses, replicas=cut.replicas))
-    elif engine.zero_quantized_gradients():
-        dense = quantized_gradients.placements(group, losses, names)
     else:
         dense = _alike(kind(group, losses))
     placement_of = _with_experts(dense, kind, group, losses, size_of(tensor_group))
@@ -104,14 +90,6 @@ def share_time_limit(layout: Layout) -> None:
     for group in layout.groups | model_parallel:
         limit = everyone._get_backend(layout.device).options._timeout
         set_timeout(limit, group)
-
-
-def _sum_group_size(engine: DeepSpeedEngine) -> int:
-    """The size of the inner groups of hierarchical sums; 0 for one group of all ranks."""
-    size = parsing.section(engine.config).sum_group_size
-    return (
-        engine_settings.ranks_per_host("ds_ext.sum_group_size", "host") if size == "host" else size
-    )
 
 
 def _alike(placement: Placement) -> PlacementOf:

@@ -7,6 +7,8 @@ and gradients. Other patches reject unsupported settings, and save and load chec
 
 import functools
 import inspect
+import os
+from pathlib import Path
 from typing import Any
 
 from deepspeed.ops.op_builder.builder import OpBuilder
@@ -74,7 +76,9 @@ def read(original: Method, config: DeepSpeedConfig, given: Any, *args: Any, **kw
     """Reports invalid keys and values as the command ``check`` does, one line per key."""
     with rank_logging.traceback_once((ValueError, AssertionError)):
         try:
-            if isinstance(given, dict) and (found := list(parsing.malformed(given))):
+            is_file = isinstance(given, str | os.PathLike) and os.path.exists(given)
+            loaded = parsing.load(Path(given)) if is_file else given
+            if isinstance(loaded, dict) and (found := list(parsing.malformed(loaded))):
                 raise ValueError("\n".join(found))
             taken = override.apply(given)
             if taken is not given:

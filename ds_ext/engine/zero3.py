@@ -25,7 +25,7 @@ from ds_ext.distributed.desync import OrderCheck
 from ds_ext.distributed.groups import Group
 from ds_ext.distributed.layout import Agreement, Layout, complete
 from ds_ext.distributed.placement import Placement, Sharded
-from ds_ext.engine import hook_cleanup, int8_partitions, quantized_weights, replica_groups
+from ds_ext.engine import hook_cleanup, int8_partitions, replica_groups
 from ds_ext.engine.parameters import deepspeed_parameter
 from ds_ext.engine.replica_groups import ReplicaGroups
 from ds_ext.optimizer import host_offload
@@ -203,13 +203,11 @@ def partition(engine: DeepSpeedEngine, cut: ReplicaGroups) -> DeepSpeedZeRoOfflo
         offload_param_config=engine.zero_offload_param(),
         mpu=engine.mpu,
         zero_param_parallel_group=_secondary_group(engine),
-        zero_quantized_weights=engine.zero_quantized_weights(),
         zero_module_granularity_threshold=engine.zero_module_granularity_threshold(),
         log_trace_cache_warnings=engine.zero_log_trace_cache_warnings(),
     )
     _hold_weakly(engine.module)
     _cache_by_engine(offload.get_param_coordinator())
-    quantized_weights.exclude_unquantizable(offload, engine.module.parameters())
     if section(engine.config).weight_storage:
         int8_partitions.store(engine.module)
     else:

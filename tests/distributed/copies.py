@@ -1,7 +1,6 @@
 """ZeRO among groups of ranks that hold copies: jobs of test_copies.py, on real ranks."""
 
 import json
-import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +19,8 @@ from tests.distributed import resuming, training
 from tests.distributed.training import Training
 
 
-def cut(size: int, **section: Any) -> dict[str, Any]:
-    return {"ds_ext": {"shard_size": size, **section}}
+def cut(size: int) -> dict[str, Any]:
+    return {"ds_ext": {"shard_size": size}}
 
 
 # Runs by name: ranks of a copy, 0 for all of them; and what a script sets.
@@ -38,17 +37,10 @@ RUNS: dict[str, tuple[int, Training]] = {
     "apollomini-stage1": (2, Training("apollomini", 1, extra=cut(2))),
     "apollo": (2, Training("apollo", 3, extra=cut(2))),
     "apollomini": (2, Training("apollomini", 3, extra=cut(2))),
-    "apollo-levels": (0, Training("apollo", 1, extra=cut(0, sum_group_size=2))),
-    "apollomini-levels": (0, Training("apollomini", 1, extra=cut(0, sum_group_size=2))),
     "muon-stage1": (2, Training("muon", 1, extra=cut(2))),
-    "muon-levels-stage1": (0, Training("muon", 1, extra=cut(0, sum_group_size=2))),
-    "muon-levels": (0, Training("muon", 3, extra=cut(0, sum_group_size=2))),
     "adalomo-alone": (1, Training("adalomo", 3, max_norm=0.3, extra=cut(1))),
     "adalomo-stage1-alone": (1, Training("adalomo", 1, extra=cut(1))),
     "adalomo-one": (0, Training("adalomo", 3, extra=cut(4))),
-    "adalomo-levels": (0, Training("adalomo", 3, extra=cut(0, sum_group_size=2))),
-    "came-levels": (0, Training("came", 3, max_norm=0.3, extra=cut(0, sum_group_size="host"))),
-    "galore-levels": (0, Training("galoreadamw", 1, extra=cut(0, sum_group_size=2))),
 }
 
 
@@ -91,7 +83,6 @@ def train(name: str) -> dict[str, Any]:
     """A run, the collectives of its last step, and whether all ranks end with the same bits."""
     _, run = RUNS[name]
     rank, world = dist.get_rank(), dist.get_world_size()
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
     model = models.make(dropout=0.3)
     engine = training.start(run, model)
     before, norms = whole(model), []

@@ -510,7 +510,7 @@ def test_what_needs_no_model_is_found_without_one(what, tmp_path, capsys):
 
 
 # What depends on the script, the launcher or the device.
-ELSEWHERE = {"compiled model", "compiled backward", "quantized weights"}
+ELSEWHERE = {"compiled model", "compiled backward"}
 
 
 @pytest.mark.parametrize("name", sorted(unusual.REFUSED.keys() - ELSEWHERE))

@@ -26,7 +26,6 @@ LACKING = [
     ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
     ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled"),
     ({"zero_optimization": {"zero_hpz_partition_size": 2}}, "zero_hpz_partition_size"),
-    ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_quantized_weights"),
     ({"ds_ext": {"shard_size": 1}}, "ds_ext.shard_size"),
     ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
 ]

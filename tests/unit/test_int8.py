@@ -319,8 +319,6 @@ def test_training_learns():
 CONFIGS = [
     ("zero_optimization.offload_optimizer.device", "cpu"),
     ("zero_optimization.offload_param.device", "cpu"),
-    ("zero_optimization.zero_quantized_weights", True),
-    ("zero_optimization.zero_quantized_gradients", True),
     ("zero_optimization.zero_hpz_partition_size", 2),
     ("tensor_parallel.autotp_size", 2),
     ("expert_parallel.enabled", True),

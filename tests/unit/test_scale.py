@@ -668,29 +668,15 @@ def test_groups_send_gradients_to_their_copies():
     assert takes(Call("", ALL_REDUCE, 0), 64) == pytest.approx(12 * 5e-6)
 
 
-def test_sums_in_two_levels_wait_for_those_inside_and_those_across():
-    ring = GIVEN._replace(algorithm=RING)
-    takes = outlook.in_levels(ring, 8, ring.takes)
-    inside, across = 7 * 5e-6 + 7 / 8 * 8e6 / 50e9, 2 * 7 * 5e-6 + 2 * 7 / 8 * 1e6 / 50e9
-    assert takes(Call("", ALL_REDUCE, 8 * 10**6), 64) == pytest.approx(2 * inside + across)
-    for call, among in ((Call("", ALL_REDUCE, 100), 8), (Call("", REDUCE_SCATTER, 100), 64)):
-        assert takes(call, among) == ring.takes(call, among)
-
-
 @pytest.mark.slow
 def test_groups_of_ranks_shorten_rounds_by_rings_and_change_little_by_trees(monkeypatch):
     monkeypatch.setitem(giants.MODELS, "tiny", giants.Giant(SMALL))
     monkeypatch.setattr(outlook, "JUDGED", ("AdaLomo",))
     slow = GIVEN._replace(link=Link(5e-6, 1e12))  # latency alone
     rows = list(outlook.by_groups(Counted("tiny", 256, 2**14), slow, slow._replace(algorithm=RING)))
-    at = {(row["shard_size"], row["sum_group_size"]): row for row in rows}
-    assert len(rows) == 5
-    ring = {key: row["rounds, s, ring"] for key, row in at.items()}
-    messages = {("all", "at once"): 510, ("all", 8): 76, ("all", 64): 132}
-    one = ring["all", "at once"] / messages["all", "at once"]
-    for key, number in messages.items():
-        assert ring[key] == pytest.approx(number * one, rel=1e-3)
-    assert ring[64, 8] < ring[64, "at once"] < ring["all", "at once"] / 4
+    assert [row["shard_size"] for row in rows] == ["all", 64]
+    whole, grouped = (row["rounds, s, ring"] for row in rows)
+    assert grouped < whole / 4
 
 
 def test_all_that_is_judged_can_be_counted_and_drawn():

@@ -21,6 +21,8 @@ SETTINGS = [
     ("zero_optimization.offload_optimizer.super_offload", [True], [False], "remove it"),
     ("zero_optimization.cpu_offload", [True], [False], "offload_optimizer"),
     ("zero_optimization.cpu_offload_param", [True], [False], "offload_param"),
+    ("zero_optimization.zero_quantized_gradients", [True], [False], "gradients are then exact"),
+    ("zero_optimization.zero_quantized_weights", [True], [False], "checkpoints load"),
     ("zero_optimization.zero_quantized_nontrainable_weights", [True], [False], "remove it"),
     ("zero_optimization.mics_shard_size", [2], [-1], '"ds_ext": {"shard_size": n}'),
     ("zero_optimization.mics_hierarchical_params_gather", [True], [False], "remove it"),
@@ -162,6 +164,11 @@ def test_auto_is_as_if_the_key_were_absent():
     )
 
 
+@pytest.mark.parametrize("size", [0, 1, False, None])
+def test_a_removed_setting_that_was_off_is_valid(size):
+    assert parsing.section({"ds_ext": {"sum_group_size": size}}) == gradient_config.ConfigSection()
+
+
 CONTRADICTIONS = [
     ({"ds_ext": {"gradient_polcy": "fused"}}, ["ds_ext.gradient_polcy", '"gradient_policy"']),
     ({"ds_ext": {"gradient_policy": "kept"}}, ["ds_ext.gradient_policy", '"sharded"']),
@@ -206,7 +213,7 @@ def test_contradictions_are_refused_by_name(given, parts):
 
 def test_a_section_that_is_no_section_is_named():
     given = {"fp16": None, "zero_optimization": True, "compile": []}
-    assert list(config_checks.problems(given)) == [
+    assert list(parsing.malformed(given)) == [
         "fp16 is None; allowed: a section such as {}.",
         "compile is []; allowed: a section such as {}.",
     ]
