@@ -216,9 +216,11 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         """Called by the engine when a backward pass begins.
 
         Raises:
-            RuntimeError: the loss was not multiplied by the loss scale.
+            RuntimeError: the loss was not multiplied by the loss scale, or the pass makes a graph
+                of gradients that would be wrong.
         """
         self.fused.check_owner()
+        self._check_create_graph()
         self.fused.reader.loss_scale = self.loss_scale  # a stage of a pipeline may have no loss
         engine = self.engine
         scaled = engine._running_engine_backward or engine._manual_backward_expected
@@ -226,6 +228,20 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             raise RuntimeError(
                 f"fp16 requires loss scaling (current scale {self.loss_scale:g}): "
                 "call engine.backward(loss), or engine.scale(loss).backward()."
+            )
+
+    def _check_create_graph(self) -> None:
+        """Refuses ``autograd.grad(…, create_graph=True)`` where DeepSpeed makes it wrong."""
+        engine, reason = self.engine, ""
+        if engine.zero_optimization_stage() == 3:
+            reason = "at ZeRO stage 3, which frees a layer's weights after its first backward pass"
+        elif engine.gradient_accumulation_steps() > 1:
+            reason = "with gradient_accumulation_steps > 1, because DeepSpeed divides by it twice"
+        if reason and torch.is_grad_enabled():
+            raise RuntimeError(
+                "torch.autograd.grad(..., create_graph=True), as for a gradient penalty, is not "
+                f"supported {reason}. Use a stage below 3 and gradient_accumulation_steps = 1, or "
+                "ds_ext.fuse_into_backward without DeepSpeed's engine."
             )
 
     def enter_backward(self) -> None:

@@ -39,6 +39,35 @@ def reread(stage: int) -> dict[str, Any]:
     return {"message": "", "before": before, "after": whole(model)}
 
 
+def penalty(stage: int, accumulation: int) -> dict[str, Any]:
+    """One step by a loss with a gradient penalty -> the weights, or the error."""
+    made = config(stage) | {"gradient_accumulation_steps": accumulation, "gradient_clipping": 0.0}
+    made["ds_ext"] = {"gradient_policy": "sharded"}
+    model = penalized()
+    optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
+    before = whole(model)
+    try:
+        for _ in range(accumulation):
+            engine.backward(penalized_loss(engine, dist.get_rank()))
+            engine.step()
+    except RuntimeError as error:
+        return {"message": str(error), "before": before, "after": whole(model)}
+    return {"message": "", "before": before, "after": whole(model)}
+
+
+def penalized() -> torch.nn.Module:
+    torch.manual_seed(2)
+    return torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+
+
+def penalized_loss(model: Any, rank: int) -> torch.Tensor:
+    x = data(rank).requires_grad_()
+    loss = (model(x) - 1).square().sum()
+    (by_input,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + 0.1 * by_input.square().sum()
+
+
 def complex_parameter(stage: int) -> str:
     """What a config's optimizer says of a model with a complex parameter."""
     made = config(stage) | {"optimizer": {"type": "Lomo", "params": {"lr": 0.1}}}

@@ -22,6 +22,21 @@ def test_a_weight_read_again_is_the_old_one_or_an_error(world, stage):
         check_each(got["after"], dict(plain.named_parameters()), got["before"])
 
 
+@pytest.mark.parametrize("stage, accumulation", [(0, 1), (1, 1), (0, 2), (2, 2), (3, 1)])
+def test_a_gradient_penalty_is_exact_or_refused_before_a_step(stage, accumulation):
+    """DeepSpeed's hook of a model's output divides by the number of micro-batches each time."""
+    found = worlds.run(2, rereading.penalty, stage, accumulation)
+    plain = rereading.penalized()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    mean_step(sgd, [rereading.penalized_loss(plain, rank) for rank in range(2)])
+    for got in found:
+        if accumulation == 1 and stage < 3:
+            check_each(got["after"], dict(plain.named_parameters()), got["before"])
+        else:
+            assert "create_graph=True" in got["message"]
+            assert all(got["after"][n].equal(w) for n, w in got["before"].items())
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_engines_refuse_complex_parameters(stage):
     for message in worlds.run(2, rereading.complex_parameter, stage):

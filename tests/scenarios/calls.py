@@ -97,6 +97,11 @@ def inputs_with_gradients(pair, draw):
     train(pair, draw, inputs=True)
 
 
+@call(3, ("plain", "fused", "engine"), refusable=True)
+def gradient_penalty(pair, draw):
+    train(pair, draw, penalty=True)
+
+
 @call(3, ("fused", "engine"))
 def nan_gradient(pair, draw):
     train(pair, draw, how="poisoned")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.scenarios import odd_rule
 from tests.scenarios.calls import CALLS, NAMES
 from tests.scenarios.sides import KINDS, Reference
 from tests.scenarios.ways import WAYS
@@ -234,7 +235,10 @@ def play(
     """Runs a sequence -> how many calls it came to, what was found ("": nothing), refusals."""
     setup, calls = sequence
     done, wrong, pair = 0, "", None
-    logging.getLogger("ds_ext").setLevel(logging.ERROR)
+    logger = logging.getLogger("ds_ext")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    odd_rule.enter()
     try:
         note(0)
         pair = Pair(way, setup)
@@ -248,6 +252,8 @@ def play(
     if pair is not None:
         with contextlib.suppress(Exception if wrong else ()):
             pair.subject.detach()
+    odd_rule.leave()
+    logger.setLevel(level)
     return done, wrong, pair.refusals if pair else Counter()
 
 

@@ -11,6 +11,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from tests.scenarios import odd_rule
+
 WIDTH, HIDDEN, OUT = 6, 8, 5
 ABSOLUTE = {"relative_step": False}
 # For each optimizer of ds_ext: its hyper-parameters, and which class with what more is the same.
@@ -19,6 +21,7 @@ KINDS: dict[str, tuple[dict[str, Any], type, dict[str, Any]]] = {
     "LOMO": ({"lr": 0.01}, torch.optim.SGD, {}),
     "AdaLomo": ({"lr": 0.02}, transformers.Adafactor, ABSOLUTE),
     "Adafactor": ({"lr": 0.02} | ABSOLUTE, transformers.Adafactor, {}),
+    odd_rule.NAME: ({"lr": 0.02}, odd_rule.Reference, {}),
     "CAME": ({"lr": 0.01, "eps": (1e-30, 1e-3)}, came_pytorch.CAME, {}),
 }
 Group = tuple[list[str], dict[str, Any]]  # names of its parameters, lr and weight decay
@@ -172,7 +175,13 @@ class Side:
         return self.model.get_parameter(name)
 
     def loss(
-        self, seed: int, forwards: int = 1, head: bool = False, inputs: bool = False, how: str = ""
+        self,
+        seed: int,
+        forwards: int = 1,
+        head: bool = False,
+        inputs: bool = False,
+        penalty: bool = False,
+        how: str = "",
     ) -> Tensor:
         """The mean over this side's ranks of the loss of a batch."""
         losses, dtype = [], next(self.model.parameters()).dtype
@@ -180,11 +189,18 @@ class Side:
             for i in range(forwards):
                 generator = torch.Generator().manual_seed(100 * seed + 10 * i + rank)
                 tokens = torch.randint(0, self.rows, (4,), generator=generator)
-                x = torch.randn(4, WIDTH, generator=generator).to(dtype).requires_grad_(inputs)
+                x = (
+                    torch.randn(4, WIDTH, generator=generator)
+                    .to(dtype)
+                    .requires_grad_(inputs or penalty)
+                )
                 self.inputs[rank] += [x] * inputs
                 out = self.forward(tokens, x, how)
                 out = out * self.heads[rank].to(dtype) if head else out
                 losses.append((out - 1).square().sum())
+                if penalty:
+                    (by_input,) = torch.autograd.grad(losses[-1], x, create_graph=True)
+                    losses[-1] = losses[-1] + 0.1 * by_input.square().sum()
         return sum(losses[1:], losses[0]) / len(self.ranks)
 
     def step_heads(self) -> None:
