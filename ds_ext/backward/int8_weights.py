@@ -171,6 +171,8 @@ def _check(model: nn.Module) -> None:
             raise ValueError(f"store_int8: {name} is stored in 8 bits already: call it once.")
         if is_dtensor(param):
             raise unsupported(f"{name} is a DTensor, and fully_shard (FSDP2) or tp_plan")
+        if param.requires_grad and type(param) is not nn.Parameter:
+            raise unsupported(f"{name} is a {type(param).__name__}, which")
         if owners.owner(param) is not None:
             raise ValueError(
                 f"store_int8: {name} belongs to an engine or a fuse_into_backward call: call "
@@ -237,33 +239,37 @@ def _codes_in_graph(params: Sequence[Tensor]) -> saved_tensors_hooks:
 
     Other tensors go to the hooks of the context around it, such as activation checkpointing.
     """
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
     by_memory = {p.untyped_storage().data_ptr(): p for p in params}
 
-    def pack(x: Tensor) -> _SavedWeight | _SavedTensor:
+    def pack(x: Tensor) -> Any:
         memory = x.untyped_storage().data_ptr() if x.layout == torch.strided else 0
         param = by_memory.get(memory)
-        if param is None or x.dtype != param.dtype:
-            return _SavedTensor(x, outer)
-        return _SavedWeight(x, param)
+        if param is not None and x.dtype == param.dtype:
+            return _SavedWeight(x, param)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            with torch.enable_grad():
+                return _Saved.apply(torch.empty(0, requires_grad=True), x)
+        finally:
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
-    return saved_tensors_hooks(pack, lambda saved: saved.unpack())
+    def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, _SavedWeight):
+            return saved.values()
+        values: Tensor = saved.grad_fn.saved_tensors[0]
+        return values
+
+    return saved_tensors_hooks(pack, unpack)
 
 
-class _SavedTensor:
-    """A tensor that a graph has saved, by the hooks ``outer`` if there are any."""
+class _Saved(torch.autograd.Function):
+    """A node that only saves a tensor, by the hooks of the current context."""
 
-    def __init__(self, x: Tensor, outer: tuple[Any, Any] | None) -> None:
-        self.outer = outer
-        self.saved: Any = x if outer is None else outer[0](x)
-        self.version = x._version
-
-    def unpack(self) -> Any:
-        """Returns the tensor."""
-        if self.outer is not None:
-            return self.outer[1](self.saved)
-        _check_version(self.saved, self.version)
-        return self.saved
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, x: Tensor) -> Tensor:
+        """Saves ``x``."""
+        ctx.save_for_backward(x)
+        return root.detach()
 
 
 class _SavedWeight:
@@ -273,21 +279,17 @@ class _SavedWeight:
         self.param, self.version = param, param._version
         self.view = x.shape, x.stride(), x.storage_offset()
 
-    def unpack(self) -> Tensor:
+    def values(self) -> Tensor:
         """Returns the view, in new memory unless somebody holds the weight."""
-        _check_version(self.param, self.version)
+        version = self.param._version
+        if version != self.version:  # torch does not check it for hooks
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a weight of shape {[*self.param.shape]} is at version "
+                f"{version}; expected version {self.version} instead."
+            )
         with int8.expanded([self.param]):
             return self.param.detach().as_strided(*self.view)
-
-
-def _check_version(x: Tensor, version: int) -> None:
-    """Raises torch's error for a changed tensor: torch does not check what hooks have saved."""
-    if x._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: a tensor of shape {[*x.shape]} is at version {x._version}; expected "
-            f"version {version} instead."
-        )
 
 
 def _export(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) -> None:

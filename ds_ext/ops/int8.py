@@ -104,14 +104,27 @@ class Int8Weight:
             self.holders += 1
 
     def release(self, param: Tensor) -> None:
-        """Ends a use. The last one takes the values away from the parameter."""
+        """Ends a use. The last one takes the values away from the parameter.
+
+        A parameter with data of another shape is stored anew. With another dtype it keeps its data.
+        """
         with self.lock:
             self.holders -= 1
+            place = self.place(param)
             if not self.holders and find(param) is self:
-                _hide(self.place(param), self.absent)
+                if not self.is_replaced(place):
+                    _hide(place, self.absent)
+                else:
+                    del _stored[param]
+                    if place.dtype == self.absent.dtype and fits(place.shape):
+                        store(param)
             elif self.has_stepped:
-                decode(self.stored, self.place(param).detach())
+                decode(self.stored, place.detach())
             self.has_stepped = False
+
+    def is_replaced(self, place: Tensor) -> bool:
+        """Returns whether a program has given the parameter data of another shape or dtype."""
+        return (place.shape, place.dtype) != (self.absent.shape, self.absent.dtype)
 
     def values(self) -> Tensor:
         """Returns the values in new memory."""
@@ -196,9 +209,6 @@ def expanded(params: Iterable[Tensor], stores: bool = False) -> Iterator[list[Te
 
     Yields:
         The parameters that are stored in 8 bits.
-
-    Raises:
-        ValueError: within the context, a parameter was given data of another shape or dtype.
     """
     found: list[Tensor] = []
     with contextlib.ExitStack() as stack:
@@ -255,18 +265,11 @@ def update(param: Tensor, key: int | None = None) -> None:
     """Stores the changed values of an expanded parameter, as ``Int8Weight.encode``.
 
     If the codes change, its version counter increases, because the values are rounded.
-
-    Raises:
-        ValueError: the parameter was given data of another shape or dtype. Its codes stay.
     """
     held = _stored[param]
     place = held.place(param)
-    if (place.shape, place.dtype) != (held.absent.shape, held.absent.dtype):
-        raise ValueError(
-            f"A weight that is stored in 8 bits is {[*place.shape]} {place.dtype} now, but was "
-            f"{[*held.absent.shape]} {held.absent.dtype}. The change is dropped: call "
-            "ds_ext.store_int8 after it."
-        )
+    if held.is_replaced(place):
+        return  # until the last holder leaves
     values, before = place.detach(), held.stored.clone() if key is None else None
     held.encode(values, key)
     if before is None or not torch.equal(before, held.stored):
@@ -315,7 +318,7 @@ class Freed(Tensor):
         """Runs ``func`` if it needs no values; ``copy_`` stores what it copies."""
         me: Any = args[0] if args else None
         kwargs = kwargs or {}
-        if func is Tensor.copy_ and find(me) and not isinstance(args[1], Freed):
+        if func is Tensor.copy_ and find(me) and not isinstance(args[-1], Freed):
             with expanded([me], stores=True):
                 return func(*args, **kwargs)
         if func in (torch.autograd.grad, torch.autograd.backward):
@@ -324,6 +327,8 @@ class Freed(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _CONVERSIONS:
                 converted = func(*args, **kwargs)
+                if not isinstance(me, Freed):  # ``x.to(p)``
+                    return converted
                 if (converted.dtype, converted.device) == (me.dtype, me.device):
                     return me
             elif func in _ALLOWED:

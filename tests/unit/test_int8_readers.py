@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ds_ext
+from ds_ext.backward import int8_weights
 from ds_ext.ops import int8
 from tests.common.int8_model import WIDTH, batch, made
 
@@ -143,16 +144,6 @@ def moved(model):
     return model.to("cpu").cpu().bfloat16().to(torch.bfloat16)
 
 
-def resized(model):
-    """As resize_token_embeddings, for tied weights."""
-    with ds_ext.expand_int8(model.parameters()):
-        larger = nn.Embedding(600, WIDTH).bfloat16()
-        larger.weight.data[:512] = model.embed.weight.data
-        model.embed = larger
-        model.head.weight = larger.weight
-    return model
-
-
 SAME = {
     "torch.save": pickled,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
@@ -187,8 +178,33 @@ def test_copies_and_uses_keep_the_values(name):
         ds_ext.store_int8(other)
 
 
-def test_a_resized_embedding_is_used():
-    assert torch.isfinite(resized(stored())(batch(0)))
+@pytest.mark.parametrize("tied", [True, False])
+def test_transformers_resize_and_save_stored_weights(tied, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=tied,
+    )
+    plain = transformers.LlamaForCausalLM(config).bfloat16()
+    for param in filter(lambda p: int8.fits(p.shape), plain.parameters()):
+        param.data = int8.Int8Weight(param).values()
+    model = copy.deepcopy(plain)
+    ds_ext.store_int8(model)
+    for each in (plain, model):
+        with ds_ext.expand_int8(each.parameters()):
+            each.resize_token_embeddings(600, mean_resizing=False)
+    tokens = torch.arange(20)[None]
+    assert torch.equal(model(tokens).logits[..., :512], plain(tokens).logits[..., :512])
+    assert int8.find(model.get_input_embeddings().weight)  # stored anew
+    with pytest.raises(RuntimeError, match=RULE):
+        model.resize_token_embeddings(700)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert equal([*loaded.state_dict().values()], [*model.state_dict().values()])
 
 
 def test_copy_stores_codes_and_views_of_contexts_stay():
@@ -199,9 +215,10 @@ def test_copy_stores_codes_and_views_of_contexts_stay():
     with ds_ext.expand_int8(weight):
         view = weight.detach()
     assert (view == 3).all() and (model.state_dict()["up.0.weight"] == 3).all()
-    with pytest.raises(ValueError, match="torch.float32 now, but was .* The change is dropped"):
-        in_context(model, nn.Module.float)
-    assert (model.state_dict()["up.0.weight"] == 3).all()
+    in_context(model, nn.Module.float)  # is allowed: the weights are fp32 from now on
+    assert weight.dtype == torch.float32 and (weight == 3).all()
+    assert not any(map(int8.find, model.parameters()))
+    assert torch.isfinite(model(batch(0)))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -292,7 +309,7 @@ def test_a_module_that_fails_frees_its_weights():
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         model.up[0](torch.ones(3, 3).bfloat16())
     assert not int8.find(model.up[0].weight).holders
-    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert not int8_weights._running.modules
 
 
 def test_threads_share_a_model():
