@@ -8,11 +8,13 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch._dynamo import OptimizedModule
+from torch.optim import Optimizer
 
-from ds_ext.config import config_checks
+from ds_ext.config import config_checks, parsing
 from ds_ext.config.config_checks import raise_first
 from ds_ext.distributed import consensus
 from ds_ext.distributed.unsupported_wrappers import refuse_dtensors, refuse_wrapped
@@ -20,7 +22,6 @@ from ds_ext.engine import (
     deepspeed_versions,
     expert_parallel,
     hook_cleanup,
-    optimizers,
     parameters,
     pipeline,
     replica_groups,
@@ -37,19 +38,20 @@ _LOCAL = {
 }
 
 
-def check_ranks(engine: DeepSpeedEngine, model: Any) -> None:
-    """Checks that all ranks start the same run if any rank uses ds_ext. All ranks must call it.
+def check_ranks(model: Any, client: Any, config: DeepSpeedConfig) -> None:
+    """Checks that all ranks start the same run. All ranks must call it.
 
     Pipeline ranks compare parameters and param groups only with the ranks of their stage.
 
     Args:
-        engine: an engine that has no model yet.
-        model: its model.
+        model: the model.
+        client: the optimizer that the program passes; None if the config names it.
+        config: the config.
 
     Raises:
         ValueError: on all ranks. The message names the difference.
     """
-    facts = _facts(engine, model)
+    facts = _facts(model, client, config)
     if not isinstance(model, PipelineModule):
         consensus.agree(facts)
         return
@@ -60,17 +62,29 @@ def check_ranks(engine: DeepSpeedEngine, model: Any) -> None:
     consensus.run_on_all_ranks(lambda: consensus.agree(of_stage, group), ValueError)
 
 
-def _facts(engine: DeepSpeedEngine, model: Any) -> dict[str, Any]:
+def _facts(model: Any, client: Any, config: DeepSpeedConfig) -> dict[str, Any]:
     """Values that must be equal on all ranks. Their ``repr`` is the same in every process."""
-    client = engine.client_optimizer
-    name = type(client).__name__ if client is not None else engine.optimizer_name()
-    if not optimizers.is_ours(engine):
-        return {"optimizer": name}
-    config = {k: v for k, v in engine._config._param_dict.items() if k not in _LOCAL}
-    facts = consensus.facts(model, client, parameters.whole_shape)
+    given = client if isinstance(client, Optimizer) else None
     counted = trainer_checks.num_processes() or 0
-    few = counted if 0 < counted < dist.get_world_size() else None  # see refuse_same_data
-    return {"optimizer": name, "config": config, "accelerate process count": few, **facts}
+    return {
+        "optimizer": type(client).__name__ if client is not None else config.optimizer_name,
+        "config": {k: v for k, v in config._param_dict.items() if k not in _LOCAL},
+        # See refuse_same_data.
+        "accelerate process count": counted if 0 < counted < dist.get_world_size() else None,
+        **consensus.facts(model, given, parameters.whole_shape),
+    }
+
+
+def refuse_other(optimizer: Any, config: DeepSpeedConfig) -> None:
+    """Checks that a function, which the program passed as the optimizer, made one of ds_ext.
+
+    Raises:
+        ValueError: it made another, and the config has the section "ds_ext".
+    """
+    if not isinstance(optimizer, RuleOptimizer):
+        name = type(optimizer).__name__
+        raise_first(parsing.unread(config._param_dict, name))
+        raise ValueError(f'"ds_ext" in the config has no effect under {name}: remove it.')
 
 
 def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:

@@ -13,8 +13,8 @@ _THEIRS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeRoOffload")
 
 def remove_hooks(engine: DeepSpeedEngine) -> None:
     """Removes the engine's own hooks from its model."""
-    for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
-        if hook is not None:
+    for name in ("module_forward_pre_hook", "module_forward_post_hook"):
+        if (hook := vars(engine).get(name)) is not None:  # an engine that failed early has none
             hook.remove()
 
 

@@ -5,14 +5,14 @@ A rank stores its run of a weight if all runs of the weight consist of whole gro
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus
 from torch import Tensor, nn
 
-from ds_ext.backward.int8_weights import check_dtype
+from ds_ext.backward.int8_weights import check_dtype, expand_int8
 from ds_ext.distributed.groups import communicates, size_of
 from ds_ext.distributed.rank_failure import explained
 from ds_ext.engine.parameters import deepspeed_parameter
@@ -46,17 +46,8 @@ def store(module: nn.Module) -> None:
         start = dist.get_rank(own.ds_process_group) * own.ds_tensor.numel()
         int8.store(param, partition=own.ds_tensor, start=start)
     for param in params:
-        own = deepspeed_parameter(param)
-        own.all_gather_coalesced = _with_codes(own.all_gather_coalesced)
+        _expand_in(param)
     log(f"{KEY}: {len(stored)} of {len(params)} parameters are stored and gathered in 8 bits")
-
-
-def gather(params: Iterable[Tensor]) -> None:
-    """Gathers those of the parameters that are stored in 8 bits and not gathered yet."""
-    partitioned = ZeroParamStatus.NOT_AVAILABLE
-    stored = [p for p in params if int8.find(p) and deepspeed_parameter(p).ds_status == partitioned]
-    if stored:
-        CodesGather(stored).wait()
 
 
 def _fits(param: Tensor) -> bool:
@@ -65,19 +56,38 @@ def _fits(param: Tensor) -> bool:
     return fits and param.requires_grad and not own.ds_persist
 
 
-def _with_codes(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a parameter's ``all_gather_coalesced``, which gathers any list of parameters."""
+def _expand_in(param: Tensor) -> None:
+    """Wraps the functions of a parameter that gather and partition any list of parameters."""
+    own = deepspeed_parameter(param)
+    coalesced, gathered, partitioned = own.all_gather_coalesced, own.all_gather, own.partition
 
-    @functools.wraps(original)
-    def gather(params: Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(coalesced)
+    def all_gather_coalesced(params: Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         params = list(params)
         stored = [p for p in params if int8.find(p)]
         others = [p for p in params if not int8.find(p)]
         handles: list[Any] = [CodesGather(stored)] if stored else []
-        handles += [original(others, *args, **kwargs)] if others else []
+        handles += [coalesced(others, *args, **kwargs)] if others else []
         return MultipleAllGatherHandles(handles)
 
-    return gather
+    @functools.wraps(gathered)
+    def all_gather(param_list: list[Tensor] | None = None, *args: Any, **kwargs: Any) -> Any:
+        params = [param] if param_list is None else param_list
+        absent = ZeroParamStatus.NOT_AVAILABLE
+        stored = [p for p in params if int8.find(p) and deepspeed_parameter(p).ds_status == absent]
+        if stored:
+            CodesGather(stored).wait()
+        return gathered(params, *args, **kwargs)
+
+    @functools.wraps(partitioned)
+    def partition(param_list: list[Tensor] | None = None, *args: Any, **kwargs: Any) -> None:
+        # DeepSpeed writes to the partition if the gathered values have changed.
+        for each in [param] if param_list is None else param_list:
+            with expand_int8(each if kwargs.get("has_been_updated") else ()):
+                partitioned([each], *args, **kwargs)
+
+    own.all_gather_coalesced, own.all_gather = all_gather_coalesced, all_gather
+    own.partition = partition
 
 
 class CodesGather:

@@ -2,13 +2,15 @@
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
+from ds_ext.config import parsing
 from ds_ext.engine import pipeline
 from ds_ext.engine.parameters import EMBEDDINGS, LINEARS, unpartitioned_shape
 from ds_ext.engine.rank_logging import log
@@ -29,18 +31,6 @@ _TAKEN_OVER = {
 }
 
 
-def register_name(name: str) -> None:
-    """Makes DeepSpeed accept the name of a ds_ext optimizer in a config. Case does not matter.
-
-    Args:
-        name: the name of the optimizer's rule, in lower case.
-    """
-    spelling = REGISTRY[name].spelling.lower()
-    for known in (name, spelling, PREFIX + name, PREFIX + spelling):
-        if known not in DEEPSPEED_OPTIMIZERS:
-            DEEPSPEED_OPTIMIZERS.append(known)
-
-
 def ours(name: str | None) -> str | None:
     """Returns the key in ``OPTIMIZERS`` for a config's type, or None if ds_ext does not own it.
 
@@ -58,43 +48,66 @@ def registry_key_of_config(optimizer_type: str) -> str | None:
     Raises:
         ValueError: no library has an optimizer with that name.
     """
-    lower = optimizer_type.lower()
-    refuse_unknown(lower if lower in DEEPSPEED_OPTIMIZERS else optimizer_type)
-    return ours(lower)
+    refuse_unknown(optimizer_type)
+    return ours(optimizer_type.lower())
 
 
-def is_ours(engine: DeepSpeedEngine) -> bool:
-    """Returns whether an engine will use a ds_ext optimizer, given as an object or by name."""
-    client = engine.client_optimizer
+def full_name(name: str) -> str:
+    """Returns the unambiguous name of an optimizer of ds_ext, such as "ds_ext.lamb"."""
+    return PREFIX + key_of(name)
+
+
+def is_ours(client: Any, config: DeepSpeedConfig) -> bool:
+    """Returns whether an engine will use a ds_ext optimizer.
+
+    Args:
+        client: the optimizer that the program passes; None if the config names it. A function that
+            makes one says nothing, so the section "ds_ext" decides.
+        config: the engine's config.
+    """
     if client is None:
-        return ours(engine.optimizer_name()) is not None
-    return isinstance(client, RuleOptimizer)
+        return ours(config.optimizer_name) is not None
+    if isinstance(client, torch.optim.Optimizer):
+        return isinstance(client, RuleOptimizer)
+    return "ds_ext" in config._param_dict
 
 
-def is_made_later(engine: DeepSpeedEngine) -> bool:
-    """Returns whether an engine was given a function that creates its optimizer later."""
-    client = engine.client_optimizer
-    return client is not None and not isinstance(client, torch.optim.Optimizer)
+def concerns_us(config: Any) -> bool:
+    """Returns whether a config names a ds_ext optimizer or has the section "ds_ext".
+
+    Args:
+        config: as given to DeepSpeed: a dictionary, or the path of a file.
+    """
+    if isinstance(config, str) and Path(config).is_file():
+        try:
+            config = parsing.load(Path(config))
+        except ValueError:  # DeepSpeed reports it, or reads Hjson
+            return False
+    if not isinstance(config, dict):
+        return False
+    section = config.get("optimizer")
+    name = section.get("type") if isinstance(section, dict) else section
+    is_named = isinstance(name, str) and ours(name.lower() if name.lower() in _DEEPSPEEDS else name)
+    return bool(is_named) or "ds_ext" in config
 
 
-def name_of_other(engine: DeepSpeedEngine) -> str:
-    """Returns the optimizer that an engine will use if ds_ext does not own it; "" if none."""
-    client = engine.client_optimizer
-    if client is None:
-        return engine.optimizer_name() or ""
-    return "" if is_made_later(engine) else type(client).__name__
+def refuse_misspelled(name: str) -> None:
+    """Raises ValueError if a config's type is unknown, but similar to the name of our optimizer."""
+    near = difflib.get_close_matches(key_of(name), [*OPTIMIZERS, *_DEEPSPEEDS], n=1)
+    if name.lower().startswith(PREFIX) or (near and near[0] in OPTIMIZERS):
+        refuse_unknown(name)
 
 
 def refuse_unknown(name: str) -> None:
     """Checks that ds_ext, DeepSpeed or torch has an optimizer with this name.
 
     Args:
-        name: ``optimizer.type``. DeepSpeed converts names that it knows to lower case.
+        name: ``optimizer.type``.
 
     Raises:
         ValueError: the name is unknown.
     """
-    if name in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, name):
+    if name.lower() in _DEEPSPEEDS or ours(name) or hasattr(torch.optim, name):
         return
     if name.lower().startswith(PREFIX):
         named(name)
@@ -109,37 +122,29 @@ def refuse_unknown(name: str) -> None:
 
 
 def log_owner(name: str) -> None:
-    """Logs which optimizer is used, if both ds_ext and another library have the name.
+    """Logs that our optimizer is used, if another library has its name too.
 
     Args:
-        name: ``optimizer.type``, a name that DeepSpeed knows.
+        name: the full name of the optimizer.
     """
-    own = key_of(name)
-    if own not in OPTIMIZERS or own not in _DEEPSPEEDS | _TAKEN_OVER.keys():
-        return
-    kind = OPTIMIZERS[own].__name__
-    if ours(name):
-        theirs = _TAKEN_OVER.get(own, f'DeepSpeed\'s, whose type is "{kind}"')
-        log(f"{kind} is ds_ext's, not {theirs}")
-    else:
-        log(f"{kind} is DeepSpeed's; the type of ds_ext's is \"{PREFIX}{kind}\"")
+    if theirs := _TAKEN_OVER.get(key_of(name)):
+        log(f"{OPTIMIZERS[key_of(name)].__name__} is ds_ext's, not {theirs}")
 
 
 # Param groups.
 
 
-def optimizer_of(engine: DeepSpeedEngine, params: list[Any], name: str) -> RuleOptimizer:
+def optimizer_of(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:
     """Returns the optimizer that the config names. Norms and biases get no weight decay.
 
     Args:
         engine: the engine.
         params: the parameters to train, or groups of them, as given to deepspeed.initialize.
-        name: the optimizer's key in ``OPTIMIZERS``.
 
     Raises:
         ValueError: a hyper-parameter is unknown or invalid. The message names its JSON key.
     """
-    params = _ungrouped(engine, params)
+    name = key_of(engine.optimizer_name())
     optimizer_type = OPTIMIZERS[name]
     model = ModelView(engine.module, LINEARS, EMBEDDINGS, unpartitioned_shape)
     names: Names = engine.param_names
@@ -172,14 +177,6 @@ def for_model(
     trained = [p for p in module.parameters() if p.requires_grad]
     made = param_groups.of_config(REGISTRY[kind.rule.__name__.lower()], params, model, trained)
     return kind(made.groups, **made.hypers)
-
-
-def _ungrouped(engine: DeepSpeedEngine, params: list[Any]) -> list[Any]:
-    """Undoes the groups into which DeepSpeed divides a flat list that contains experts."""
-    if not engine.has_moe_layers or params[0].get("name") != "dense-params":
-        return params
-    given = {p for group in params for p in group["params"]}
-    return [p for p in engine.param_names if p in given]
 
 
 def _log_lines(names: Names, optimizer: str, made: Grouped) -> Iterator[str]:

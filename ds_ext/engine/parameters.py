@@ -1,6 +1,7 @@
 """Attributes that DeepSpeed sets on parameters: ZeRO-3 partitions, and AutoTP splits."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, cast
 
 import torch
@@ -28,6 +29,8 @@ class DeepSpeedParameter(Protocol):
     ds_status: Any  # whether it is partitioned, being gathered, or gathered
     ds_summary: Callable[[], Any]  # describes it in errors
     ds_persist: bool  # whether it stays gathered between steps
+    all_gather: Callable[..., Any]  # gathers a list of parameters, by default itself
+    partition: Callable[..., None]  # partitions a list of parameters, by default itself
     all_gather_coalesced: Callable[..., Any]  # gathers a list of parameters; returns a handle
     group_name: str  # the name of the expert group, if it belongs to an expert
 
@@ -59,3 +62,15 @@ def is_divided(param: Tensor) -> bool:
     """Returns whether AutoTP has split a parameter among ranks."""
     described = description(param)
     return described is not None and not described["conversion"]["replicated"]
+
+
+@contextlib.contextmanager
+def as_vectors(params: Iterable[Tensor]) -> Iterator[None]:
+    """Context in which 0-d parameters have one dimension, because DeepSpeed broadcasts bytes."""
+    scalars = [p for p in params if p.dim() == 0]
+    for param in scalars:
+        param.data = param.data.view(1)
+    yield
+    for param in scalars:
+        if param.numel():  # not partitioned within the context
+            param.data = param.data.view(())

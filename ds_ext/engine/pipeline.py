@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -211,21 +210,6 @@ def _merged(
 def of_stage(groups: Sequence[ParamGroup]) -> list[ParamGroup]:
     """Returns the groups with only this stage's parameters. A group may be empty."""
     return [{**g, "params": [p for p in g["params"] if not p.is_meta]} for g in groups]
-
-
-def stash_groups(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
-    """Saves the groups of this stage, because DeepSpeed removes empty groups."""
-    if is_pipeline(engine):
-        _groups[optimizer] = list(optimizer.param_groups)
-
-
-def restore_groups(optimizer: RuleOptimizer) -> None:
-    """Restores the groups that ``stash_groups`` saved, if any."""
-    if optimizer in _groups:
-        optimizer.param_groups[:] = _groups.pop(optimizer)
-
-
-_groups: WeakKeyDictionary[RuleOptimizer, list[ParamGroup]] = WeakKeyDictionary()
 
 
 def number_parameters(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:

@@ -1,14 +1,11 @@
 """Shows log lines, warnings and tracebacks once, not on every rank."""
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
-from torch.utils import cpp_extension
 
 from ds_ext import logs
 from ds_ext.distributed import consensus
@@ -53,9 +50,10 @@ def shorten_traceback(error: BaseException) -> None:
     """Makes an uncaught error print one line instead of a traceback, except on the first rank.
 
     The line contains the whole message, because messages may differ between ranks. Errors that the
-    script catches are not affected.
+    script catches, and errors from code of the user, which may be on one rank only, are not
+    affected.
     """
-    if consensus.is_first():
+    if consensus.is_first() or not _is_known(error.__traceback__):
         return
     error.__dict__[_ON_ALL_RANKS] = True
     if getattr(sys.excepthook, _ON_ALL_RANKS, False):
@@ -75,39 +73,9 @@ def shorten_traceback(error: BaseException) -> None:
     sys.excepthook = hook
 
 
-# Ops that DeepSpeed compiles on first use.
-
-
-def announce_build(name: str) -> None:
-    """Logs that DeepSpeed is about to compile an op, or warns that a stale lock blocks the build.
-
-    Before torch 2.15, the existence of a file locks a build (``FileBaton``). A killed build leaves
-    the file behind, and every later run waits forever without a message. Newer versions lock the
-    file itself (``FileLock``), so a leftover file does not block.
-
-    Args:
-        name: the name of the op.
-    """
-    folder = Path(cpp_extension._get_build_directory(name, False))
-    lock = folder / "lock"
-    waits = hasattr(cpp_extension, "FileBaton") and lock.exists()
-    if waits and not _is_open(lock):
-        warn(
-            f"DeepSpeed's op {name} is waiting for a build lock, but no process on this machine is "
-            "building it (a build was probably killed). If no other machine is building it, delete "
-            f"{lock}"
-        )
-    elif not (folder / f"{name}.so").exists():
-        log(f"DeepSpeed builds its op {name}, once for this machine: it may take minutes")
-
-
-def _is_open(path: Path) -> bool:
-    """Whether a visible process on this machine has the file open, or the file no longer exists."""
-    file = os.path.realpath(path)
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if any(os.path.realpath(fd) == file for fd in (process / "fd").iterdir()):
-                return True
-        except OSError:  # the process has ended, or belongs to another user
-            continue
-    return not path.exists()
+def _is_known(trace: TracebackType | None) -> bool:
+    """Whether ds_ext or DeepSpeed raised an error, as they do on all ranks."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+    return module.partition(".")[0] in ("ds_ext", "deepspeed")

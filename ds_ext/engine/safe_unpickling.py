@@ -6,17 +6,17 @@ plain objects, and functions that the user passed to ``torch.serialization.add_s
 
 import argparse
 import collections
+import contextlib
 import datetime
 import decimal
 import fractions
-import functools
 import os
 import pathlib
 import pickle
 import re
 import types
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,19 @@ _DEEPSPEED: list[Callable[..., Any]] = [
 ]
 
 
-@functools.cache
-def _allow() -> None:
-    """Lets torch.load create plain objects, NumPy arrays, and DeepSpeed's classes."""
+@contextlib.contextmanager
+def _allowed() -> Iterator[None]:
+    """Context in which torch.load may create plain objects, NumPy arrays, and DeepSpeed's."""
     array, scalar = np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]
     kinds = {type(np.dtype(code)) for code in np.typecodes["All"]}
     arrays = [np.ndarray, np.dtype, array, scalar, *kinds]
+    before = torch.serialization.get_safe_globals()
     torch.serialization.add_safe_globals([*_PLAIN, *_DEEPSPEED, *arrays])
+    try:
+        yield
+    finally:  # torch 2.4 has no context for this
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
 
 
 def load(path: Path) -> Any:
@@ -57,10 +63,10 @@ def load(path: Path) -> Any:
     Raises:
         CheckpointError: the file is damaged, or calls a function that is not known to be safe.
     """
-    _allow()
     is_trusted = os.environ.get(SWITCH, "0").lower() in ("1", "y", "yes", "true")
     try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=not is_trusted)
+        with _allowed():
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=not is_trusted)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)|WeightsUnpickler error: (.*)", str(error))
         what = (found[1] or found[2]) if found else str(error)

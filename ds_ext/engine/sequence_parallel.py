@@ -47,7 +47,7 @@ class SequenceGroups:
 
 
 def reset() -> None:
-    """Removes an earlier engine's groups from DeepSpeed."""
+    """Removes groups of an earlier engine of ours from DeepSpeed: the next engine has its own."""
     if isinstance(groups.mpu, SequenceGroups):
         groups.mpu = None
 
@@ -87,7 +87,7 @@ def refuse_without_groups(engine: DeepSpeedEngine) -> None:
     An engine does not call it for an optimizer that a function creates: DeepSpeed calls the
     function after it has created its groups.
     """
-    size = getattr(engine._ds_ext_mpu, "get_sequence_parallel_world_size", lambda: 1)()
+    size = getattr(engine.mpu, "get_sequence_parallel_world_size", lambda: 1)()
     asked = normalized(engine._config._param_dict).get(_KEY, 1)
     if size == 1 and (engine.mesh_device is not None or asked != 1):
         raise ValueError(

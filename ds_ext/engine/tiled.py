@@ -32,14 +32,29 @@ class DeferredGradient(NamedTuple):
 
 
 def register() -> None:
-    """Wraps DeepSpeed's functions so that they work with ds_ext optimizers."""
+    """Makes DeepSpeed's functions step weights of ds_ext. Without such weights they do not change.
+
+    DeepSpeed tells no hook of a weight which of its tiles is the last.
+    """
     for function in (SequenceTiledCompute, TiledMLP):
-        _defer_until_last_tile(function)
-    _defer_to_backward(TiledFusedLogitsLoss)
+        _choose(function, _defer_until_last_tile(function))
+    _choose(TiledFusedLogitsLoss, _defer_to_backward(TiledFusedLogitsLoss))
 
 
-def _defer_until_last_tile(function: Any) -> None:
-    """Wraps a function that recomputes forward in backward."""
+def _choose(function: Any, methods: dict[str, Any]) -> None:
+    """Makes calls of a function that use weights of ds_ext run other methods."""
+    original = function.apply
+    methods["apply"] = classmethod(torch.autograd.Function.apply.__func__)  # type: ignore[attr-defined]
+    own: Any = type(function.__name__, (function,), methods)
+
+    def apply(*args: Any) -> Any:
+        return (own.apply if _owners(args) else original)(*args)
+
+    function.apply = staticmethod(apply)
+
+
+def _defer_until_last_tile(function: Any) -> dict[str, Any]:
+    """Methods of a function that recomputes forward in backward."""
     forward, backward = function.forward, function.backward
 
     @functools.wraps(forward)
@@ -57,11 +72,11 @@ def _defer_until_last_tile(function: Any) -> None:
             owner.buckets.take(param)
         return result
 
-    function.forward, function.backward = staticmethod(counted), staticmethod(whole)
+    return {"forward": staticmethod(counted), "backward": staticmethod(whole)}
 
 
-def _defer_to_backward(function: Any) -> None:
-    """Wraps a loss that runs backward in forward."""
+def _defer_to_backward(function: Any) -> dict[str, Any]:
+    """Methods of a loss that runs backward in forward."""
     forward, backward = function.forward, function.backward
 
     @functools.wraps(forward)
@@ -79,8 +94,6 @@ def _defer_to_backward(function: Any) -> None:
     @functools.wraps(backward)
     def joined(ctx: Any, *grads: Any) -> Any:
         _refuse_create_graph(function)
-        if not ctx.owners:
-            return backward(ctx, *grads)
         if ctx.waiting is None:
             raise RuntimeError(f"the graph of a {function.__name__} was run backward once more.")
         (factor,) = grads
@@ -99,7 +112,7 @@ def _defer_to_backward(function: Any) -> None:
         found = backward(ctx, torch.ones_like(factor))
         return tuple(None if g is None else g * factor for g in found)
 
-    function.forward, function.backward = staticmethod(kept), staticmethod(joined)
+    return {"forward": staticmethod(kept), "backward": staticmethod(joined)}
 
 
 def _refuse_create_graph(function: Any) -> None:

@@ -1,16 +1,18 @@
 """Checks settings of HF Trainer and accelerate that never reach DeepSpeed.
 
 Without these checks, some settings would be ignored silently: Trainer's optimizer arguments if the
-config names an optimizer; an optimizer object, which Trainer replaces; the norm that is passed to
-accelerate for clipping; and the number of processes among which accelerate divides the data.
-ds_ext does not patch these libraries. This module therefore finds Trainer on the call stack.
+config names an optimizer; an optimizer object, which Trainer replaces; the norm to which Trainer
+clips; and the number of processes among which accelerate divides the data. If the config has no
+scheduler, Trainer passes DeepSpeed a function that creates one. The function holds its Trainer.
 """
 
-import functools
+import inspect
 import math
 import sys
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
+
+from torch import nn
 
 from ds_ext.engine.rank_logging import warn
 from ds_ext.optimizer import RuleOptimizer
@@ -23,44 +25,65 @@ _ADVICE = {
 _DEFAULTS = (None, "adamw_torch", "adamw_torch_fused")  # in all versions of transformers
 
 
-def refuse_ignored() -> None:
+def refuse_ignored(scheduler: Callable[..., Any] | None) -> None:
     """Checks Trainer's arguments, if Trainer creates an engine whose config names our optimizer.
+
+    Args:
+        scheduler: the function that creates the scheduler, if DeepSpeed was given one.
 
     Raises:
         ValueError: Trainer was given an optimizer, or settings of one.
     """
-    trainer = _caller(sys._getframe(1))
+    trainer = _trainer_of(scheduler)
     for name, advice in _ADVICE.items():
         value = getattr(getattr(trainer, "args", None), name, None)
         value = getattr(value, "value", value)  # it may be an enum
         if value not in _DEFAULTS:
             _refuse_ignored(f"TrainingArguments.{name} = {value!r}", advice)
     advice = 'remove it: the config\'s "optimizer" and "scheduler" define both.'
-    if _given(trainer, "optimizer") or _given(trainer, "lr_scheduler"):
-        _refuse_ignored("Trainer(optimizers=...)", advice)
+    given = _given(trainer, "optimizer")
+    if given or _given(trainer, "lr_scheduler"):
+        _refuse_ignored(f"Trainer(optimizers=...): {type(given).__name__}", advice)
     if getattr(trainer, "optimizer_cls_and_kwargs", None) is not None:
         _refuse_ignored("Trainer(optimizer_cls_and_kwargs=...)", advice)
 
 
-def refuse_dropped(taken: Any) -> None:
-    """Checks that Trainer, if any, passes a ds_ext optimizer on to DeepSpeed.
+def warn_unclipped(scheduler: Callable[..., Any] | None, clipped_by: float) -> None:
+    """Warns if Trainer's ``max_grad_norm`` differs from the config's ``gradient_clipping``.
 
     Args:
-        taken: the optimizer object that the engine gets; None if the config names an optimizer.
-
-    Raises:
-        ValueError: Trainer was given a ds_ext optimizer, and the engine gets another.
+        scheduler: see ``refuse_ignored``.
+        clipped_by: the config's gradient_clipping; 0 for none.
     """
-    given = _given(_caller(sys._getframe(1)), "optimizer")
-    if isinstance(given, RuleOptimizer) and taken is not given:
-        name = type(given).__name__
-        instead = "the config's optimizer" if taken is None else type(taken).__name__
-        raise ValueError(
-            f"Trainer(optimizers=...) was given {name}, which HF Trainer replaces by {instead} "
-            f"under DeepSpeed: remove it, and name {name} in the DeepSpeed config, "
-            f'"optimizer": {{"type": "{name}"}}; or give Trainer '
-            f"optimizer_cls_and_kwargs=(ds_ext.{name}, {{...}}) and a config without an optimizer."
+    asked = getattr(getattr(_trainer_of(scheduler), "args", None), "max_grad_norm", None)
+    if isinstance(asked, int | float) and 0 < asked < math.inf and asked != clipped_by:
+        warn(
+            f"TrainingArguments.max_grad_norm = {asked:g} has no effect under DeepSpeed, and the "
+            f'config\'s gradient_clipping is {clipped_by:g}. Set "gradient_clipping": {asked:g} in '
+            "the config."
         )
+
+
+def warn_dropped(model: nn.Module, taken: str) -> None:
+    """Warns if an optimizer of ds_ext was made for a model, and the engine uses another one.
+
+    HF Trainer does this if it is given an optimizer object and the config names none.
+
+    Args:
+        model: the engine's model.
+        taken: the name of the engine's optimizer.
+    """
+    params = set(model.parameters())
+    for given in RuleOptimizer.instances:
+        if not given.state and not params.isdisjoint(given.group_of):
+            name = type(given).__name__
+            warn(
+                f"{name} was made for this model, but {taken} steps it. HF Trainer replaces "
+                f"Trainer(optimizers=...) under DeepSpeed: name {name} in the DeepSpeed config, "
+                f'"optimizer": {{"type": "{name}"}}; or give Trainer '
+                f"optimizer_cls_and_kwargs=(ds_ext.{name}, {{...}}) and a config without an "
+                "optimizer."
+            )
 
 
 def num_processes() -> int | None:
@@ -92,32 +115,6 @@ def refuse_same_data(data_parallel_size: int) -> None:
         )
 
 
-def warn_unclipped(clipped_by: float) -> None:
-    """Warns if accelerate's ``max_norm`` differs from the config's ``gradient_clipping``.
-
-    With DeepSpeed, accelerate's ``clip_grad_norm_`` only reads the gradient norm from the engine.
-
-    Args:
-        clipped_by: the config's gradient_clipping; 0 for none.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "clip_grad_norm_":
-        frame = frame.f_back
-    asked = None if frame is None else frame.f_locals.get("max_norm")
-    if isinstance(asked, int | float) and 0 < asked < math.inf and asked != clipped_by:
-        _warn_unclipped(asked, clipped_by)
-
-
-@functools.cache
-def _warn_unclipped(asked: float, clipped_by: float) -> None:
-    """Warns once per pair of values."""
-    warn(
-        f"accelerator.clip_grad_norm_(max_norm={asked:g}), which Trainer calls with its "
-        "max_grad_norm, has no effect under DeepSpeed, and the config's gradient_clipping is "
-        f'{clipped_by:g}. Set "gradient_clipping": {asked:g} in the config.'
-    )
-
-
 def _refuse_ignored(what: str, advice: str) -> None:
     raise ValueError(
         f"{what} would be ignored, because the DeepSpeed config names an optimizer of ds_ext: "
@@ -134,17 +131,9 @@ def _given(trainer: Any, what: str) -> Any:
     return None if type(found).__module__.startswith("accelerate.") else found
 
 
-def _caller(frame: FrameType | None) -> Any:
-    """The nearest Trainer on the call stack, recognized by its TrainingArguments; or None.
-
-    Reads only frames of transformers: up to Python 3.12, reading ``f_locals`` of a frame keeps its
-    variables, such as engines, alive as long as the frame runs.
-    """
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] == "transformers":
-            found = frame.f_locals.get("self")
-            kinds = type(getattr(found, "args", None)).__mro__
-            if any(kind.__name__ == "TrainingArguments" for kind in kinds):
-                return found
-        frame = frame.f_back
-    return None
+def _trainer_of(scheduler: Callable[..., Any] | None) -> Any:
+    """The Trainer that a function creates a scheduler for; None for functions of others."""
+    if not getattr(scheduler, "__module__", "").startswith("transformers."):
+        return None
+    assert scheduler is not None
+    return inspect.getclosurevars(scheduler).nonlocals.get("trainer")

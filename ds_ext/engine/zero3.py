@@ -192,7 +192,7 @@ def partition(engine: DeepSpeedEngine, cut: ReplicaGroups) -> DeepSpeedZeRoOfflo
     offload = DeepSpeedZeRoOffload(
         engine.module,
         timers=engine.timers,
-        ds_config=engine.config,
+        ds_config={"ds_ext": {}} | engine._config._param_dict,  # see partition_patches
         overlap_comm=engine.zero_overlap_comm(),
         prefetch_bucket_size=engine.zero_prefetch_bucket_size(),
         max_reuse_distance=engine.zero_max_reuse_distance(),

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -45,6 +46,7 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
 
     end_backward: Callable[[], None] | None = None  # see ``attach``
     before_load: Callable[[], None] | None = None
+    instances: ClassVar["weakref.WeakSet[RuleOptimizer]"] = weakref.WeakSet()
     hypers: ClassVar[type]  # the rule, with the fields of ``RoundingConfig`` after its own
 
     def __init_subclass__(cls) -> None:
@@ -58,6 +60,7 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], **hypers: Any) -> None:
         BucketOptimizer.__init__(self)
         torch.optim.Optimizer.__init__(self, params, self.check(hypers))
+        self.instances.add(self)
 
     @classmethod
     def for_model(cls, module: nn.Module, **params: Any) -> "RuleOptimizer":

@@ -141,7 +141,6 @@ class RuleEntry:
 
 
 REGISTRY: dict[str, RuleEntry] = {}  # by the lower-case name of the rule
-_subscribers: list[Callable[[str], None]] = []
 
 R = TypeVar("R", bound=type)
 
@@ -212,8 +211,6 @@ def register(
             *(rule, paper, state, rounds, is_batched, sums_first, is_flat, roles, is_for_all),
             *(relative, spelled, has_sections, shared_work),
         )
-        for subscriber in _subscribers:
-            subscriber(name)
         return rule
 
     return decorate
@@ -246,10 +243,3 @@ def named(name: Any, key: str = "optimizer.type") -> RuleEntry:
 def entry_of(rule: type) -> RuleEntry:
     """Returns the entry of a rule, or of a class that adds hyper-parameters to a rule."""
     return REGISTRY[rule.__name__.lower()]
-
-
-def subscribe(subscriber: Callable[[str], None]) -> None:
-    """Calls ``subscriber`` with the lower-case name of every rule, now and when one is added."""
-    _subscribers.append(subscriber)
-    for name in REGISTRY:
-        subscriber(name)

@@ -259,7 +259,6 @@ def differ() -> dict[str, Any]:
         "config": lambda: begin(**({"gradient_clipping": 0.5} if odd else {})),
         "json": lambda: _json(begin, config, rate),
         "optimizer": lambda: begin(**own(ds_ext.LAMB if odd else ds_ext.CAME)),
-        "adam": lambda: begin(**own(torch.optim.AdamW if odd else ds_ext.CAME)),
         "group": lambda: begin(**own(ds_ext.LAMB, lr=0.1 if odd else 0.2)),
         "order": lambda: begin(swapped()),
         "shape": lambda: begin(torch.nn.Linear(4, 6 if odd else 5)),

@@ -131,7 +131,6 @@ DIFFERENT = {
     "config": "different configs: .* gradient_clipping: None and 0.5",
     "json": "different configs: .* optimizer.params.lr: 0.001 and 0.002",
     "optimizer": "different optimizers: .* 'CAME' and 'LAMB'",
-    "adam": "different optimizers: .* 'CAME' and 'AdamW'",
     "group": r"different parameter groups: .* \[0\].lr: 0.2 and 0.1",
     "order": "different parameters: .* 'a.weight' and 'b.weight'",
     "shape": "different parameters: .* 5 and 6",

@@ -120,7 +120,7 @@ def build(case: Case) -> models.Zoo:
     weights = models.make(case.checkpointing, case.tensors)
     if not case.zero_init:
         return weights
-    with deepspeed.zero.Init(config_dict_or_path=config(case)):
+    with deepspeed.zero.Init(config_dict_or_path=config(case) | {"ds_ext": {}}):
         model = models.Zoo(case.checkpointing, case.tensors)
     for p, w in zip(model.parameters(), weights.parameters(), strict=True):
         with deepspeed.zero.GatheredParameters([p], modifier_rank=0), torch.no_grad():

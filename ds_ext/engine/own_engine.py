@@ -1,0 +1,244 @@
+"""The class of engines that a ds_ext optimizer steps: DeepSpeed's class with other methods.
+
+DeepSpeed offers no hook for what these methods do. Overriding them in a subclass leaves the methods
+of all other engines alone. Each method says what DeepSpeed lacks.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
+
+from ds_ext.backward import int8_weights, owners
+from ds_ext.distributed.rank_failure import explained
+from ds_ext.engine import (
+    engine_checks,
+    expert_parallel,
+    forward,
+    hook_cleanup,
+    optimizers,
+    parameters,
+    pipeline,
+    rank_logging,
+    save_load,
+    schedulers,
+    sequence_parallel,
+    trainer_checks,
+    unsupported_api,
+)
+from ds_ext.engine.adapter import ZeroAdapter
+from ds_ext.optimizer import RuleOptimizer
+
+
+def adopt(engine: DeepSpeedEngine) -> None:
+    """Gives an engine the class of our engines. It keeps the name of its own class."""
+    kind: Any = type(engine)
+    engine.__class__ = _class_for(kind)
+
+
+@functools.cache
+def _class_for(base: Any) -> type:
+    own = OwnPipelineEngine if issubclass(base, PipelineEngine) else OwnEngine
+    return type(base.__name__, (own, base), {"__module__": __name__})
+
+
+def build(
+    make: Callable[[], None],
+    engine: DeepSpeedEngine,
+    model: nn.Module,
+    client: Any,
+    config: DeepSpeedConfig,
+) -> None:
+    """Builds an engine that a ds_ext optimizer will step. All ranks must call it.
+
+    Args:
+        make: DeepSpeed's constructor of the engine.
+        engine: the engine, before that.
+        model: its model.
+        client: the optimizer that the program passes; None if the config names it.
+        config: its config.
+
+    Raises:
+        ValueError: ds_ext cannot step this model with these settings. The model can be used again.
+    """
+    adopt(engine)
+    with rank_logging.traceback_once(), explained():
+        try:
+            engine_checks.check_ranks(model, client, config)  # first: DeepSpeed would hang
+            owners.check_finished(model.parameters())
+            if client is None:  # DeepSpeed demands settings of its own LAMB
+                config.optimizer_name = optimizers.full_name(config.optimizer_name)
+            make()
+            start(engine)
+        except Exception:
+            if isinstance(engine.__dict__.get("optimizer"), ZeroAdapter):
+                engine.optimizer.destroy()
+            hook_cleanup.remove_hooks(engine)
+            raise
+
+
+def start(engine: "OwnEngine") -> None:
+    """Checks the scheduler of a new engine, and logs the start of training."""
+    schedulers.check_betas(engine.lr_scheduler, engine.optimizer.optimizer)
+    clipped_by = engine.optimizer.fused.grad_config.max_norm
+    trainer_checks.warn_unclipped(engine.client_lr_scheduler, clipped_by)
+    engine.optimizer.log_start()
+
+
+def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a method: errors of a lost connection name the rank that was lost."""
+
+    @functools.wraps(method)
+    def call(engine: "OwnEngine", *args: Any, **kwargs: Any) -> Any:
+        engine.optimizer.offloaded.check()
+        with explained():
+            return method(engine, *args, **kwargs)
+
+    return call
+
+
+class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no types
+    """Methods that differ from DeepSpeed's. The other base of an engine's class is its own."""
+
+    # Building an engine.
+
+    def _is_supported_optimizer(self, name: str) -> bool:
+        return True  # DeepSpeed has a fixed list, and takes other names for torch's
+
+    def _configure_expert_parallel(self, *args: Any, **kwargs: Any) -> Any:
+        with expert_parallel.readable_by_name():  # DeepSpeed 0.19.8 fails with transformers 5.23
+            return super()._configure_expert_parallel(*args, **kwargs)
+
+    def _configure_distributed_model(self, model: nn.Module) -> None:
+        # DeepSpeed takes groups of sequences from an mpu alone, and knows no chunks of the batch.
+        sequence_parallel.add_groups(self, self._ds_ext_mpu)
+        forward.apply(self, model)
+        super()._configure_distributed_model(model)
+
+    def _broadcast_model(self) -> None:
+        # DeepSpeed broadcasts bytes, which fails for 0-d tensors, and knows no codes.
+        params = list(self.module.parameters())
+        with int8_weights.codes_as_data(self.module), parameters.as_vectors(params):
+            super()._broadcast_model()
+
+    def _configure_optimizer(self, client: Any, params: list[Any]) -> None:
+        # DeepSpeed wraps only optimizers that it knows, and drops empty groups of a stage.
+        if client is None:
+            trainer_checks.refuse_ignored(self.client_lr_scheduler)
+            optimizers.log_owner(self.optimizer_name())
+            client = optimizers.optimizer_of(self, params)
+        elif not isinstance(client, RuleOptimizer):
+            client = client(params)
+            engine_checks.refuse_other(client, self._config)
+        if not pipeline.is_pipeline(self):  # stages must agree on the number of groups
+            client.param_groups[:] = [group for group in client.param_groups if group["params"]]
+        self._check_for_duplicates(client)
+        self.basic_optimizer = client
+        self.optimizer = self._configure_zero_optimizer(client)
+
+    def _configure_zero_optimizer(self, optimizer: RuleOptimizer) -> ZeroAdapter:
+        pipeline.on_all_stages(self, lambda: engine_checks.validate(self, optimizer))
+        owners.take_over(p for p in self.module.parameters() if p.requires_grad)
+        return ZeroAdapter(self, optimizer)
+
+    def _get_shared_params(self) -> Any:
+        with int8_weights.codes_as_data(self.module):  # tied weights are found by their memory
+            return super()._get_shared_params()
+
+    # Learning-rate schedulers.
+
+    def _scheduler_from_config(self, optimizer: ZeroAdapter) -> Any:
+        # torch's schedulers accept only instances of torch.optim.Optimizer.
+        return super()._scheduler_from_config(optimizer.optimizer)
+
+    def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
+        if self.lr_scheduler is not None:  # DeepSpeed would pass the batch size as a metric
+            schedulers.check_metrics(self.lr_scheduler, lr_kwargs or {})
+        super()._take_model_step(lr_kwargs)
+
+    # Training.
+
+    @_explained
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model."""
+        return super().forward(*args, **kwargs)
+
+    @_explained
+    @functools.wraps(DeepSpeedEngine.backward)
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Rejects the ``learning_rate`` that HF Trainer and LOMO's scripts pass to backward."""
+        if "learning_rate" in kwargs:
+            raise TypeError(
+                "engine.backward() takes no learning_rate: each param group has its own, which "
+                'the config\'s "lr" and schedulers set. HF Trainer passes it if '
+                'TrainingArguments.optim is "lomo" or "adalomo": remove optim.'
+            )
+        return super().backward(*args, **kwargs)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Also discards kept gradients and gradients in buckets. DeepSpeed sets ``.grad`` only."""
+        super().zero_grad(*args, **kwargs)
+        self.optimizer.zero_grad()
+
+    def coalesce_grad_reduction(self) -> Any:
+        """Raises RuntimeError, because ds_ext keeps no full gradients on a rank."""
+        raise RuntimeError(unsupported_api.COALESCE)
+
+    def clip_fp32_gradients(self) -> None:
+        """Raises RuntimeError, because backward has already used the gradients."""
+        raise RuntimeError(unsupported_api.CLIP)
+
+    @functools.wraps(DeepSpeedEngine.compile)
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Rejects compiled autograd, which replaces the backward pass."""
+        compile_ = super().compile
+        given = inspect.signature(compile_).bind(*args, **kwargs).arguments
+        if given.get("compiled_autograd_enabled"):
+            raise ValueError(
+                "engine.compile(compiled_autograd_enabled=True) replaces the backward pass, and "
+                "ds_ext steps in its hooks: leave it out. The forward pass may be compiled."
+            )
+        compile_(*args, **kwargs)
+
+    # Checkpoints.
+
+    @_explained
+    @functools.wraps(DeepSpeedEngine.save_checkpoint)
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Saves a complete checkpoint or none."""
+        return save_load.save_checkpoint(self, *args, **kwargs)
+
+    @_explained
+    @functools.wraps(DeepSpeedEngine.load_checkpoint)
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads a checkpoint that was saved with any number of ranks and any ZeRO stage."""
+        return save_load.load_checkpoint(self, *args, **kwargs)
+
+    def is_first_weights_partition_group(self) -> bool:
+        """Returns whether this rank writes ZeRO-3 partitions. Only one replica's ranks do."""
+        is_further = self.optimizer.layout.is_further_replica
+        return super().is_first_weights_partition_group() and not is_further
+
+
+class OwnPipelineEngine(OwnEngine):
+    """The same for DeepSpeed's PipelineEngine."""
+
+    # ds_ext averages inside backward. DeepSpeed's constructor sets this switch after all else.
+    pipeline_enable_backward_allreduce = property(lambda self: False, lambda self, value: None)
+
+    @_explained
+    @functools.wraps(PipelineEngine.train_batch)
+    def train_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains on one batch."""
+        return super().train_batch(*args, **kwargs)
+
+    @_explained
+    @functools.wraps(PipelineEngine.eval_batch)
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates on one batch."""
+        return super().eval_batch(*args, **kwargs)
