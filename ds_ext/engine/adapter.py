@@ -17,7 +17,6 @@ from ds_ext.backward import startup_log
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.config import config_checks, parsing
 from ds_ext.distributed import consensus
-from ds_ext.distributed.rank_failure import explained
 from ds_ext.engine import (
     engine_settings,
     expert_parallel,
@@ -275,11 +274,6 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         """
         if closure is not None:
             raise ValueError("engine.step() takes no closure: the update happens in backward.")
-        self.offloaded.check()
-        with explained():
-            self._step()
-
-    def _step(self) -> None:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
         self.fused.finish()
         result = self.fused.end_step()

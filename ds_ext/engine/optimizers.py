@@ -127,8 +127,11 @@ def log_owner(name: str) -> None:
     Args:
         name: the full name of the optimizer.
     """
-    if theirs := _TAKEN_OVER.get(key_of(name)):
-        log(f"{OPTIMIZERS[key_of(name)].__name__} is ds_ext's, not {theirs}")
+    own = key_of(name)
+    kind = OPTIMIZERS[own].__name__
+    if own in _DEEPSPEEDS | _TAKEN_OVER.keys():
+        theirs = _TAKEN_OVER.get(own, f'DeepSpeed\'s, whose type is "{kind}"')
+        log(f"{kind} is ds_ext's, not {theirs}")
 
 
 # Param groups.

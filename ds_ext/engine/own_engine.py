@@ -91,7 +91,7 @@ def start(engine: "OwnEngine") -> None:
 
 
 def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a method: errors of a lost connection name the rank that was lost."""
+    """Decorates a method that communicates: errors of a lost connection are explained."""
 
     @functools.wraps(method)
     def call(engine: "OwnEngine", *args: Any, **kwargs: Any) -> Any:
@@ -179,6 +179,12 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
                 'TrainingArguments.optim is "lomo" or "adalomo": remove optim.'
             )
         return super().backward(*args, **kwargs)
+
+    @_explained
+    @functools.wraps(DeepSpeedEngine.step)
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Ends a micro-batch or a step."""
+        super().step(*args, **kwargs)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Also discards kept gradients and gradients in buckets. DeepSpeed sets ``.grad`` only."""
