@@ -48,6 +48,7 @@ def main() -> None:
     logging.getLogger().addHandler(_Recorder())
     logger.setLevel(logging.INFO)
     deepspeed.init_distributed("gloo")
+    groups._get_data_parallel_group()  # which DeepSpeed makes with the first engine
     own = OwnEngine() if WAY == "beside" else None
     if own is not None:
         own.step()
@@ -284,7 +285,8 @@ def _weights(model: nn.Module) -> list[float]:
 
 def _recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        sizes = [x.numel() for x in args if isinstance(x, torch.Tensor)]
+        given = (*args, *kwargs.values())
+        sizes = [x.numel() for x in given if isinstance(x, torch.Tensor)]
         calls.append(f"{name} {sizes}")
         return function(*args, **kwargs)
 

@@ -10,6 +10,8 @@ import pytest
 from tests.distributed.foreign import PROGRAMS
 from tests.worlds import ROOT, free_port
 
+pytestmark = pytest.mark.slow
+
 WAYS = ("imported", "beside")
 
 
