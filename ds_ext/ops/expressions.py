@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ext.ops import scratch, small_matrices
+from ds_ext.ops import scratch
 from ds_ext.ops.schema import FORMS
 from ds_ext.ops.shard import Block
 
@@ -175,7 +175,7 @@ class Scaled:
         if x is None or {"factor", "bound", "scale"} & x.scalars.keys():
             return None
         if x.form != "IS_RUN":
-            return None if self.bound else x.plus(x.form, {}, scale=self.factor)
+            return None if self.bound is not None else x.plus(x.form, {}, scale=self.factor)
         bound = {} if self.bound is None else {"bound": self.bound}
         return x.plus(x.form, {}, factor=self.factor, **bound)
 
@@ -252,14 +252,10 @@ class Quotient:
 
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
-        if self._is_small(b):
-            return self._of_small(b)
         return self._by_column(b).mul_(self._rows(b))
 
     def subtract_from_(self, old: Tensor, b: Block, factor: float) -> Tensor:
         """old ← old − factor · this, with one pass over memory less than in two steps."""
-        if self._is_small(b):
-            return old.sub_(self._of_small(b), alpha=factor)
         return old.addcmul_(self._by_column(b), self._rows(b), value=-factor)
 
     def _rows(self, b: Block) -> Tensor:
@@ -269,13 +265,6 @@ class Quotient:
     def _by_column(self, b: Block) -> Tensor:
         x, col = read(self.x, b), self.col[b.mats, :, b.cols]
         return torch.mul(x, col, out=output_buffer(x, self.x))
-
-    def _of_small(self, b: Block) -> Tensor:
-        x, row, col = read(self.x, b), self._rows(b).squeeze(2), self.col[b.mats].squeeze(1)
-        return small_matrices.scale_(x, row, col, output_buffer(x, self.x))
-
-    def _is_small(self, b: Block) -> bool:
-        return small_matrices.holds_whole(b, len(self.row), self.row.shape[1], self.col.shape[2])
 
     def times(self, factor: Tensor | float) -> "Quotient":
         """Returns this · factor."""
@@ -292,7 +281,7 @@ class Quotient:
 
 @dataclass(frozen=True)
 class RunQuotient:
-    """x / sqrt(v) · scale: an update by a second moment of the shape of ``x``."""
+    """x / sqrt(v) · scale: an update by a second moment of the shape of ``x``; 0 where v is 0."""
 
     x: Readable
     v: Tensor
@@ -301,7 +290,7 @@ class RunQuotient:
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         v = part(self.v, b)
-        inverse = torch.rsqrt(v, out=scratch.like(v))
+        inverse = torch.rsqrt(v, out=scratch.like(v)).masked_fill_(v == 0, 0)
         return inverse.mul_(read(self.x, b)).mul_(self.scale)
 
     def times(self, factor: Tensor | float) -> "RunQuotient":

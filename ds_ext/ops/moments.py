@@ -26,6 +26,8 @@ from ds_ext.ops.expressions import (
 )
 from ds_ext.ops.shard import Block
 
+TINY = 1e-37  # numbers below may be 0 in fp32
+
 
 @dataclass
 class _Progress:
@@ -67,7 +69,10 @@ class Residual:
 
 @dataclass(frozen=True)
 class RootQuotient:
-    """Adam's update (m / c1) / (sqrt(v / c2) + eps); ``c1`` and ``c2`` correct the bias."""
+    """Adam's update (m / c1) / (sqrt(v / c2) + eps); ``c1`` and ``c2`` correct the bias.
+
+    It is 0 where the divisor is 0.
+    """
 
     m: Writable
     v: Writable
@@ -82,7 +87,10 @@ class RootQuotient:
     def of(self, m: Tensor, v: Tensor) -> Tensor:
         """The update from the given values of the moments, which it does not change."""
         divisor, (a, b) = root(v, scratch.like(v)), self.numbers
-        return torch.div(m, divisor.mul_(a).add_(b), out=divisor)
+        divisor.mul_(a).add_(b)
+        is_zero = divisor == 0 if b < TINY else None
+        u = torch.div(m, divisor, out=divisor)
+        return u if is_zero is None else u.masked_fill_(is_zero, 0)
 
     def source(self) -> Source | None:
         """Returns the description for native code and kernels, or None if they cannot read it."""

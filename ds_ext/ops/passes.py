@@ -303,7 +303,8 @@ def normalize_whole_rows(
     """Returns x as ``normalize_rows`` does, and the column sums of its new squares, [mats, cols].
 
     One pass computes both: a row's norm is known as soon as the row is read, because the run has
-    whole rows. Factors of other ranks' rows are 0, and the sums only include the run.
+    whole rows. The new row factors include ``x.scale``. Factors of other ranks' rows are 0, and the
+    sums only include the run.
     """
     asked = NormalizeWholeRows(x, least, like)
     return cast(tuple[Quotient, Tensor], dispatch.execute(asked, shard))

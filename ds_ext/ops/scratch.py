@@ -8,7 +8,7 @@ side.
 import math
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from ds_ext.ops.shard import BLOCK, Block, Shard
 SLICE = 2**23
 # Elements of a block on a CPU if 8-bit moments are extended to whole groups: many temporaries.
 FEW = BLOCK // 4
+
+
+T = TypeVar("T")
 
 
 class _Kind:
@@ -34,19 +37,18 @@ class _Kind:
 class _Kinds(threading.local):
     def __init__(self) -> None:
         self.of: dict[tuple[torch.dtype, torch.device, Any], _Kind] = {}
+        self.loops = [0]  # the number of loops over blocks that have begun and not ended
 
 
 _kinds = _Kinds()
 
 
 def blocks(shard: Shard, limit: int | None = None) -> Iterator[Block]:
-    """Yields the blocks of a run; each block frees all scratch memory of the one before.
+    """Yields the blocks of a run; each block frees the scratch memory of the one before.
 
-    Blocks have at most ``limit`` elements, ``BLOCK`` if None.
+    Blocks have at most ``limit`` elements, ``BLOCK`` if None. Such loops may be nested.
     """
-    for b in shard.blocks(limit):
-        _free()
-        yield b
+    yield from _freeing(shard.blocks(limit))
 
 
 def product_limit(device: torch.device) -> int:
@@ -57,14 +59,21 @@ def product_limit(device: torch.device) -> int:
 def parts(n: int, width: int) -> Iterator[slice]:
     """Yields slices of ``n`` rows of ``width`` elements, a block's worth each, like ``blocks``."""
     step = max(1, BLOCK // max(1, width))
-    for start in range(0, n, step):
-        _free()
-        yield slice(start, min(start + step, n))
+    yield from _freeing(slice(start, min(start + step, n)) for start in range(0, n, step))
 
 
-def _free() -> None:
-    for kind in _kinds.of.values():
-        kind.used = 0
+def _freeing(items: Iterator[T]) -> Iterator[T]:
+    """Yields items; each frees the scratch memory that was used since the loop began."""
+    of, loops = _kinds.of, _kinds.loops
+    begin = {key: kind.used for key, kind in of.items()} if loops[0] else {}
+    loops[0] += 1
+    try:
+        for item in items:
+            for key, kind in of.items():
+                kind.used = begin.get(key, 0)
+            yield item
+    finally:
+        loops[0] -= 1
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

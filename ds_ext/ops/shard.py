@@ -230,7 +230,7 @@ class Shard:
 
     def rms(self, square_sum: T) -> T:
         """Root of the mean square, from a sum of squares over the whole parameter."""
-        return (square_sum / self.numel) ** 0.5  # type: ignore[no-any-return, operator]
+        return (square_sum / max(1, self.numel)) ** 0.5  # type: ignore[no-any-return, operator]
 
     def pieces(self) -> Iterator[tuple[Box, int, int]]:
         """Yields the boxes that the run touches, each with the run's start and stop in it.

@@ -34,6 +34,7 @@ POLAR_EXPRESS = (
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
     (1.875, -1.25, 0.375),
 )
+TINY = 1e-15  # least norm: its square, and products of its inverse, are finite in fp32
 STEEP = 2  # steps after which most singular values are still small
 
 
@@ -59,7 +60,7 @@ def _scaled(abc: tuple[float, float, float], by: float) -> tuple[float, float, f
 def orthogonalized(x: Tensor, coefficients: Coefficients, eps: float, terms: int) -> Tensor:
     """Returns the last X of a matrix ``x``, [rows, cols], with ``terms`` bf16 terms per operand."""
     is_wide = x.shape[0] < x.shape[1]
-    x = x / x.norm().clamp(min=eps)
+    x = x / x.norm().clamp(min=max(eps, TINY))
     for i, abc in enumerate(coefficients):
         half = operand(x, terms)
         factor = _factor(
@@ -86,7 +87,7 @@ def _factor(gram: Tensor, abc: tuple[float, float, float], terms: int) -> Tensor
 
 def polynomial(gram: Tensor, coefficients: Coefficients, eps: float, terms: int) -> Tensor:
     """Returns the factor of x, [short, short], from the Gram matrix of its short side."""
-    norm = gram.trace().sqrt().clamp(min=eps)
+    norm = gram.trace().sqrt().clamp(min=max(eps, TINY))
     gram, q = gram / norm.square(), torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     for i, (a, b, c) in enumerate(coefficients):
         factor = (gram * b).add_(symmetric_product(gram, gram, terms), alpha=c)  # without a·I

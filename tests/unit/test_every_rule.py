@@ -10,16 +10,18 @@ import os
 import re
 import subprocess
 import sys
+from typing import get_args, get_origin, get_type_hints
 
 import pytest
 import torch
 
-from ds_ext.ops.state import leaves
+from ds_ext.hyperparams import NonNegative
+from ds_ext.ops.state import leaves, mapped
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules.base import key_of
-from tests.common import hypers, newcomer, table
+from tests.common import hypers, needs, newcomer, paths, plain, table
 from tests.common.choose import params, spread
-from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, shapes_of, sharded_error
+from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, shapes_of, sharded_error
 from tests.common.table import WORLDS, gradients, weights
 from tests.distributed import matrices, resuming, zero
 from tests.plant_faults import copied
@@ -81,6 +83,111 @@ def test_nothing_becomes_nan_where_gradients_are_zero(name):
         ranks.step(grads)
         ranks.step(nothing)
     assert all(p.isfinite().all() for p in ranks.params)
+
+
+def smallest_eps(name):
+    """Hyper-parameters with which no small constant keeps a divisor above zero."""
+    hints = get_type_hints(OPTIMIZERS[name].rule, include_extras=True)
+    found = {}
+    for key in {"eps", "eps1", "eps2"} & hints.keys():
+        allows_zero = NonNegative in (hints[key], *get_args(hints[key]))
+        least = 0.0 if allows_zero else 1e-300  # 0 in fp32
+        count = len(get_args(hints[key])) if get_origin(hints[key]) is tuple else 0
+        found[key] = (least,) * count if count else least
+    return found
+
+
+def with_zeros(grads):
+    """Gradients whose first row and column, and some whole parameters, are zero."""
+    found = []
+    for i, g in enumerate(grads):
+        g = g.clone()
+        if g.dim() > 1:
+            g[..., 0, :] = 0
+            g[..., :, -1] = 0
+        if i % 3 == 1 or g.dim() == 1:
+            g.view(-1)[: g.numel() // 2] = 0
+        found.append(torch.zeros_like(g) if i % 4 == 3 else g)
+    return found
+
+
+ZEROS = ((6, 10), (10, 6), (12,), (5, 5), (4, 3, 5), (3, 2, 1, 1), (9,), (70, 70), (1, 40), (40, 1))
+KERNEL_ZEROS = ((6, 10), (12,), (4, 3, 5), (5, 5))  # Triton's interpreter is slow
+
+
+@pytest.mark.parametrize("name, world", params(ON_RANKS, spread(OPTIMIZERS, [(3,), (2,)])))
+def test_zero_rows_and_columns_on_ranks_with_the_smallest_eps(name, world):
+    """0 / 0 is 0: as rows of an embedding that no token uses, or experts that are frozen."""
+    hyper = hypers.SIMULATED[name] | {"weight_decay": 0.0} | smallest_eps(name)
+    rule, shapes = OPTIMIZERS[name].hypers(**hyper), shapes_of(name, ZEROS)
+    before = weights(shapes)
+    whole, ranks = Ranks(rule, before, 1), Ranks(rule, before, world)
+    for grads in map(with_zeros, gradients(4, shapes)):
+        whole.step(grads)
+        ranks.step(grads)
+    for i, (p, old) in enumerate(zip(whole.params, before, strict=True)):
+        assert p.isfinite().all(), shapes[i]
+        if i % 4 == 3:
+            assert torch.equal(p, old)
+    assert max(changed_errors(ranks.params, whole.params, before)) <= EXACT
+
+
+@pytest.mark.parametrize("path", ["ops", "native", pytest.param("kernels", marks=needs.triton)])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_zero_rows_and_columns_with_the_smallest_eps(name, path, monkeypatch):
+    """In fp32, where statistics of zeros are zeros; later also where they have shrunk to that."""
+    paths.use(monkeypatch, path)
+    shapes = shapes_of(name, KERNEL_ZEROS if path == "kernels" else ZEROS)
+    hyper = hypers.SIMULATED[name] | {"weight_decay": 0.0}
+    found = {}
+    for eps in ({}, smallest_eps(name)):
+        before = weights(shapes, torch.float32)
+        weights_ = [torch.nn.Parameter(p.clone()) for p in before]
+        optimizer = OPTIMIZERS[name](weights_, **hyper | eps)
+        plain.steps(optimizer, weights_, map(with_zeros, gradients(2, shapes, torch.float32)))
+        for p in weights_:  # as after many more steps
+            mapped(optimizer.state[p], shrunk)
+        plain.steps(optimizer, weights_, map(with_zeros, gradients(1, shapes, torch.float32)))
+        found[bool(eps)] = [p.detach() for p in weights_]
+        for p, state in zip(weights_, map(optimizer.state.get, weights_), strict=True):
+            assert p.isfinite().all() and all(x.isfinite().all() for x in tensors(state))
+    if name in ("adalomo", "adafactor"):  # whose default is too small to matter
+        assert max(changed_errors(found[True], found[False], before)) <= 1e-4
+
+
+def changed_errors(found, expected, before):
+    """The errors of the parameters that have changed, relative to their updates."""
+    some = [x for x in zip(found, expected, before, strict=True) if not torch.equal(*x[1:])]
+    return errors(*zip(*some, strict=True))
+
+
+def shrunk(x):
+    """Makes the smallest numbers of a part of a state those that fp32 can hold, or 0."""
+    if x.is_floating_point():
+        x[(x.abs() > 0) & (x.abs() < 1e-25)] = 1e-45
+    return x
+
+
+def tensors(state):
+    """The floating point tensors of a state, nested in dicts."""
+    found = []
+    mapped(state, lambda x: found.append(x) if x.is_floating_point() else None)
+    return found
+
+
+EMPTY = ((0,), (0, 5), (5, 0), (2, 0, 3), (0, 4, 4), (3, 4))
+
+
+@pytest.mark.parametrize("path", ["ops", "native", pytest.param("kernels", marks=needs.triton)])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_without_elements_have_finite_states(name, path, monkeypatch):
+    paths.use(monkeypatch, path)
+    shapes = shapes_of(name, EMPTY)
+    weights_ = [torch.nn.Parameter(p) for p in weights(shapes, torch.float32)]
+    optimizer = OPTIMIZERS[name](weights_, **hypers.SIMULATED[name])
+    plain.steps(optimizer, weights_, gradients(2, shapes, torch.float32))
+    for p in weights_:
+        assert all(x.isfinite().all() for x in (p, *tensors(optimizer.state.get(p, {}))))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ds_ext
-from ds_ext import rules
+from ds_ext import ops, rules
 from ds_ext.ops.shard import Shard
 from tests.common import authors, needs, paths, plain, table
 from tests.common.choose import params
@@ -206,3 +206,22 @@ def test_nothing_is_kept_but_the_momentum_of_the_head():
     shard = Shard.of_rank((64, 32), 0, 4)
     assert rules.SinkGD().state_spec(shard) == rules.SCALE().state_spec(shard) == {}
     assert set(rules.SCALE(momentum=0.9).state_spec(shard)) == {"m"}
+
+
+@pytest.mark.parametrize("scale", [3.0, -0.5])
+@pytest.mark.parametrize("cols", [7, 700])
+@pytest.mark.parametrize("path", ["ops", "native", pytest.param("kernels", marks=needs.triton)])
+def test_rows_of_a_multiple_have_the_same_norms(path, cols, scale, monkeypatch):
+    paths.use(monkeypatch, path)
+    shard = Shard.whole((5, cols))
+    (x,) = table.weights([(5 * cols,)], torch.float32)
+    for least in (1e-8, 1e3):
+        u = ops.unit_quotient(x, shard, x).times(scale)
+        rows, sums = ops.normalize_whole_rows(u, least, shard, x)
+        by_row, by_col = ops.row_col_square_sums(rows, shard, x)
+        norms = (scale * x).view(5, -1).square().sum(1).sqrt().clamp(min=least)
+        expected = scale * x.view(5, -1) * (cols**0.5 / norms).unsqueeze(1)
+        assert torch.allclose(ops.evaluate(rows, shard, x).view(5, -1), expected, rtol=1e-5)
+        assert torch.allclose(by_row.view(-1), expected.square().sum(1), rtol=1e-5)
+        assert torch.allclose(sums.view(-1), expected.square().sum(0), rtol=1e-5)
+        assert torch.allclose(by_col.view(-1), sums.view(-1), rtol=1e-5)

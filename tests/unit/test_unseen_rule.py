@@ -394,3 +394,39 @@ def test_a_branch_on_the_scalars_of_a_batch_raises_an_error(branch, path, monkey
     """It would be decided by one parameter for all."""
     with pytest.raises(RuntimeError, match="more than one value is ambiguous"):
         scaled_steps(branch, path, monkeypatch)
+
+
+@dataclass(frozen=True)
+class Centered:
+    """x − c · the sum of squares of x's block: a pass inside an expression."""
+
+    x: torch.Tensor
+
+    def block(self, b):
+        doubled = ops.read(ops.Scaled(self.x, 2.0), b)  # in scratch
+        part = self.x[b.run]
+        inner = Shard.whole((len(part),))
+        total = ops.square_sum(ops.Scaled(part, 1.0), inner, part)
+        return doubled - 1e-3 * total
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_expression_may_run_a_pass(path, monkeypatch):
+    """It has scratch memory of its own, and leaves that of the pass around it as it is."""
+    paths.use(monkeypatch, path)
+    monkeypatch.setattr("ds_ext.ops.shard.BLOCK", 300)
+    x, p = (w + 0.5 for w in table.weights([(1000,)] * 2, torch.float32))
+    before = p.clone()
+    ops.apply_(p, Centered(x), Shard.whole((1000,)), lr=0.5, weight_decay=0.1)
+    totals = torch.cat([torch.full_like(c, c.square().sum().item()) for c in x.split(300)])
+    expected = before - 0.5 * (2 * x - 1e-3 * totals + 0.1 * before)
+    assert torch.allclose(p, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_bound_of_zero_is_a_bound(path, monkeypatch):
+    paths.use(monkeypatch, path)
+    x, m, v = (w.abs() + 0.5 for w in table.weights([(42,)] * 3, torch.float32))
+    for u in (x, ops.RunQuotient(x, v), ops.RootQuotient(m, v, 1e-3)):
+        assert ops.square_sum(ops.Scaled(u, 3.0, 0.0), SHARD, x) == 0
+        assert ops.square_sum(ops.Scaled(u, 3.0, None), SHARD, x) > 0

@@ -215,7 +215,7 @@ def normalize_whole_rows(x: Any, least: Number, like: Any, batch: TableBatch) ->
         out2=Flat(sums, batch.own_col_firsts),
         eps=least,
     )
-    return replace(x, row=Flat(row, batch.row_firsts)), sums
+    return replace(x, row=Flat(row, batch.row_firsts), scale=1.0), sums
 
 
 @_makers.makes(passes.ScatteredSquares)
@@ -304,12 +304,8 @@ def _refuse(
     columns = columns or {}
     if "decay" in columns and name not in schema.ADD_WEIGHTS:
         raise Unsupported
-    if name == "normalize_whole_rows" and not _is_one(columns.get("scale", 1.0)):
+    if name == "normalize_whole_rows" and isinstance(columns.get("scale"), Formula):
         raise Unsupported
-
-
-def _is_one(x: Any) -> bool:
-    return isinstance(x, float) and x == 1
 
 
 def _same(a: Source, b: Source) -> bool:

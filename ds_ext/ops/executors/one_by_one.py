@@ -169,7 +169,7 @@ def _joined(asked: Any, made: Sequence[Any], batch: TableBatch) -> Any:
     if isinstance(asked, passes.NormalizeWholeRows):
         row = Flat(_flat([x.row for x, _ in made]), batch.row_firsts)
         sums = _flat([sums for _, sums in made])
-        return dataclasses.replace(asked.x, row=row), sums  # type: ignore[arg-type]
+        return dataclasses.replace(asked.x, row=row, scale=1.0), sums  # type: ignore[arg-type]
     found = tuple(_flat(of_all) for of_all in zip(*made, strict=True))
     if isinstance(asked, passes.Factors):
         return Flat(found[0], batch.row_firsts), Flat(found[1], batch.col_firsts)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ext.ops import passes, scratch, small_matrices
+from ds_ext.ops import passes, scratch
 from ds_ext.ops.dispatch import Makers
 from ds_ext.ops.expressions import (
     Extended,
@@ -80,18 +80,10 @@ def largest(runs: Sequence[Tensor]) -> Tensor:
 def row_col_square_sums(x: Readable, like: Gradient, shard: Shard) -> tuple[Tensor, Tensor]:
     """Sums over each row and column, 0 outside the run."""
     row, col = _zeros(shard, like)
-    ones = torch.ones(max(shard.rows, shard.cols), dtype=row.dtype, device=row.device)
     for b in scratch.blocks(shard):
-        if small_matrices.holds_whole(b, shard.mats, shard.rows, shard.cols):
-            planes = small_matrices.square_planes(read(x, b))
-            small_matrices.write_row_sums(row[b.mats], planes)
-            small_matrices.write_col_sums(col[b.mats], planes)
-            continue
         square = squared(x, b)
-        _, rows, cols = b.shape
-        # matrix products with ones are much faster than sums over a dimension
-        row[b.mats, b.rows].add_(square @ ones[:cols])
-        col[b.mats, b.cols].add_(ones[:rows] @ square)
+        row[b.mats, b.rows] += square.sum(2)
+        col[b.mats, b.cols] += square.sum(1)
     return row, col
 
 
@@ -102,25 +94,16 @@ def weighted_square_sums(
     """Row sums, column sums, and column sums of squares divided by their row's new statistic."""
     assert shard.holds_rows
     row, col = _zeros(shard, like)
-    both = col.new_zeros(2, shard.mats, shard.cols).transpose(0, 1)
-    ones, share = col.new_ones(shard.cols), (1 - beta) / shard.cols
+    weighted = torch.zeros_like(col)
     for b in scratch.blocks(shard):
-        old = torch.mul(before[b.mats, b.rows], beta, out=scratch.like(before[b.mats, b.rows]))
-        old += (1 - beta) * eps
-        if small_matrices.holds_whole(b, shard.mats, shard.rows, shard.cols):
-            planes, sums = small_matrices.square_planes(read(x, b)), row[b.mats]
-            small_matrices.write_row_sums(sums, planes)
-            small_matrices.write_col_sums(both[b.mats, 0], planes)
-            small_matrices.scale_rows_(planes, old.add_(sums, alpha=share).reciprocal_())
-            small_matrices.write_col_sums(both[b.mats, 1], planes)
-            continue
         square = squared(x, b)
-        mats, rows, _ = b.shape
-        sums = torch.matmul(square, ones, out=row[b.mats, b.rows])
-        weights = col.new_ones(mats, 2, rows)
-        torch.add(old, sums, alpha=share, out=weights[:, 1]).reciprocal_()
-        both[b.mats].baddbmm_(weights, square)
-    return row, both[:, 0], both[:, 1]
+        sums = square.sum(2)
+        row[b.mats, b.rows] = sums
+        col[b.mats] += square.sum(1)
+        new = before[b.mats, b.rows] * beta + (1 - beta) * (sums / shard.cols + eps)
+        weights = new.reciprocal_().clamp_(max=LARGEST**2)  # 0 / 0 is 0
+        weighted[b.mats] += square.mul_(weights.unsqueeze(2)).sum(1)
+    return row, col, weighted
 
 
 @_makers.makes(passes.Factors)
@@ -138,23 +121,28 @@ def factors_(
     by_row = torch.ones_like(row[:1]) if shard.rows == 1 else torch.empty_like(row)
     u_sq = row.new_zeros(())
     for mats in scratch.parts(shard.mats, max(shard.rows, shard.cols)):
-        mean = _advance_mean_(row[mats], sums[0][mats], shard.cols, eps, 1 - beta)
+        _advance_mean_(row[mats], sums[0][mats], shard.cols, eps, 1 - beta)
         _advance_mean_(col[mats], sums[1][mats], shard.rows, eps, 1 - beta)
-        torch.rsqrt(col[mats], out=by_col[mats])
+        mean = row[mats].sum(1, keepdim=True) / max(shard.rows, 1)
+        by_col[mats] = _inverse_root(col[mats], col[mats])
         if shard.rows > 1:
-            torch.div(row[mats], mean, out=by_row[mats]).rsqrt_()
+            by_row[mats] = _inverse_root(row[mats] / mean, row[mats])
         if len(sums) > 2:
-            weighted = torch.div(sums[2][mats], col[mats], out=scratch.like(col[mats]))
-            u_sq += torch.dot(mean.view(-1), small_matrices.sums(weighted))
+            divisor = col[mats].masked_fill(col[mats] == 0, 1)  # of a sum that is 0 too
+            u_sq += torch.sum(mean * (sums[2][mats] / divisor))
     if len(sums) > 2:
         by_row *= (clip / shard.rms(u_sq)).clamp(max=1)
     return by_row.expand_as(row).unsqueeze(-1), by_col.unsqueeze(-2)
 
 
-def _advance_mean_(v: Tensor, sums: Tensor, of: int, eps: float, weight: float) -> Tensor:
-    """v ← v + weight · (sums / of + eps − v) for [mats, n] -> the means of v, [mats, 1]."""
-    v.lerp_(torch.div(sums, of, out=scratch.like(v)).add_(eps), weight)
-    return v if v.shape[1] == 1 else (small_matrices.sums(v) / v.shape[1]).unsqueeze(1)
+def _advance_mean_(v: Tensor, sums: Tensor, of: int, eps: float, weight: float) -> None:
+    """v ← v + weight · (sums / of + eps − v); an empty matrix has sums of 0."""
+    v.lerp_((sums / max(of, 1)).add_(eps), weight)
+
+
+def _inverse_root(ratio: Tensor, v: Tensor) -> Tensor:
+    """1 / sqrt(ratio), at most ``LARGEST``; 0 where the statistic v is 0, as then the input is."""
+    return ratio.rsqrt().clamp_(max=LARGEST).masked_fill_(v == 0, 0)
 
 
 def _zeros(shard: Shard, like: Gradient) -> tuple[Tensor, Tensor]:
@@ -187,7 +175,7 @@ def advance_1x1_(
         v, x_sq = row[at], squares[at]
         new = torch.add(x_sq, eps, out=scratch.like(v))
         col[at].copy_(v.lerp_(new, 1 - beta))
-        total += torch.dot(x_sq, torch.reciprocal(v, out=new))
+        total += torch.dot(x_sq, torch.reciprocal(v, out=new).clamp_(max=LARGEST**2))
     return total
 
 
@@ -286,14 +274,13 @@ def normalize_whole_rows(
     """Normalizes each row as soon as it is read, and adds up its new squares over columns."""
     assert shard.holds_rows
     row, root = torch.zeros_like(x.row), shard.cols**0.5
-    sums = row.new_zeros(shard.mats, 1, shard.cols)
-    ones = row.new_ones(shard.cols)
+    sums = row.new_zeros(shard.mats, shard.cols)
     for b in scratch.blocks(shard):
         values = read(x.x, b)
         square = torch.mul(values, x.col[b.mats], out=output_buffer(values, x.x)).square_()
-        before = x.row[b.mats, b.rows].squeeze(-1)
-        norms = before * torch.matmul(square, ones).sqrt_()
+        before = x.row[b.mats, b.rows].squeeze(-1) * x.scale
+        norms = before.abs() * square.sum(2).sqrt_()
         new = (before * (root / norms.clamp(min=least))).clamp_(max=LARGEST)
         row[b.mats, b.rows, 0] = new
-        sums[b.mats].baddbmm_(new.square().unsqueeze(1), square)
-    return replace(x, row=row), sums.squeeze(1)
+        sums[b.mats] += square.mul_(new.square().unsqueeze(2)).sum(1)
+    return replace(x, row=row, scale=1.0), sums

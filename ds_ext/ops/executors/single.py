@@ -80,7 +80,7 @@ def normalize_whole_rows(x: Any, least: Number, like: Any, shard: Shard) -> Any:
     batch = _alone(shard, like.device)
     made, sums = batched.normalize_whole_rows(x, least, like, batch)
     row = made.row.values.view(shard.mats, -1, 1)
-    return replace(x, row=row), sums.view(shard.mats, -1)
+    return replace(made, row=row), sums.view(shard.mats, -1)
 
 
 @_makers.makes(passes.Factors)
@@ -176,12 +176,12 @@ def _takes(like: Any, shard: Shard) -> bool:
     """Whether tables support a run of ``shard`` with the device and dtype of ``like``."""
     if not supports(like.device) or like.dtype == torch.float64:
         return False
-    return shard.split is None or len(list(shard.pieces())) < 2
+    return shard.numel > 0 and (shard.split is None or len(list(shard.pieces())) < 2)
 
 
 def _takes_matrices(like: Any, shard: Shard) -> bool:
     """Whether tables also support its row and column sums, and quotients by them."""
-    return shard.numel > 0 and devices.supports_matrices(shard) and _takes(like, shard)
+    return devices.supports_matrices(shard) and _takes(like, shard)
 
 
 def _reads(source: Source | None, like: Any, shard: Shard) -> bool:

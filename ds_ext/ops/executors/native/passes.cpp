@@ -657,6 +657,19 @@ static __attribute__((noinline)) double sum_of(const float *x, int64_t n) {
     return lane[0];
 }
 
+// The largest factor: reference.LARGEST.
+const float MAX_FACTOR = 1e18f;
+
+// 1 / sqrt(v), at most MAX_FACTOR; 0 where v is 0, as then the input is.
+INLINE float inverse_root(float v) {
+    float found = 1.0f / std::sqrt(v);
+    found = found > MAX_FACTOR ? MAX_FACTOR : found;
+    return v == 0.0f ? 0.0f : found;
+}
+
+// m / divisor; 0 if the divisor is 0.
+INLINE float divided(float m, float divisor) { return divisor == 0.0f ? 0.0f : m / divisor; }
+
 // Returns m + weight · (x − m), rounded like moments.moved.
 INLINE float moved(float m, float x, float weight) {
     float change = x - m;
@@ -675,42 +688,13 @@ template <class X> INLINE void times_factors_of(X x, float *__restrict u, int64_
     }
 }
 
-// Convolutions have hundreds of thousands of 3 x 3 matrices. Loops run along the rows of many of
-// these matrices.
-const int64_t SIDE = 3, NINE = SIDE * SIDE;
-
-// Whether element ``at`` begins a 3 x 3 matrix; if so, rounds ``n`` down to whole matrices.
-INLINE bool begins_3x3(const Entry &e, int64_t at, int64_t &n) {
-    if (e.rows != SIDE || e.cols != SIDE || at % NINE || n < NINE) return false;
-    n = n / NINE * NINE;
-    return true;
-}
-
-// times_factors_of for whole 3 x 3 matrices: n elements, at most CHUNK.
-template <class X> static __attribute__((noinline)) void times_factors_3x3(X x, float *__restrict u, int64_t n, const float *row,
-                                                                                  const float *col, float scale) {
-    alignas(ALIGNED) float across[CHUNK];
-    for (int64_t m = 0; m < n / NINE; ++m)
-        for (int64_t r = 0; r < SIDE; ++r) std::memcpy(across + m * NINE + r * SIDE, col + m * SIDE, 4 * SIDE);
-    for (int64_t l = 0; l < n / SIDE; ++l) {
-        float r = row[l] * scale;
-        for (int64_t c = 0; c < SIDE; ++c) u[l * SIDE + c] = x[l * SIDE + c] * (across[l * SIDE + c] * r);
-    }
-}
-
 // u ← x · row · col · scale for n elements of the run, from element i on.
 template <class X> static __attribute__((noinline)) void times_factors(const Entry &e, int64_t i, int64_t n, X x, float *__restrict u) {
     int64_t cols = e.cols, at = e.start + i;
     while (n > 0) {
         int64_t line = at / cols, c = at % cols, mat = line / e.rows;
-        int64_t left = (mat + 1) * e.rows * cols - at, part = n;
-        const float *row = e.row + line, *col = e.col + mat * cols;
-        if (begins_3x3(e, at, part)) {
-            times_factors_3x3(x, u, part, row, col, e.scale);
-        } else {
-            part = n < left ? n : left;
-            times_factors_of(x, u, part, cols, c, row, col, e.scale);
-        }
+        int64_t left = (mat + 1) * e.rows * cols - at, part = n < left ? n : left;
+        times_factors_of(x, u, part, cols, c, e.row + line, e.col + mat * cols, e.scale);
         at += part;
         x = x.from(part);
         u += part;
@@ -878,7 +862,7 @@ static __attribute__((noinline)) const float *value(const Call &call, const Entr
     case IS_RESIDUAL: {
         if (call.form == IS_VECTOR_RESIDUAL) {
             const float *__restrict v = e.v + i;
-            for (int64_t j = 0; j < n; ++j) buffer[j] = u[j] * (1.0f / std::sqrt(v[j])) * scale;
+            for (int64_t j = 0; j < n; ++j) buffer[j] = u[j] * (v[j] == 0.0f ? 0.0f : 1.0f / std::sqrt(v[j])) * scale;
         }
         float *__restrict m = e.m + i, weight = e.lerp1;
         prefetch(m, n);
@@ -892,7 +876,7 @@ static __attribute__((noinline)) const float *value(const Call &call, const Entr
     }
     case IS_VECTOR: {
         const float *__restrict v = e.v + i;
-        for (int64_t j = 0; j < n; ++j) buffer[j] = u[j] * (1.0f / std::sqrt(v[j])) * scale;
+        for (int64_t j = 0; j < n; ++j) buffer[j] = u[j] * (v[j] == 0.0f ? 0.0f : 1.0f / std::sqrt(v[j])) * scale;
         u = buffer;
         break;
     }
@@ -903,7 +887,7 @@ static __attribute__((noinline)) const float *value(const Call &call, const Entr
             int64_t end = n - k < FEW_LINES ? n : k + FEW_LINES;
             prefetch(m + k, end - k);
             prefetch(v + k, end - k);
-            for (int64_t j = k; j < end; ++j) buffer[j] = m[j] / (std::sqrt(v[j]) * a + b) * scale;
+            for (int64_t j = k; j < end; ++j) buffer[j] = divided(m[j], std::sqrt(v[j]) * a + b) * scale;
         }
         break;
     }
@@ -918,7 +902,7 @@ static __attribute__((noinline)) const float *value(const Call &call, const Entr
                 float g = u[j], now = moved(m[j], g, lerp1), square = moved(v[j], g * g, lerp2);
                 m[j] = now;
                 v[j] = square;
-                buffer[j] = now / (std::sqrt(square) * a + b) * scale;
+                buffer[j] = divided(now, std::sqrt(square) * a + b) * scale;
             }
         }
         u = buffer;
@@ -975,6 +959,10 @@ INLINE Line next_line(const Entry &e, int64_t i, int64_t end) {
 // Rows with at most this many elements are processed many at a time.
 const int64_t NARROW = 64;
 
+// With more rows, a column sum of narrow rows adds up sums of chunks: a long row of additions in fp32
+// would lose digits.
+const int64_t TALL = 512;
+
 // If ``notes``, stores the probes of a weight; else compares them, and returns whether all match.
 static bool probed(const Call &call, const Entry &e, bool notes) {
     float buffer[1];
@@ -1007,55 +995,25 @@ INLINE void add_narrow(const float *x, int64_t n, int64_t cols, int64_t rows, in
     }
 }
 
-// Row and column sums of squares of whole 3 x 3 matrices; overwrites the outputs.
-static __attribute__((noinline)) void row_col_sums_3x3(const float *x, int64_t n, float *row, float *col) {
-    alignas(ALIGNED) float q[CHUNK + 2 * SIDE], t[CHUNK];
-    for (int64_t j = 0; j < n; ++j) q[j] = x[j] * x[j];
-    for (int64_t l = 0; l < n / SIDE; ++l) row[l] = q[l * SIDE] + q[l * SIDE + 1] + q[l * SIDE + 2];
-    for (int64_t j = 0; j < n - 2 * SIDE; ++j) t[j] = q[j] + q[j + SIDE] + q[j + 2 * SIDE];
-    for (int64_t m = 0; m < n / NINE; ++m) std::memcpy(col + m * SIDE, t + m * NINE, 4 * SIDE);
-}
-
-static __attribute__((noinline)) void weighted_sums_3x3(const float *x, int64_t n, const float *before,
-                                                                 float rest, float least, float share, float *row,
-                                                                 float *col, float *by_weight) {
-    alignas(ALIGNED) float y[CHUNK], t[CHUNK];
-    row_col_sums_3x3(x, n, row, col);
-    for (int64_t l = 0; l < n / SIDE; ++l) {
-        float inverse = 1.0f / (before[l] * rest + least + share * row[l]);
-        for (int64_t c = 0; c < SIDE; ++c) y[l * SIDE + c] = x[l * SIDE + c] * x[l * SIDE + c] * inverse;
-    }
-    for (int64_t j = 0; j < n - 2 * SIDE; ++j) t[j] = y[j] + y[j + SIDE] + y[j + 2 * SIDE];
-    for (int64_t m = 0; m < n / NINE; ++m) std::memcpy(by_weight + m * SIDE, t + m * NINE, 4 * SIDE);
-}
-
-// The number of elements of a strip with narrow rows to process at once: whole 3 x 3 matrices, or
-// the elements before the first whole one.
-INLINE int64_t narrow_part(const Entry &e, int64_t i, int64_t end, bool &is_3x3) {
-    int64_t n = end - i < CHUNK ? end - i : CHUNK, at = e.start + i;
-    is_3x3 = begins_3x3(e, at, n);
-    if (!is_3x3 && e.rows == SIDE && e.cols == SIDE) {
-        int64_t next = NINE - at % NINE;
-        n = n < next ? n : next;
-    }
-    return n;
+// The number of elements of a strip with narrow rows to process at once: of one matrix if it is tall.
+INLINE int64_t narrow_part(const Entry &e, int64_t i, int64_t end) {
+    int64_t n = end - i < CHUNK ? end - i : CHUNK, whole = e.rows * e.cols;
+    int64_t left = whole - (e.start + i) % whole;
+    return e.rows > TALL && left < n ? left : n;
 }
 
 // Adds row sums of squares to out, and column sums to ``col``: [cols] if the strip lies in one large
-// matrix, or [mats, cols] if it has small matrices. Sums of 3 x 3 matrices are overwritten.
+// matrix, or [mats, cols] if it has small matrices.
 static void row_col_sums(const Call &call, const Entry &e, const Strip &s, float *col, bool is_one) {
     alignas(ALIGNED) float buffer[CHUNK];
     if (e.cols <= NARROW) {
         for (int64_t i = s.begin; i < s.end;) {
-            bool is_3x3;
-            int64_t n = narrow_part(e, i, s.end, is_3x3);
-            int64_t line = (e.start + i) / e.cols, c = (e.start + i) % e.cols;
+            int64_t n = narrow_part(e, i, s.end);
+            int64_t line = (e.start + i) / e.cols, c = (e.start + i) % e.cols, mat = line / e.rows;
             const float *x = value(call, e, i, n, buffer);
-            float *to = is_one ? col - line / e.rows * e.cols : col;
-            if (is_3x3)
-                row_col_sums_3x3(x, n, e.out + line, to + line);
-            else
-                add_narrow(x, n, e.cols, e.rows, line, c, e.out, to);
+            float *to = is_one ? col : col + mat * e.cols, part[NARROW] = {};
+            add_narrow(x, n, e.cols, e.rows, line, c, e.out, (e.rows > TALL ? part : to) - mat * e.cols);
+            for (int64_t k = 0; k < e.cols && e.rows > TALL; ++k) to[k] += part[k];
             i += n;
         }
         return;
@@ -1082,7 +1040,10 @@ struct RowWeights {
     float rest, least, share;
     explicit RowWeights(const Entry &e)
         : before(e.before), rest(1.0f - e.lerp), least(e.lerp * e.eps), share(e.lerp / static_cast<float>(e.cols)) {}
-    float operator()(int64_t line, float sum) const { return 1.0f / (before[line] * rest + least + share * sum); }
+    float operator()(int64_t line, float sum) const {
+        float inverse = 1.0f / (before[line] * rest + least + share * sum);
+        return inverse > MAX_FACTOR * MAX_FACTOR ? MAX_FACTOR * MAX_FACTOR : inverse;  // 0 / 0 is 0
+    }
 };
 
 // row_col_sums of whole narrow rows, and column sums of squares divided by the row's new statistic.
@@ -1090,26 +1051,29 @@ static void weighted_sums_narrow(const Call &call, const Entry &e, const Strip &
     alignas(ALIGNED) float buffer[CHUNK];
     const RowWeights weight(e);
     for (int64_t i = s.begin; i < s.end;) {
-        bool is_3x3;
-        int64_t n = narrow_part(e, i, s.end, is_3x3) / e.cols * e.cols;
+        int64_t n = narrow_part(e, i, s.end) / e.cols * e.cols;
         int64_t line = (e.start + i) / e.cols;
         const float *x = gradient(e, call.dtype, i, n, buffer);
-        if (is_3x3)
-            weighted_sums_3x3(x, n, e.before + line, weight.rest, weight.least, weight.share, e.out + line,
-                                       col + line, by_weight + line);
-        else
-            for (int64_t j = 0; j < n; j += e.cols, ++line) {
-                float sum = 0;
-                for (int64_t k = 0; k < e.cols; ++k) sum += x[j + k] * x[j + k];
-                int64_t to = is_one ? 0 : line / e.rows * e.cols;
-                float inverse = weight(line, sum);
-                e.out[line] = sum;
-                for (int64_t k = 0; k < e.cols; ++k) {
-                    float q = x[j + k] * x[j + k];
-                    col[to + k] += q;
-                    by_weight[to + k] += q * inverse;
-                }
+        float part[NARROW] = {}, weighted[NARROW] = {};
+        bool is_tall = e.rows > TALL;
+        int64_t first = is_one ? 0 : line / e.rows * e.cols;  // of the matrix, if it is tall
+        for (int64_t j = 0; j < n; j += e.cols, ++line) {
+            float sum = 0;
+            for (int64_t k = 0; k < e.cols; ++k) sum += x[j + k] * x[j + k];
+            int64_t to = is_one ? 0 : line / e.rows * e.cols;
+            float inverse = weight(line, sum), *plain = is_tall ? part : col + to;
+            float *divided = is_tall ? weighted : by_weight + to;
+            e.out[line] = sum;
+            for (int64_t k = 0; k < e.cols; ++k) {
+                float q = x[j + k] * x[j + k];
+                plain[k] += q;
+                divided[k] += q * inverse;
             }
+        }
+        for (int64_t k = 0; k < e.cols && is_tall; ++k) {
+            col[first + k] += part[k];
+            by_weight[first + k] += weighted[k];
+        }
         i += n;
     }
 }
@@ -1195,14 +1159,11 @@ static __attribute__((noinline)) double square_sum_of_product(const float *x, co
     return lane[0] + square_sum(rest, n - j);
 }
 
-// The largest factor: reference.LARGEST.
-const float LARGEST_FACTOR = 1e18f;
-
 // The factor that changes a norm from factor · sqrt(sum) to ``root``: reference._normalized.
 INLINE float normalized(float factor, float sum, float least, float root) {
-    float norm = factor * std::sqrt(sum), ratio = root / (norm < least ? least : norm);
+    float norm = std::fabs(factor) * std::sqrt(sum), ratio = root / (norm < least ? least : norm);
     float now = factor * ratio;
-    return now > LARGEST_FACTOR ? LARGEST_FACTOR : now;
+    return now > MAX_FACTOR ? MAX_FACTOR : now;
 }
 
 // to ← to + by² · the sum of (weight · x)² over up to four rows.
@@ -1245,7 +1206,7 @@ static void normalize_whole_rows(const Call &call, const Entry &e, const Strip &
                 int64_t n = e.cols - k < CHUNK ? e.cols - k : CHUNK;
                 sum += square_sum_of_product(gradient(e, call.dtype, i + r * e.cols + k, n, buffer[0]), by_col + k, n);
             }
-            e.out[line + r] = normalized(e.row[line + r], static_cast<float>(sum), e.eps, root);
+            e.out[line + r] = normalized(e.row[line + r] * e.scale, static_cast<float>(sum), e.eps, root);
             weight[r] = e.out[line + r];
         }
         for (int64_t k = 0; k < e.cols; k += CHUNK) {
@@ -1268,7 +1229,7 @@ static void normalize(const Call &call, const Entry &e, int64_t begin, int64_t e
     float *__restrict out = e.out;
     for (int64_t k = begin * each; k < end * each; ++k) {
         float norm = std::sqrt(in[k]), now = factor[k] * (root / (norm < least ? least : norm));
-        out[k] = now > LARGEST_FACTOR ? LARGEST_FACTOR : now;
+        out[k] = now > MAX_FACTOR ? MAX_FACTOR : now;
     }
 }
 
@@ -1286,49 +1247,26 @@ INLINE double factors_of(const Entry &e, int64_t mat, int64_t rows, int64_t cols
     if (rows == 1)
         out[0] = 1.0f;
     else
-        for (int64_t r = 0; r < rows; ++r) out[r] = std::sqrt(mean / row[r]);
+        for (int64_t r = 0; r < rows; ++r) {
+            float factor = std::sqrt(mean / row[r]);
+            factor = factor > MAX_FACTOR ? MAX_FACTOR : factor;
+            out[r] = row[r] == 0.0f ? 0.0f : factor;
+        }
     for (int64_t c = 0; c < cols; ++c) {
         float now = moved(col[c], in2[c] / height + eps, weight);
         col[c] = now;
-        out2[c] = 1.0f / std::sqrt(now);
+        out2[c] = inverse_root(now);
     }
     double weighted = 0;
     if (e.in3)
-        for (int64_t c = 0; c < cols; ++c) weighted += e.in3[mat * cols + c] / col[c];
+        for (int64_t c = 0; c < cols; ++c) weighted += divided(e.in3[mat * cols + c], col[c]);
     return static_cast<double>(mean) * weighted;
-}
-
-// factors_of for up to CHUNK / SIDE matrices of 3 x 3.
-static __attribute__((noinline)) double factors_3x3(const Entry &e, int64_t mat, int64_t mats) {
-    int64_t n = mats * SIDE;
-    float *__restrict row = e.row + mat * SIDE, *__restrict col = e.col + mat * SIDE;
-    const float *in = e.in + mat * SIDE, *in2 = e.in2 + mat * SIDE, *in3 = e.in3 ? e.in3 + mat * SIDE : nullptr;
-    float *__restrict out = e.out + mat * SIDE, *__restrict out2 = e.out2 + mat * SIDE;
-    float mean[CHUNK], z[CHUNK], weight = e.lerp, eps = e.eps;
-    for (int64_t j = 0; j < n; ++j) row[j] = moved(row[j], in[j] / 3.0f + eps, weight);
-    for (int64_t m = 0; m < mats; ++m) mean[m] = (row[m * SIDE] + row[m * SIDE + 1] + row[m * SIDE + 2]) / 3.0f;
-    for (int64_t m = 0; m < mats; ++m)
-        for (int64_t r = 0; r < SIDE; ++r) out[m * SIDE + r] = std::sqrt(mean[m] / row[m * SIDE + r]);
-    for (int64_t j = 0; j < n; ++j) {
-        float now = moved(col[j], in2[j] / 3.0f + eps, weight);
-        col[j] = now;
-        out2[j] = 1.0f / std::sqrt(now);
-    }
-    if (!in3) return 0;
-    for (int64_t j = 0; j < n; ++j) z[j] = in3[j] * out2[j] * out2[j];
-    for (int64_t m = 0; m < mats; ++m) mean[m] *= z[m * SIDE] + z[m * SIDE + 1] + z[m * SIDE + 2];
-    return sum_of(mean, mats);
 }
 
 // The factors of the matrices [begin, end) of a parameter.
 static void factors(const Entry &e, int64_t begin, int64_t end, double *partial) {
     double sum = 0;
-    if (e.rows == SIDE && e.cols == SIDE) {
-        for (int64_t mat = begin; mat < end; mat += CHUNK / SIDE)
-            sum += factors_3x3(e, mat, end - mat < CHUNK / SIDE ? end - mat : CHUNK / SIDE);
-    } else {
-        for (int64_t mat = begin; mat < end; ++mat) sum += factors_of(e, mat, e.rows, e.cols);
-    }
+    for (int64_t mat = begin; mat < end; ++mat) sum += factors_of(e, mat, e.rows, e.cols);
     *partial = sum;
 }
 
@@ -1345,7 +1283,7 @@ static void advance_1x1(const Entry &e, const Strip &s, double *partial) {
             float v = moved(row[j], in[j] + eps, weight);
             row[j] = v;
             col[j] = v;
-            z[j] = in[j] / v;
+            z[j] = divided(in[j], v);
         }
         sum += sum_of(z, n);
     }
@@ -1461,7 +1399,7 @@ static Work cut_all(const Call &call, Entry *entries, int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
         Entry &e = entries[i];
         size_t first = work.strips.size();
-        if (call.fresh && (call.pass == NORMALIZE_WHOLE_ROWS || !(e.rows == SIDE && e.cols == SIDE))) {  // 3 x 3: overwritten
+        if (call.fresh) {
             std::memset(e.out, 0, sizeof(float) * static_cast<size_t>(e.mats * e.rows));
             std::memset(e.out2, 0, sizeof(float) * static_cast<size_t>(e.mats * e.cols));
             if (call.pass == WEIGHTED_SUMS) std::memset(e.out3, 0, sizeof(float) * static_cast<size_t>(e.mats * e.cols));

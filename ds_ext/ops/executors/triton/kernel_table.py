@@ -121,7 +121,6 @@ def _over_strips(
             sums.append((how[1], part, value))
         else:
             columns[name] = value
-    columns.pop("scale", None)
     table.launch(kernel, read.run, table.by_strip, columns)
     table.fold(*sums)
 

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from ds_ext.ops.executors.triton.kernels.moment_kernels import moved
+from ds_ext.ops.executors.triton.kernels.sums import LARGEST_FACTOR
 from ds_ext.ops.executors.triton.kernels.table_access import (
     CLIP,
     COL,
@@ -49,7 +50,7 @@ def clipped_factors(t, tile, P: tl.constexpr):
         for c in range(0, integer(t, COLS), TC):
             new, at, has = _advance_columns(t, mat, c, TC)
             divided = tl.load(pointer(t, IN3, tl.float32) + at, mask=has, other=0.0) / new
-            squares += mean * tl.where(has, divided, 0.0)
+            squares += mean * tl.where(has & (new != 0), divided, 0.0)  # 0 / 0 is 0
     ratio = number(t, CLIP) / tl.sqrt(tl.sum(squares, axis=0) * number(t, A))
     tl.debug_barrier()  # other threads may have stored the values loaded below
     _multiply_rows(t, mats * integer(t, ROWS), tl.where(ratio > 1, 1.0, ratio), TC)
@@ -73,7 +74,7 @@ def _advance_rows(t, mat, TC: tl.constexpr):
     for r in range(0, rows, TC):
         at, has = mat * rows + r + k, r + k < rows
         row = tl.load(pointer(t, ROW, tl.float32) + at, mask=has, other=1.0)
-        tl.store(pointer(t, OUT, tl.float32) + at, tl.rsqrt(row / mean), mask=has)
+        tl.store(pointer(t, OUT, tl.float32) + at, _inverse_root(row / mean, row), mask=has)
     return mean
 
 
@@ -87,8 +88,18 @@ def _advance_columns(t, mat, c, TC: tl.constexpr):
     k = c + tl.arange(0, TC)
     at, has = mat * cols + k, k < cols
     new = _statistic(t, COL, IN2, at, has, rows.to(tl.float32))
-    tl.store(pointer(t, OUT2, tl.float32) + at, tl.rsqrt(new), mask=has)
+    tl.store(pointer(t, OUT2, tl.float32) + at, _inverse_root(new, new), mask=has)
     return new, at, has
+
+
+@triton.jit
+def _inverse_root(ratio, v):
+    """1 / sqrt(ratio), at most LARGEST_FACTOR; 0 where the statistic v is 0, as then the input is.
+
+    Where ``ratio`` is NaN and v is not 0, it stays NaN.
+    """
+    found = tl.rsqrt(ratio)
+    return tl.where(v == 0, 0.0, tl.where(found > LARGEST_FACTOR, LARGEST_FACTOR, found))
 
 
 @triton.jit

@@ -88,8 +88,9 @@ def _corrected(x, y, reciprocal):
 
 @triton.jit
 def root_quotient(t, m, root):
-    """m / (root · a + b), where ``root`` is the root of v."""
-    return tl.div_rn(m, root * number(t, A) + number(t, B))
+    """m / (root · a + b), where ``root`` is the root of v; 0 where the divisor is 0."""
+    divisor = root * number(t, A) + number(t, B)
+    return tl.where(divisor == 0, 0.0, tl.div_rn(m, divisor))
 
 
 @triton.jit

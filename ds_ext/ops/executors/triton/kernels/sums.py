@@ -22,6 +22,7 @@ from ds_ext.ops.executors.triton.kernels.table_access import (
     PART2,
     ROW,
     ROWS,
+    SCALE,
     START,
     TOTAL,
     A,
@@ -40,6 +41,14 @@ from ds_ext.ops.executors.triton.kernels.table_access import (
 from ds_ext.ops.executors.triton.kernels.values import factor_and_bound, scaled, value_of
 
 LARGEST_FACTOR = tl.constexpr(1e18)  # reference.LARGEST
+LARGEST_WEIGHT = tl.constexpr(1e36)  # its square
+
+
+@triton.jit
+def row_weights(statistic):
+    """1 / a row's statistic, at most LARGEST_WEIGHT: 0 / 0 is 0."""
+    found = 1.0 / statistic
+    return tl.where(found > LARGEST_WEIGHT, LARGEST_WEIGHT, found)
 
 
 @triton.jit
@@ -100,7 +109,7 @@ def weighted_sums(t, tile, P: tl.constexpr):
         square = u * u
         sums = tl.sum(square, axis=1)
         old = (1.0 - lerp) * tl.load(before + row, mask=own, other=1.0) + lerp * eps
-        weights = 1.0 / (old + lerp / cols.to(tl.float32) * sums)
+        weights = row_weights(old + lerp / cols.to(tl.float32) * sums)
         tl.store(out + row, sums, mask=own)
         plain += tl.sum(square, axis=0)
         divided += tl.sum(square * weights[:, None], axis=0)
@@ -111,7 +120,7 @@ def weighted_sums(t, tile, P: tl.constexpr):
 
 @triton.jit
 def normalize_whole_rows(t, tile, P: tl.constexpr):
-    """out ← row · a / max(norm, eps), where norm is the norm of a whole row of row · x · col.
+    """out ← row · scale · a / max(norm, eps), norm that of a whole row of row · scale · x · col.
 
     part ← column sums of the squares of out · x · col over the rows of a strip, [strips, cols].
     Like ``weighted_sums``, it reads a row once.
@@ -127,6 +136,7 @@ def normalize_whole_rows(t, tile, P: tl.constexpr):
     x, out = vectors(t, X, XD, ALIGNED), pointer(t, OUT, tl.float32)
     by_row, root, least = pointer(t, ROW, tl.float32), number(t, A), number(t, EPS)
     factor, most = factor_and_bound(t, BOUNDED)
+    scale = number(t, SCALE)
     mat, top = rows_of(t, tile, strip)
     j = tl.arange(0, TC)
     by_col = tl.load(pointer(t, COL, tl.float32) + mat * cols + j, mask=j < cols, other=0.0)
@@ -140,8 +150,8 @@ def normalize_whole_rows(t, tile, P: tl.constexpr):
         values = tl.load(x + hinted(begin, ALIGNED)[:, None] + j[None, :], mask=ok, other=0.0)
         u = scaled(values, factor, most, BOUNDED) * by_col[None, :]
         square = u * u
-        old = tl.load(by_row + row, mask=own, other=0.0)
-        ratio = root / tl.maximum(old * tl.sqrt(tl.sum(square, axis=1)), least)
+        old = tl.load(by_row + row, mask=own, other=0.0) * scale
+        ratio = root / tl.maximum(tl.abs(old) * tl.sqrt(tl.sum(square, axis=1)), least)
         new = tl.minimum(old * ratio, LARGEST_FACTOR)
         tl.store(out + row, new, mask=own)
         sums += tl.sum(square * (new * new)[:, None], axis=0)

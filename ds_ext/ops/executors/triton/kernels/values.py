@@ -87,7 +87,8 @@ def value_of(t, e, ok, mat, top, c, P: tl.constexpr):
             u = _by_row_and_column(t, u, mat, top, c, TR, TC, ALIGNED)
         if FORM == IS_VECTOR or FORM == IS_VECTOR_RESIDUAL:
             v = tl.load(run_at(t, V, tl.float32, e, TC, ALIGNED), mask=ok, other=1.0)
-            u = u * tl.div_rn(tl.full(v.shape, 1.0, tl.float32), tl.sqrt_rn(v))
+            inverse = tl.div_rn(tl.full(v.shape, 1.0, tl.float32), tl.sqrt_rn(v))
+            u = u * tl.where(v == 0, 0.0, inverse)
         if FORM == IS_ADAM_STEP:
             u = adam_step(t, e, ok, u, TC, ALIGNED)
         if FORM == IS_SIGN_STEP:

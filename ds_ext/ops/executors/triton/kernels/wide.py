@@ -6,7 +6,7 @@ The first read gives the row sums. The second gives the column sums, which depen
 import triton
 import triton.language as tl
 
-from ds_ext.ops.executors.triton.kernels.sums import LARGEST_FACTOR
+from ds_ext.ops.executors.triton.kernels.sums import LARGEST_FACTOR, row_weights
 from ds_ext.ops.executors.triton.kernels.table_access import (
     BEFORE,
     COL,
@@ -18,6 +18,7 @@ from ds_ext.ops.executors.triton.kernels.table_access import (
     PART2,
     ROW,
     ROWS,
+    SCALE,
     START,
     A,
     N,
@@ -48,7 +49,7 @@ def wide_weighted_sums(t, tile, P: tl.constexpr):
     lerp = number(t, LERP)
     old = tl.load(pointer(t, BEFORE, tl.float32) + row, mask=own, other=1.0)
     old = (1.0 - lerp) * old + lerp * number(t, EPS)
-    weights = 1.0 / (old + lerp / cols.to(tl.float32) * sums)
+    weights = row_weights(old + lerp / cols.to(tl.float32) * sums)
     tl.store(pointer(t, OUT, tl.float32) + row, sums, mask=own)
     for c in range(0, cols, TC):
         u, j = _tile(t, begin, own, c, cols, TC, ALIGNED, XD, BOUNDED)
@@ -73,8 +74,8 @@ def normalize_wide_rows(t, tile, P: tl.constexpr):
         u, j = _tile(t, begin, own, c, cols, TC, ALIGNED, XD, BOUNDED)
         u *= tl.load(by_col + j, mask=j < cols, other=0.0)[None, :]
         sums += tl.sum(u * u, axis=1)
-    old = tl.load(pointer(t, ROW, tl.float32) + row, mask=own, other=0.0)
-    ratio = number(t, A) / tl.maximum(old * tl.sqrt(sums), number(t, EPS))
+    old = tl.load(pointer(t, ROW, tl.float32) + row, mask=own, other=0.0) * number(t, SCALE)
+    ratio = number(t, A) / tl.maximum(tl.abs(old) * tl.sqrt(sums), number(t, EPS))
     new = tl.minimum(old * ratio, LARGEST_FACTOR)
     tl.store(pointer(t, OUT, tl.float32) + row, new, mask=own)
     for c in range(0, cols, TC):
