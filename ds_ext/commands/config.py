@@ -55,6 +55,7 @@ def make(optimizer: str, stage: int, numbers: bool = False) -> dict[str, Any]:
     def value(number: Any) -> Any:
         return number if numbers else "auto"
 
+    decay = getattr(hypers, "weight_decay", None)
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
@@ -63,7 +64,7 @@ def make(optimizer: str, stage: int, numbers: bool = False) -> dict[str, Any]:
             "type": f"ds_ext.{spelling}" if name in DEEPSPEEDS else spelling,
             "params": {
                 "lr": value(rate.start),
-                "weight_decay": value(hypers.weight_decay),
+                **({"weight_decay": value(decay)} if decay is not None else {}),
                 **rate.params,
             },
         },

@@ -184,7 +184,7 @@ def for_model(
 
 def _log_lines(names: Names, optimizer: str, made: Grouped) -> Iterator[str]:
     """Yields log lines about the param groups of a config."""
-    decay = made.hypers["weight_decay"]
+    decay = made.hypers.get("weight_decay", 0.0)
     if decay and any(group.get("weight_decay") == 0 for group in made.groups):
         decayed = _summary(names, (g for g in made.groups if g.get("weight_decay", decay)))
         others = _summary(names, (g for g in made.groups if not g.get("weight_decay", decay)))

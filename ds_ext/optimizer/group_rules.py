@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ds_ext import hyperparams, rules
 from ds_ext.ops import weight_update
+from ds_ext.ops.shard import Shard
 from ds_ext.optimizer.ema import EmaConfig
 from ds_ext.optimizer.sections import SectionConfig
 
@@ -29,10 +30,16 @@ def hypers_of(rule: type[rules.Rule]) -> type:
     These follow the rule's own: the fields of ``weight_update.RoundingConfig`` and
     ``ema.EmaConfig``, and those of ``sections.SectionConfig`` if the rule steps sections of
     matrices.
+
+    Raises:
+        ValueError: the state of the rule has a key that ds_ext uses itself.
     """
     split = (SectionConfig,) if rules.entry_of(rule).has_sections else ()
     bases = (weight_update.RoundingConfig, EmaConfig, *split, rule)
-    return make_dataclass(rule.__name__, [], bases=bases, frozen=True)
+    made = make_dataclass(rule.__name__, [], bases=bases, frozen=True)
+    for shape in ((2, 2), (2,)):  # ``state_spec`` refuses reserved keys
+        made().state_spec(Shard.whole(shape))
+    return made
 
 
 def names_of_all_rules() -> set[str]:

@@ -56,14 +56,15 @@ def of_config(
     of_roles = {k: rest.pop(k) for k in ("target_modules", "others") if entry.roles and k in rest}
     hypers = hyperparams.check(hypers_of(entry.rule), rest, where)
     groups = _as_groups(params)
-    if hypers["weight_decay"] and not any(isinstance(x, dict) for x in params):
-        groups = decay_groups(model, groups[0]["params"], hypers["weight_decay"])
+    decay = hypers.get("weight_decay", 0.0)  # a rule may have none
+    if decay and not any(isinstance(x, dict) for x in params):
+        groups = decay_groups(model, groups[0]["params"], decay)
     if entries is not None:
         groups = matched_groups(entry, model, groups, entries, where)
     if entry.roles:
         groups = role_groups(entry, model, groups, **of_roles, where=where)
     groups = _section_groups(entry, model, groups, hypers, entries or (), where)
-    return Grouped(_named(entry, groups, hypers["weight_decay"]), hypers)
+    return Grouped(_named(entry, groups, decay), hypers)
 
 
 def problems(entry: RuleEntry, given: Keys) -> list[str]:

@@ -5,6 +5,7 @@ A rule steps one parameter on one rank. It receives the rank's run ``p`` of the 
 partial sums and receives the totals over all ranks.
 """
 
+import dataclasses
 import difflib
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor
 from ds_ext import ops
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
+from ds_ext.ops.weight_update import RoundingConfig
 
 Sums: TypeAlias = tuple[Tensor, ...]  # fp32 (fp64 for fp64 parameters), of any shapes
 Rounds: TypeAlias = Generator[Sums, Sums, None]  # yields partial sums, receives their totals
@@ -25,11 +27,10 @@ State: TypeAlias = dict[str, Any]  # the tensors that ``state_spec`` declares, w
 class Rule(Protocol):
     """An optimizer's algorithm: a frozen dataclass whose fields are its hyper-parameters.
 
-    Every rule has the fields ``lr`` and ``weight_decay``. Each field has a default. Its type is
-    bool, or made of types from ``ds_ext.hyperparams``, which validates values of the JSON config.
+    Every rule has the field ``lr``; decoupled weight decay is the field ``weight_decay``. Each
+    field has a default. Its type is bool, or made of types from ``ds_ext.hyperparams``, which
+    validates values of the JSON config.
     """
-
-    weight_decay: float
 
     def state_spec(self, shard: Shard) -> Parts:
         """Declares a rank's state for a parameter, as parts of the whole parameter's state."""
@@ -142,6 +143,15 @@ class RuleEntry:
 
 REGISTRY: dict[str, RuleEntry] = {}  # by the lower-case name of the rule
 
+# Names that ds_ext uses itself: of the entries of a parameter's state, and of the keys of param
+# groups. A rule may share ``seed``, if it declares it as ds_ext does.
+RESERVED_STATE = frozenset({"ema", "experts", "marks", "master", "step"})
+RESERVED_FIELDS = frozenset(
+    {"params", "name", "type", "weight_update", "seed", "ema_decay", "ema_dtype"}
+    | {"split", "split_dim", "heads"}
+)
+_SHARED_SEED = next(f for f in dataclasses.fields(RoundingConfig) if f.name == "seed")
+
 R = TypeVar("R", bound=type)
 
 
@@ -194,7 +204,7 @@ def register(
             the matrices of a bucket by this cost.
 
     Raises:
-        ValueError: another rule has this name.
+        ValueError: another rule has this name, or a field has a name that ds_ext uses itself.
     """
 
     def decorate(rule: R) -> R:
@@ -202,6 +212,7 @@ def register(
         known = REGISTRY.get(name)
         if known is not None and _full_name(known.rule) != _full_name(rule):
             raise ValueError(f"a rule named {rule.__name__} is registered already: rename one.")
+        _refuse_reserved_fields(rule)
         roles = {}
         if others is not None:
             roles = {"other": others, "embedding": embedding or others, "head": head or others}
@@ -214,6 +225,28 @@ def register(
         return rule
 
     return decorate
+
+
+def _refuse_reserved_fields(rule: type) -> None:
+    """Raises ValueError if a hyper-parameter of a rule has a name that ds_ext uses itself."""
+    for field in dataclasses.fields(rule):
+        if field.name not in RESERVED_FIELDS:
+            continue
+        own, ours = ((f.type, f.default) for f in (field, _SHARED_SEED))
+        if field.name != "seed" or own != ours:
+            raise ValueError(
+                f"{rule.__name__} has a hyper-parameter named {field.name}, which ds_ext uses "
+                "itself: rename the field."
+            )
+
+
+def refuse_reserved_state(name: str, parts: Parts) -> None:
+    """Raises ValueError if the state of the rule ``name`` has a key that ds_ext uses itself."""
+    for key in sorted(RESERVED_STATE & parts.keys()):
+        raise ValueError(
+            f'the state of {name} has the key "{key}", which ds_ext uses itself: rename it in '
+            "state_spec."
+        )
 
 
 def _full_name(rule: type) -> str:
