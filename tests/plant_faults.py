@@ -164,7 +164,7 @@ FAULTS = (
     # ops: passes over memory
     Fault(
         "ops/shard.py",
-        "return (square_sum / self.numel) ** 0.5",
+        "return (square_sum / max(1, self.numel)) ** 0.5",
         "return (square_sum / max(1, len(self))) ** 0.5",
         "unit/test_rules.py -k 'equals or padding'",
     ),
@@ -218,9 +218,27 @@ FAULTS = (
     ),
     Fault(
         "ops/executors/reference.py",
-        "sums[b.mats].baddbmm_(new.square()",
-        "sums[b.mats].baddbmm_(new",
+        "sums[b.mats] += square.mul_(new.square()",
+        "sums[b.mats] += square.mul_(new",
         "unit/test_normalized.py -k sharded",
+    ),
+    Fault(
+        "ops/executors/table_batch.py",
+        "layout is None or layout.dtype not in dtypes",
+        "layout is None",
+        "unit/test_unseen_rule.py -k 'native and bf16 and (lerp_from or sign)'",
+    ),
+    Fault(
+        "ops/scratch.py",
+        "kind.used = begin.get(key, 0)",
+        "kind.used = 0",
+        "unit/test_unseen_rule.py -k may_run",
+    ),
+    Fault(
+        "ops/executors/reference.py",
+        "clamp_(max=LARGEST).masked_fill_(v == 0, 0)",
+        "clamp_(max=LARGEST)",
+        "unit/test_every_rule.py -k 'smallest_eps and ops and adalomo'",
     ),
     # rules: the formulas
     Fault(
