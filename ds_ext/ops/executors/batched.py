@@ -304,8 +304,6 @@ def _refuse(
     columns = columns or {}
     if "decay" in columns and name not in schema.ADD_WEIGHTS:
         raise Unsupported
-    if name == "normalize_whole_rows" and isinstance(columns.get("scale"), Formula):
-        raise Unsupported
 
 
 def _same(a: Source, b: Source) -> bool:
