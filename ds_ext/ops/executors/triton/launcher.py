@@ -344,7 +344,7 @@ def _words(numbers: NDArray[np.float32]) -> bytes:
 @functools.lru_cache(4096)
 def _bits(number: float) -> int:
     """The bits of a number in fp32."""
-    return int(np.float32(number).view(np.uint32))
+    return int(np.float32(number).view(np.int32))
 
 
 def _looked_through(at: Tiles) -> Tiles:
