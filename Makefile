@@ -5,7 +5,7 @@
 # make check   lint, format, types, import walls
 # make matrix  docs/support.md's table and docs/tests-by-feature.md, from the tests that ran
 # make clients each client program in a fresh environment: docs/clients.md (an hour or more)
-# make versions the oldest and newest torch, DeepSpeed, ...: docs/install.md (a quarter of an hour)
+# make versions the oldest and newest torch, DeepSpeed, ...: docs/install.md (about 10 minutes)
 # make peers   other projects' tests with ds_ext's optimizers: docs/tests.md (about 10 minutes)
 # make readme  the code, keys and rates that README.md and docs/ quote, from the package
 # make docs    a site of them, in build/site; broken links are errors

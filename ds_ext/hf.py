@@ -1,6 +1,6 @@
 """Callbacks for HF Trainer: step metrics, and steps inside backward without DeepSpeed.
 
-Only this module imports transformers.
+Importing this module imports transformers. Other modules import it in the functions that need it.
 """
 
 import sys

@@ -7,8 +7,8 @@ A job is a function of a module, called on every rank; its arguments and results
     worlds.fresh(2, job, *args)  # new processes -> how each ended: for jobs that kill ranks
 
 Ranks are forked from one process that has imported everything (tests/rank.py), so that a world
-starts in about a second. What a job leaves behind is cleared away after it. A world whose job
-failed is killed, and the next job gets a new one.
+starts in a few tenths of a second. What a job leaves behind is cleared away after it. A world
+whose job failed is killed, and the next job gets a new one.
 """
 
 import atexit

@@ -62,7 +62,7 @@ class FusedBackward:
         rerun_context: Callable[[Tensor], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         check = functools.partial(state_checks.check_model, optimizer, layout)
-        if layout.is_part:  # other ranks have other parameters, and wait for this rank
+        if layout.is_pipeline_stage:  # other ranks have other parameters, and wait for this rank
             consensus.run_on_all_ranks(check, ValueError)
         else:
             check()
@@ -230,7 +230,7 @@ class FusedBackward:
     def end_step(self) -> StepResult | None:
         """Steps by kept gradients and ends the step; returns None if there were no gradients."""
         state = self.state
-        if state.keeps or self.layout.is_part:
+        if state.keeps or self.layout.is_pipeline_stage:
             self.optimizer.check_param_groups()
             taken_out = [p for p in state.keeps if p not in self.optimizer.group_of]
             state.drop(taken_out)

@@ -168,7 +168,7 @@ def _settle(place: Path) -> None:
         _bring_others(before, place)
         _clear(before)
         return
-    if place.is_dir():  # someone has created it again
+    if place.is_dir():  # the new folder was moved away and an empty one created in its place
         _bring_others(place, before)
         place.rmdir()
     before.rename(place)

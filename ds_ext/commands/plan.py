@@ -44,7 +44,7 @@ def _fit(given: argparse.Namespace, path: Path) -> None:
     print(f"{memory_plan.title(made)}; {unit} per rank\n")
     print("\n".join(memory_plan.aligned(lines)))
     print("\n" + memory_plan.not_counted(last, made.n, unit))
-    print(f"\nFits {last.cards[0]:g} GiB, less what is not counted. Config: {path}")
+    print(f"\nThe counted memory fits in {last.cards[0]:g} GiB. Config: {path}")
     if given.checkpointing:
         print("The program must enable activation checkpointing, as the plan assumes.")
     if last.accumulates:

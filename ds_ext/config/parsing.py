@@ -186,8 +186,8 @@ def unread(config: dict[str, Any], optimizer: str) -> Iterator[str]:
     for key in (f.name for f in dataclasses.fields(own)):
         if (value := getattr(own, key)) != getattr(default, key):
             yield (
-                f"ds_ext.{key} = {value!r} has no effect under {optimizer}, which is no optimizer "
-                'of ds_ext: remove it, or name one, such as "ds_ext.AdamW", in optimizer.type.'
+                f"ds_ext.{key} = {value!r} has no effect under {optimizer}, which is not a ds_ext "
+                'optimizer: remove it, or name one, such as "ds_ext.AdamW", in optimizer.type.'
             )
 
 

@@ -51,9 +51,9 @@ class Layout:
         device: of sums if there is no parameter; by default the CPU.
     """
 
-    # Whether other ranks have other parameters. All ranks then end a step together, even those
-    # without a gradient in it.
-    is_part = False
+    # True for a pipeline stage: other ranks hold other layers. All ranks then end a step together,
+    # even those without a gradient in it.
+    is_pipeline_stage = False
     # Tied parameters that another stage saves.
     saved_elsewhere: frozenset[Tensor] = frozenset()
 
@@ -140,11 +140,14 @@ class Layout:
         return self.of[param].run(param)
 
     def refuse_resized(self) -> None:
-        """Raises RuntimeError if a parameter was given data of another shape."""
+        """Raises RuntimeError if a trained parameter was given data of another shape.
+
+        Frozen ones may change: bitsandbytes packs 4-bit weights for a CPU in the first forward.
+        """
         if [p.shape for p in self.params] == self.shapes:
             return
         for param, shape in zip(self.params, self.shapes, strict=True):
-            if not self.has_valid_shape(param, shape):
+            if param.requires_grad and not self.has_valid_shape(param, shape):
                 raise RuntimeError(
                     f"{self.name(param)} has the shape {[*param.shape]} now, but had {[*shape]} "
                     "when ds_ext took over the model. Nothing was stepped. Resize a model "

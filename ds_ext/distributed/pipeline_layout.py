@@ -40,7 +40,7 @@ class PipelineLayout(Layout):
         device: of the stage, which may have no parameter.
     """
 
-    is_part = True
+    is_pipeline_stage = True
 
     def __init__(
         self,

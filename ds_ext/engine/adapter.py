@@ -247,9 +247,8 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
     def enter_backward(self) -> None:
         """Called by the engine for each forward pass that a backward pass reaches.
 
-        Only the first call in a backward pass counts, because DeepSpeed calls ``exit_backward``
-        once per backward pass. Otherwise the depth would stay 1 after a loss of two forward passes,
-        and ``_discarded`` would mistake this for an abandoned backward pass.
+        Only the first call in a backward pass counts. A loss of two forward passes calls this
+        twice but ``exit_backward`` once; counting both would look like an abandoned backward pass.
         """
         task = torch._C._current_graph_task_id()
         if task != self._entered:

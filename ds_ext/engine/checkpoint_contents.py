@@ -220,7 +220,7 @@ class Contents:
 
     def _for_zero_to_fp32(self, weights: dict[str, Any]) -> dict[str, Any]:
         """The runs of stepped parameters. They share memory with ``weights``: saved only once."""
-        if self.layout.is_part:
+        if self.layout.is_pipeline_stage:
             return {}  # the script does not support pipelines
         is_padded = isinstance(self.layout, Zero3Layout)
         runs = []

@@ -151,7 +151,7 @@ class Zero3Layout(Layout):
         """Gathers persistent parameters from their updated partitions.
 
         Also drops hpZ's secondary copies of updated weights. The next forward pass creates new
-        copies. Copies are dropped after partitioning, which would recreate them from old weights.
+        copies. Partition first: partitioning makes a copy, and one of old weights is stale.
         """
         host_offload.synchronize(self.device)  # DeepSpeed's gathers wait for no other stream
         self.offload.partition_all_parameters()

@@ -49,7 +49,10 @@ def _rate(row: Row) -> str:
 
 def _take(row: Row, candidates: Sequence[Row]) -> str:
     if row is candidates[0]:
-        return f"AdamW itself fits ({row.label}); take less only for larger batches."
+        return (
+            f"DeepSpeed's AdamW fits ({row.label}). Use a smaller optimizer only to free memory "
+            "for larger batches."
+        )
     if row is not candidates[-1]:
         return f"{row.label} makes AdamW's steps in less memory, and fits."
     return f"{row.label}, which needs the least memory, fits."

@@ -63,4 +63,4 @@ def test_models_that_cannot_be_split_are_refused_by_their_key():
         assert "no nn.ModuleList of at least two modules of one class" in no_layers
         assert "ds_ext.batch_splits is 0; allowed: a whole number > 0" in zero
         assert "no language model of transformers with an output head" in no_head
-        assert "ds_ext.batch_splits = 2 has no effect under SGD, which is no optimizer" in other
+        assert "batch_splits = 2 has no effect under SGD, which is not a ds_ext optimizer" in other

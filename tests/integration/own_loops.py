@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
+import peft
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
@@ -13,10 +14,12 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from deepspeed.runtime.lr_schedules import WarmupDecayLR
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
+import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common.ranks import message, whole
-from tests.integration.trainer_jobs import data
+from tests.integration.trainer_jobs import adapted, data
 
 EPOCHS = 4
 ROWS = 12  # of an epoch: three batches a rank, so that of two at a time one is left over
@@ -186,3 +189,34 @@ def same_data(counts: tuple[str | None, ...], config: dict[str, Any]) -> str:
     made = {"train_micro_batch_size_per_gpu": 1} | optimizer | config
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     return message(lambda: deepspeed.initialize(model=model, config=made)[0].destroy())
+
+
+def quantized(folder: str) -> peft.PeftModel:
+    """A model of ``folder`` with a frozen base in 4 bits (QLoRA), and adapters."""
+    bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    base = LlamaForCausalLM.from_pretrained(folder, quantization_config=bits, device_map="cpu")
+    return adapted(base)
+
+
+def qlora(folder: str, stage: int | None) -> dict[str, torch.Tensor]:
+    """Steps by AdamW of ds_ext -> all weights. Without a stage, inside a plain backward."""
+    model = quantized(folder)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = OPTIMIZERS["adamw"](trained, lr=1e-2, weight_decay=0.1)
+    if stage is None:
+        ds_ext.fuse_into_backward(model, optimizer)
+        engine, backward, step = model, torch.Tensor.backward, optimizer.step
+    else:
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        backward, step = engine.backward, engine.step
+    for rows in qlora_data(dist.get_rank()):
+        backward(engine(input_ids=rows, labels=rows).loss)
+        step()
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def qlora_data(rank: int) -> torch.Tensor:
+    """The batches of a rank, [steps, rows, tokens]."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 67, (3, 2, 16), generator=generator)

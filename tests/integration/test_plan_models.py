@@ -292,7 +292,7 @@ def test_optimizers_of_deepspeed_in_a_config_are_its_own(tmp_path, folder, capsy
 @pytest.mark.parametrize(
     "cards, told",
     [
-        ("80", "80 GiB: AdamW itself fits (AdamW, DeepSpeed ZeRO-3)"),
+        ("80", "80 GiB: DeepSpeed's AdamW fits (AdamW, DeepSpeed ZeRO-3)"),
         ("12", "12 GiB: FlashAdamW, ZeRO-3 makes AdamW's steps in less memory, and fits."),
         ("6", "6 GiB: LOMO, ZeRO-3, which needs the least memory, fits."),
         ("3", "3 GiB: nothing fits; LOMO, ZeRO-3 would on 8 ranks."),

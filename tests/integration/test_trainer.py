@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import ds_ext
 from tests import worlds
-from tests.common import authors, by_role, hypers
+from tests.common import authors, by_role, hypers, updates
 from tests.common.choose import params
 from tests.integration import own_loops, trainer, trainer_jobs
 from tests.integration.own_loops import GROUPED, LOOPS
@@ -337,3 +337,29 @@ def test_ranks_that_accelerate_would_give_the_same_data_are_refused(name):
     counts, config, parts = COUNTED[name]
     for told in worlds.run(2, own_loops.same_data, counts, config):
         assert bool(told) == bool(parts) and all(part in told for part in parts), told
+
+
+# Blocks of 4-bit weights have 64 elements, and no row may be shorter.
+WIDE = {"vocab_size": 67, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize("stage", params([(None,), (0,), (1,), (2,)], [(None,), (2,)]))
+def test_adapters_of_a_base_in_4_bits_are_trained_as_by_torch(tmp_path, stage):
+    """QLoRA, whose base bitsandbytes packs in the first forward pass on a CPU."""
+    pytest.importorskip("bitsandbytes", minversion="0.50")
+    config = transformers.LlamaConfig(**WIDE, num_attention_heads=4)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    model = own_loops.quantized(str(tmp_path))
+    before = weights(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
+    for batches in zip(*map(own_loops.qlora_data, range(2)), strict=True):
+        losses = [model(input_ids=rows, labels=rows).loss for rows in batches]
+        (sum(losses) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after, names = weights(model), {n for n, p in model.named_parameters() if p.requires_grad}
+    for got in worlds.run(2, own_loops.qlora, str(tmp_path), stage):
+        assert all(torch.equal(got[n], p) for n, p in after.items() if n not in names)
+        of_adapters = ({n: x[n].float() for n in names} for x in (got, after, before))
+        assert updates.error(*of_adapters) <= 1e-5
