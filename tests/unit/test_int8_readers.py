@@ -276,6 +276,20 @@ def test_graphs_find_the_weights_of_any_output():
     assert equal(*found)
 
 
+def test_hooks_around_a_module_get_its_other_tensors():
+    """As activation checkpointing and offloading, which would otherwise keep its input."""
+    layer, x, seen = stored().up[0], ONES.clone().requires_grad_(), []
+
+    def pack(saved):
+        seen.append(saved.shape)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        y = layer(x)
+    y.sum().backward()
+    assert seen == [x.shape] and torch.equal(layer.weight.grad, ONES.sum(0).expand(512, WIDTH))
+
+
 def test_a_weight_norm_made_before_computes():
     found = []
     for stores in (False, True):
