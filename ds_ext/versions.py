@@ -4,7 +4,7 @@ import re
 
 import torch
 
-LOWEST_TORCH = (2, 4)
+LOWEST_TORCH = (2, 6)
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -13,7 +13,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def written(version: tuple[int, ...]) -> str:
-    """Returns a version as text: (2, 4) -> "2.4"."""
+    """Returns a version as text: (2, 6) -> "2.6"."""
     return ".".join(map(str, version))
 
 

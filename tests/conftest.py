@@ -25,7 +25,8 @@ def pytest_configure(config):
 
 
 def pytest_runtest_teardown():
-    torch.set_default_device(None)  # paths.use may have set it
+    if torch.cuda.is_available():  # paths.use may have set it
+        torch.set_default_device(None)
 
 
 def pytest_addoption(parser):

@@ -37,6 +37,14 @@ TESTS = {  # ZeRO 0 to 3, a resumed run and HF Trainer, compared with the author
     "tests/distributed/test_zero.py": "equals_the_authors and (adalomo or came) or resumed",
     "tests/integration/test_trainer.py": "one_process and adalomo and not lora or would_drop",
 }
+FEATURES = TESTS | {  # the others that depend on torch; in torch 2.6 FSDP2 needs a GPU
+    "tests/unit/test_chunk_loss.py": "loss_and_gradients",
+    "tests/unit/test_int8.py": "bf16_model_rounded or goes_on_with_the_same",
+    "tests/unit/test_kernels.py": "noise_and_what_is_not_finite",
+    "tests/unit/test_native.py": "equals_the_torch_ops and adalomo",
+    "tests/unit/test_split_batch.py": "gradients_are_those_of_the_whole",
+    "tests/unit/test_training_loops.py": "clipping_by_torch",
+}
 
 
 def run_with(folder: Path | None, *args: str) -> "subprocess.CompletedProcess[str]":
@@ -53,11 +61,12 @@ def run_with(folder: Path | None, *args: str) -> "subprocess.CompletedProcess[st
 
 
 @functools.cache
-def quick_tests(folder: Path | None) -> "subprocess.CompletedProcess[str]":
-    """Runs the tests of ``TESTS`` with the packages of ``folder``."""
-    words = " or ".join(f"({words})" for words in TESTS.values())
+def quick_tests(folder: Path | None, of_torch: bool) -> "subprocess.CompletedProcess[str]":
+    """Runs ``TESTS``, or ``FEATURES`` if ``of_torch``, with the packages of ``folder``."""
+    tests = FEATURES if of_torch else TESTS
+    words = " or ".join(f"({words})" for words in tests.values() if words)
     options = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", "-k", words)
-    return run_with(folder, "-m", "pytest", *options, *TESTS)
+    return run_with(folder, "-m", "pytest", *options, *tests)
 
 
 def available(name: str, index: list[str]) -> list[str]:
@@ -104,7 +113,7 @@ def result(name: str, wanted: list[str], index: list[str]) -> str:
         folder = BUILD / wanted[0].replace("==", "-")
         if not folder.exists():
             install(folder, wanted, index)
-    done = quick_tests(folder)
+    done = quick_tests(folder, name == "torch")
     (BUILD / f"{wanted[0]}.log").write_text(done.stdout + done.stderr)
     summary = done.stdout.strip().splitlines()[-1]
     passed = re.search(r"\d+ passed", summary)

@@ -108,7 +108,8 @@ def _held(node: BackwardCFunction) -> Iterator[tuple[str, Any]]:
         values = value if isinstance(value, (list, tuple)) else [value]
         yield from ((f"{name}[{i}]", x) for i, x in enumerate(values))
     try:
-        if all(saved.unpack_hook is None for saved in node._raw_saved_tensors):
+        hooks = (getattr(x, "unpack_hook", None) for x in node._raw_saved_tensors)  # not in 2.6
+        if not any(hooks):
             yield from ((f"saved_tensors[{i}]", x) for i, x in enumerate(node.saved_tensors))
     except RuntimeError:  # freed, or written to as autograd sees
         return

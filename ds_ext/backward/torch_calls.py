@@ -35,8 +35,7 @@ def _watch() -> None:
     autograd: Any = torch.autograd
     autograd.backward, autograd.grad = map(_explaining, (autograd.backward, autograd.grad))
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
-        if (function := getattr(nn.utils, name, None)) is None:
-            continue  # torch 2.4 and 2.5 have no clip_grads_with_norm_
+        function = getattr(nn.utils, name)
         cell = function.__closure__[function.__code__.co_freevars.index("func")]
         cell.cell_contents = _clipping(cell.cell_contents)
     recursive: Any = torch.jit._recursive

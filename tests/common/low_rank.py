@@ -61,7 +61,7 @@ class APOLLO(apollo_torch.APOLLOAdamW):
             return super().step(closure)
 
 
-class Muon(torch.optim.Muon):
+class Muon(getattr(torch.optim, "Muon", torch.optim.Optimizer)):  # before torch 2.9 it has none
     """torch's, which iterates in fp64."""
 
     def step(self, closure=None):

@@ -44,7 +44,7 @@ def test_pipelines_need_a_newer_deepspeed():
 @pytest.mark.slow
 @oldest
 def test_the_oldest_versions_equal_the_authors():
-    done = quick_tests(OLDEST)
+    done = quick_tests(OLDEST, of_torch=False)
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
@@ -69,9 +69,9 @@ def test_another_version_is_one_sentence():
             deepspeed_versions.check(version)
     for version in ("0.18.6", "0.18.9+cu12", "0.19.8", "0.19.99"):
         deepspeed_versions.check(version)
-    with pytest.raises(ImportError, match="torch 2.4 or newer, and 2.3.1.cpu is installed"):
-        check_torch("2.3.1+cpu")
-    check_torch("2.4.0")
+    with pytest.raises(ImportError, match="torch 2.6 or newer, and 2.5.1.cpu is installed"):
+        check_torch("2.5.1+cpu")
+    check_torch("2.6.0")
 
 
 @pytest.mark.parametrize("config, key", LACKING)
@@ -113,14 +113,14 @@ assert main(["check", "ds.json"]) == 1
 @pytest.fixture
 def index(monkeypatch):
     """Versions that the package index is said to have."""
-    had = {"torch": ["2.99.0", "2.4.1", "2.4.0", "2.3.1"], "accelerate": ["2.0", "1.10.0", "1.9"]}
+    had = {"torch": ["2.99.0", "2.6.1", "2.6.0", "2.5.1"], "accelerate": ["2.0", "1.10.0", "1.9"]}
     had |= {"deepspeed": ["0.19.8"], "transformers": ["5.24.0"]}
     monkeypatch.setattr(table, "available", lambda name, index: had[name])
     return had
 
 
 def test_the_lowest_version_is_the_lowest_that_setup_cfg_allows(index):
-    assert (table.lowest("torch", []), table.lowest("accelerate", [])) == ("2.4.0", "1.10.0")
+    assert (table.lowest("torch", []), table.lowest("accelerate", [])) == ("2.6.0", "1.10.0")
 
 
 @pytest.fixture
@@ -145,12 +145,12 @@ def test_a_row_replaces_that_of_its_version_alone(page):
 
 
 def test_without_an_index_of_cpu_builds_results_of_torch_stay(page, index, monkeypatch):
-    index |= {"torch": ["2.15.0", "2.5.0"]}
+    index |= {"torch": ["2.15.0", "2.7.0"]}
     monkeypatch.setattr(sys, "argv", ["versions", "--only", "torch"])
     before = page.read_text()
     with pytest.raises(SystemExit):
         table.main()
-    new = page.read_text().replace("| torch 2.5.0 | not run | – |\n", "")
+    new = page.read_text().replace("| torch 2.7.0 | not run | – |\n", "")
     assert new == before != page.read_text()
 
 
@@ -165,6 +165,6 @@ def test_without_an_index_of_cpu_builds_results_of_torch_stay(page, index, monke
 )
 def test_a_version_passes_if_all_tests_ran(monkeypatch, tmp_path, status, summary, said):
     done = subprocess.CompletedProcess([], status, f"...\n== {summary} ==\n", "")
-    monkeypatch.setattr(table, "quick_tests", lambda folder: done)
+    monkeypatch.setattr(table, "quick_tests", lambda folder, of_torch: done)
     monkeypatch.setattr(table, "BUILD", tmp_path)
     assert table.result("deepspeed", [f"deepspeed=={deepspeed.__version__}"], []) == said

@@ -94,6 +94,24 @@ def head_beside(pair, draw):
 
 
 @call(3)
+def another_model_scored(pair, draw):
+    """In inference mode, between the forward and the backward pass."""
+    train(pair, draw, scores=True)
+
+
+@call(3, ALONE, refusable=True)
+def clipped_with_head(pair, draw):
+    """By one norm of the model's gradients and of those of a head, which torch steps."""
+    seed = draw.randrange(10**6)
+    if pair.setup["accumulation"] > 1:
+        return
+    if pair.do(lambda s: s.backward(s.loss(seed, head=True))) and pair.do(lambda s: s.clip_both()):
+        pair.do(lambda s: s.step())
+    pair.compare()
+    pair.do(lambda s: s.step_heads())
+
+
+@call(3)
 def inputs_with_gradients(pair, draw):
     train(pair, draw, inputs=True)
 

@@ -129,6 +129,13 @@ class Side:
         elif params and self.setup["clip"] == "value":
             nn.utils.clip_grad_value_(params, self.setup["max"])
 
+    def clip_both(self) -> None:
+        params = [p for params in self.lists() for p in params if p.requires_grad]
+        nn.utils.clip_grad_norm_([*params, *self.heads.values()], self.setup["max"])
+
+    def score(self) -> None:
+        """Calls another model in inference mode; the reference has none."""
+
     def with_gradients(self) -> list[Tensor]:
         return [p for params in self.lists() for p in params if p.grad is not None]
 
@@ -182,6 +189,7 @@ class Side:
         inputs: bool = False,
         penalty: bool = False,
         how: str = "",
+        scores: bool = False,
     ) -> Tensor:
         """The mean over this side's ranks of the loss of a batch."""
         losses, dtype = [], next(self.model.parameters()).dtype
@@ -201,6 +209,8 @@ class Side:
                 if penalty:
                     (by_input,) = torch.autograd.grad(losses[-1], x, create_graph=True)
                     losses[-1] = losses[-1] + 0.1 * by_input.square().sum()
+        if scores:
+            self.score()
         return sum(losses[1:], losses[0]) / len(self.ranks)
 
     def step_heads(self) -> None:

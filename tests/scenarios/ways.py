@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import tempfile
 from collections.abc import Collection
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -61,6 +62,15 @@ class Plain(Side):
         """Parameters whose steps by earlier calls are still to come."""
         return ()
 
+    def score(self) -> None:
+        with torch.inference_mode():
+            self.critic(torch.ones(1, 3))
+
+    @functools.cached_property
+    def critic(self) -> Any:
+        """Another model, which is trained in the same way."""
+        return nn.Linear(3, 2)
+
 
 class Fused(Plain):
     """``fuse_into_backward``; not if the policy is "plain", as FSDP2 may have it."""
@@ -80,6 +90,12 @@ class Fused(Plain):
 
     def waiting(self) -> Collection[Tensor]:
         return () if self.is_plain else self.fused.buckets.waiting
+
+    @functools.cached_property
+    def critic(self) -> Any:
+        model = nn.Linear(3, 2)
+        ds_ext.fuse_into_backward(model, ds_ext.LOMO(model.parameters(), lr=0.1))
+        return model
 
     def detach(self) -> None:
         if not self.is_plain:
@@ -138,12 +154,18 @@ class Engine(Plain):
             },
             "ds_ext": own,
         }
-        self.client = self.optimizer
+        self.config, self.client = config, self.optimizer
         self.engine, self.optimizer, *_ = deepspeed.initialize(
             model=self.model, optimizer=self.client, config=config
         )
         self.forward, self.backward = self.engine, self.engine.backward
         self.zero_grad, self.step = self.engine.zero_grad, self.engine.step
+
+    @functools.cached_property
+    def critic(self) -> Any:
+        model = nn.Linear(3, 2)
+        optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=self.config)[0]
 
     def detach(self) -> None:
         self.engine.destroy()
