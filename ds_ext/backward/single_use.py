@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from ds_ext.backward import int8_weights
 from ds_ext.backward.autograd_graph import nodes
 
 CHECKPOINT = "torch.utils.checkpoint"
@@ -63,8 +64,13 @@ def _names(kind: type[Node]) -> list[str]:
 
 
 def _unpack_hooks(saved: Any) -> Iterator[Callable[..., Any]]:
-    hooks = (getattr(x, "unpack_hook", None) for x in saved)
-    return (hook for hook in hooks if hook is not None)
+    for x in saved:
+        hook = getattr(x, "unpack_hook", None)
+        if hook is not None and hook.__module__ == int8_weights.__name__:
+            if (node := getattr(x.data, "grad_fn", None)) is not None:  # by the hooks around ours
+                yield from _unpack_hooks(_saved(node))
+        elif hook is not None:
+            yield hook
 
 
 def _variable(function: Any, name: str) -> Any:

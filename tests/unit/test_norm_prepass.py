@@ -192,6 +192,17 @@ def test_a_graph_that_runs_backward_once_is_clipped_exactly_by_kept_gradients(ki
     assert len(told) == (named is not None) and all(named in line for line in told)
 
 
+@pytest.mark.parametrize("context_fn", [noop_context_fn, SELECTIVE])
+def test_the_hooks_of_int8_weights_neither_keep_gradients_nor_hide_others(context_fn):
+    model = nn.Sequential(nn.Linear(256, 256, bias=False)).bfloat16()
+    ds_ext.store_int8(model)
+    fused = fuse(model)[1]
+    x = torch.randn(4, 256, dtype=torch.bfloat16, requires_grad=True)
+    y = checkpoint(model, x, use_reentrant=False, context_fn=context_fn)
+    fused.backward(y.sum())
+    assert bool(fused.state.keeps) == (context_fn is SELECTIVE)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
 def test_any_change_of_a_saved_tensor_is_found(dtype):
     whole = torch.arange(40).to(dtype).view(5, 8)
