@@ -87,6 +87,20 @@ def two_backward_passes(pair, draw):
         train(pair, draw, passes=2)
 
 
+@call(3, ALONE, refusable=True)
+def two_backward_passes_of_one_forward(pair, draw):
+    seed = draw.randrange(10**6)
+    if pair.setup["accumulation"] == 1:
+        both = [lambda s: s.begin(seed), lambda s: s.backward(s.graph * 2), lambda s: s.step()]
+        all(map(pair.do, both))
+        pair.compare()
+
+
+@call(3)
+def selective_checkpointing(pair, draw):
+    train(pair, draw, how="selective")
+
+
 @call(5)
 def head_beside(pair, draw):
     train(pair, draw, head=True)

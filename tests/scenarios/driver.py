@@ -48,7 +48,7 @@ class Pair:
         Torch then keeps that pass's AccumulateGrad nodes, without ds_ext too. Gradients of a
         parameter that is resized afterwards have the wrong shape for them.
         """
-        in_backward = ("resized", "two_backward_passes")
+        in_backward = ("resized", "two_backward_passes")  # of one forward pass, too
         return any(text.startswith(in_backward) for text in self.refusals)
 
     def settle(self) -> None:
@@ -180,14 +180,9 @@ def same(x: torch.Tensor, y: torch.Tensor | None) -> bool:
 
 
 def said(error: Exception) -> str:
-    """The sentence of an error that somebody wrote, not a failure of torch's in the middle.
-
-    Torch's own of weights that a second backward pass finds stepped is one.
-    """
+    """The sentence of an error that somebody wrote, not a failure of torch's in the middle."""
     if not isinstance(error, ValueError | RuntimeError):
         return ""
-    if "has been modified by an inplace operation" in str(error):
-        return "a weight was stepped before this backward pass had read it"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     line = linecache.getline(frame.filename, frame.lineno or 0).strip()
     written = line.startswith("raise ") and " " in str(error).strip()

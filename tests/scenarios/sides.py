@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import came_pytorch
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.scenarios import odd_rule
 
@@ -51,9 +53,22 @@ class Net(nn.Module):
             if not h.requires_grad:  # its layers are frozen: nothing comes here
                 raise Failure
             h.register_hook(_fail)
-        h = torch.tanh(self.norm(h + torch.tanh(h @ self.stack[0]) @ self.stack[1]))
+        middle: Any = self.middle
+        if how == "selective":
+            middle = functools.partial(
+                checkpoint, middle, use_reentrant=False, context_fn=_selective
+            )
+        h = middle(h)
         bad = (self.gain - self.gain.detach()).sum().sqrt() if how == "poisoned" else 0.0
         return self.last(h) * self.gain + bad
+
+    def middle(self, h: Tensor) -> Tensor:
+        return torch.tanh(self.norm(h + torch.tanh(h @ self.stack[0]) @ self.stack[1]))
+
+
+def _selective() -> Any:
+    """Keeps products, which may be read once."""
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
 
 
 def _fail(grad: Tensor) -> None:
@@ -96,8 +111,13 @@ class Side:
     def forward(self, *args: Any) -> Tensor:
         return self.model(*args)
 
-    def backward(self, loss: Tensor) -> None:
-        (loss / self.setup["accumulation"]).backward()
+    def backward(self, loss: Tensor, **how: Any) -> None:
+        (loss / self.setup["accumulation"]).backward(**how)
+
+    def begin(self, seed: int) -> None:
+        """The first of two backward passes of one forward pass."""
+        self.graph = self.loss(seed)
+        self.backward(self.graph, retain_graph=True)
 
     def zero_grad(self) -> None:
         self.model.zero_grad()

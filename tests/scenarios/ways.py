@@ -105,9 +105,13 @@ class Fused(Plain):
         if self.is_plain:
             super().clip()
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, **how: Any) -> None:
         loss = loss / self.setup["accumulation"]
-        loss.backward() if self.is_plain else self.fused.backward(loss)
+        if self.is_plain or how:
+            self.is_plain or self.fused.measure_norm(loss)
+            loss.backward(**how)
+        else:
+            self.fused.backward(loss)
 
 
 class FSDP2(Fused):
