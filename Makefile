@@ -6,6 +6,7 @@
 # make matrix  docs/support.md's table and docs/tests-by-feature.md, from the tests that ran
 # make clients each client program in a fresh environment: docs/clients.md (an hour or more)
 # make versions the oldest and newest torch, DeepSpeed, ...: docs/install.md (about 10 minutes)
+# make contract what differs in the private names that ds_ext uses of DeepSpeed, torch, ...
 # make peers   other projects' tests with ds_ext's optimizers: docs/tests.md (about 10 minutes)
 # make readme  the code, keys and rates that README.md and docs/ quote, from the package
 # make docs    a site of them, in build/site; broken links are errors
@@ -33,7 +34,7 @@ BIN     = .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo compare test test-all check matrix clients versions peers readme docs release clean
+.PHONY: demo compare test test-all check matrix clients versions contract peers readme docs release clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.demo
@@ -74,6 +75,9 @@ versions: .venv/.test
 	@index="$(TORCH_INDEX)"; \
 	if [ -n "$$index" ] && ! $(BIN)/python -c "$$PROBE" "$$index/torch/"; then index=; fi; \
 	$(BIN)/python -m tests.versions $${index:+--torch-index "$$index"} $(ARGS) $(OLDEST)
+
+contract: .venv/.test
+	DS_ACCELERATOR=cpu $(BIN)/python -m tests.contract $(ARGS)
 
 peers: .venv/.test
 	$(BIN)/python -m tests.peers $(ARGS)

@@ -1,11 +1,24 @@
-"""Registers ds_ext optimizers when a program imports DeepSpeed, without importing it first."""
+"""Registers ds_ext optimizers when a program imports DeepSpeed, without importing it first.
 
+If ds_ext cannot use this version of DeepSpeed, it patches nothing, and only ``initialize`` raises,
+for engines that would have an optimizer of ds_ext.
+"""
+
+import functools
 import importlib.util
+import inspect
+import json
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from ds_ext import contract
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
+from ds_ext.rules.base import key_of
 
 
 def register() -> None:
@@ -17,9 +30,42 @@ def register() -> None:
 
 
 def _patch() -> None:
-    from ds_ext.engine import patches
+    try:
+        contract.check("deepspeed", "torch")
+        from ds_ext.engine import patches
 
-    patches.register()
+        patches.register()
+    except (ImportError, RuntimeError) as error:
+        _refuse(error)
+
+
+def _refuse(reason: Exception) -> None:
+    """Makes ``deepspeed.initialize`` raise ``reason`` for ds_ext's optimizers, and only these."""
+    deepspeed: Any = sys.modules["deepspeed"]
+    original = deepspeed.initialize
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        own = getattr(given.get("args"), "deepspeed_config", None)
+        config = given.get("config") or given.get("config_params") or own
+        if isinstance(given.get("optimizer"), RuleOptimizer) or _names_ours(config):
+            raise reason
+        return original(*args, **kwargs)
+
+    deepspeed.initialize = initialize
+
+
+def _names_ours(config: Any) -> bool:
+    """Whether a config has the section "ds_ext", or an optimizer that only ds_ext has."""
+    if isinstance(config, (str, Path)) and Path(config).is_file():
+        config = json.loads(Path(config).read_text())
+    if not isinstance(config, dict):
+        return False
+    name = str((config.get("optimizer") or {}).get("type", "")).lower()
+    theirs = sys.modules["deepspeed.runtime.config"].DEEPSPEED_OPTIMIZERS
+    ours = name.startswith("ds_ext.") or (key_of(name) in OPTIMIZERS and name not in theirs)
+    return ours or "ds_ext" in config
 
 
 class _WhenImported(MetaPathFinder):

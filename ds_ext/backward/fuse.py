@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_ext import logs
+from ds_ext import contract, logs
 from ds_ext.backward import error_texts, gradient_config, int8_weights, owners, startup_log
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.distributed import consensus, fully_shard
@@ -65,6 +65,7 @@ def fuse_into_backward(
             f"fuse_into_backward: the optimizer is {_type_name(optimizer)}. Only optimizers of "
             "ds_ext, such as ds_ext.AdaLomo(model.parameters()), can step inside backward."
         )
+    contract.check("torch")
     for refuse in REFUSALS:
         refuse(model)
     param_checks.refuse_shared_memory(model.parameters())

@@ -6,24 +6,23 @@ from ds_ext.versions import numbers, written
 
 INSTALLED: str = deepspeed.__version__
 LOWEST = (0, 18, 6)  # the oldest version that `make test-all` tests
-NEXT = (0, 20)  # the first untested version
 
 # Before 0.19.8 DeepSpeed waited only for the last of several collectives.
 WAITS_FOR_ALL = numbers(INSTALLED) >= (0, 19, 8)
 
 
 def check(version: str = INSTALLED) -> None:
-    """Checks that ds_ext supports a version of DeepSpeed, the installed one by default.
+    """Checks that a version of DeepSpeed, by default the installed one, is not too old.
 
     Raises:
-        ImportError: ds_ext does not support it. The message is one sentence.
+        ImportError: it is too old. The message is one sentence.
     """
-    if not LOWEST <= numbers(version) < NEXT:
-        lowest, next_ = written(LOWEST), written(NEXT)
+    if numbers(version) < LOWEST:
+        lowest = written(LOWEST)
         raise ImportError(
-            f"ds_ext works with DeepSpeed {lowest} and newer, below {next_}, and {version} is "
-            f'installed: pip install "deepspeed>={lowest},<{next_}", or train without DeepSpeed: '
-            "call ds_ext.fuse_into_backward."
+            f"ds_ext works with DeepSpeed {lowest} and newer, and {version} is installed: "
+            f'pip install "deepspeed>={lowest}", or train without DeepSpeed: call '
+            "ds_ext.fuse_into_backward."
         )
 
 

@@ -14,9 +14,11 @@ from pathlib import Path
 import deepspeed
 import pytest
 
+from ds_ext import contract
 from ds_ext.config import config_checks
 from ds_ext.engine import deepspeed_versions
 from ds_ext.versions import check_torch, numbers, written
+from tests import contract as recording
 from tests import versions as table
 from tests.versions import quick_tests, run_with
 
@@ -63,11 +65,11 @@ def test_these_are_the_oldest_that_are_supported():
         assert any(f"{name}>={written(parts[:n])}" in required for n in (1, 2, 3)), name
 
 
-def test_another_version_is_one_sentence():
-    for version in ("0.17.6", "0.18.5", "0.20.0"):
-        with pytest.raises(ImportError, match=f"0.18.6 and newer, below 0.20, and {version} is"):
+def test_an_old_version_is_one_sentence():
+    for version in ("0.17.6", "0.18.5"):
+        with pytest.raises(ImportError, match=f"0.18.6 and newer, and {version} is"):
             deepspeed_versions.check(version)
-    for version in ("0.18.6", "0.18.9+cu12", "0.19.8", "0.19.99"):
+    for version in ("0.18.6", "0.18.9+cu12", "0.19.8", "0.20.0"):
         deepspeed_versions.check(version)
     with pytest.raises(ImportError, match="torch 2.6 or newer, and 2.5.1.cpu is installed"):
         check_torch("2.5.1+cpu")
@@ -168,3 +170,78 @@ def test_a_version_passes_if_all_tests_ran(monkeypatch, tmp_path, status, summar
     monkeypatch.setattr(table, "quick_tests", lambda folder, of_torch: done)
     monkeypatch.setattr(table, "BUILD", tmp_path)
     assert table.result("deepspeed", [f"deepspeed=={deepspeed.__version__}"], []) == said
+
+
+# A program with engines of DeepSpeed and of ds_ext, and one without DeepSpeed's engine; DeepSpeed
+# claims to be 0.20, after a change of the given kind.
+NEXT = """
+import importlib.metadata, sys, deepspeed, torch
+real = importlib.metadata.version
+importlib.metadata.version = lambda name: "0.20.0" if name == "deepspeed" else real(name)
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
+Engine = deepspeed.DeepSpeedEngine
+{change}
+import ds_ext
+torch.distributed.init_process_group(
+    "gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1
+)
+
+def train(kind):
+    layer = torch.nn.Linear(2, 2)
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 2}}
+    config["zero_allow_untested_optimizer"] = True
+    config["optimizer"] = {"type": kind, "params": {"lr": 0.1}}
+    params = list(layer.parameters())
+    engine = deepspeed.initialize(model=layer, model_parameters=params, config=config)[0]
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    engine.destroy()
+
+train("SGD")
+layer = torch.nn.Linear(2, 2)
+ds_ext.fuse_into_backward(layer, ds_ext.AdaLomo(layer.parameters(), lr=0.1))
+layer(torch.ones(1, 2)).sum().backward()
+train("CAME")
+print("trained")
+"""
+MISSING = "del Engine._save_zero_checkpoint"
+CHANGED = "Engine.clip_fp32_gradients = lambda self, new: None"
+
+
+@pytest.mark.parametrize(
+    "change, switch, told",
+    [
+        ("", "", "trained"),
+        (MISSING, "", "engine:DeepSpeedEngine._save_zero_checkpoint is missing"),
+        (CHANGED, "", "engine:DeepSpeedEngine.clip_fp32_gradients takes (self, new)"),
+        (CHANGED, "1", "trained"),
+    ],
+)
+def test_a_newer_deepspeed_harms_no_other_engine(change, switch, told, tmp_path):
+    env = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", NEXT.replace("{change}", change), str(tmp_path / "group")],
+        env=os.environ | env | {contract.SWITCH: switch},
+        capture_output=True,
+        text=True,
+    )
+    output = done.stdout + done.stderr
+    assert told in output and (done.returncode == 0) == (told == "trained"), output
+    warned = "ds_ext was not tested with deepspeed 0.20.0"
+    if told == "trained":
+        assert output.count(warned) == 1, output
+    else:
+        assert output.endswith(
+            f'{told}: pip install "deepspeed<=0.19.8", or set {contract.SWITCH}=1 to try this '
+            "version all the same.\n"
+        )
+
+
+def test_the_contract_records_each_name_of_the_table_and_of_the_patches():
+    """If this fails: ``make contract ARGS=--write``, in the supported versions."""
+    assert sorted(contract.records()["names"]) == recording.names()
+    assert contract.accepts(["self", "new="], ["self"])
+    assert not contract.accepts(["self", "new"], ["self"])
+    text = "def f(a):\n    # why\n    return f'{a} #'\n"
+    assert recording.hashed(text) == recording.hashed("def f(a):  # why not\n  return f'{a} #'")
+    assert recording.hashed(text) != recording.hashed(text.replace("a}", "a!r}"))

@@ -31,9 +31,9 @@ WALLS = {
     "ms_swift": "optimizer engine",
     "hf": "distributed backward",
     "__init__": "ops distributed optimizer forward backward checkpoint registration hf",
-    "registration": "engine",
+    "registration": "optimizer rules engine",
 }
-FOUNDATION = {"errors", "logs", "hyperparams", "rates", "versions"}
+FOUNDATION = {"contract", "errors", "logs", "hyperparams", "rates", "versions"}
 
 # The only rooms that may import a package; torch's own distributed package counts as one.
 ONLY = {
