@@ -162,7 +162,9 @@ class Counted:
         model, _ = made(self.name)
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         lomo = OPTIMIZERS["lomo"].hypers()
-        return memory.ours(lomo, shapes, 3, self.ranks, torch.bfloat16, self.size).gradients
+        return memory.optimizer_memory(
+            lomo, shapes, 3, self.ranks, torch.bfloat16, self.size
+        ).gradients
 
 
 @functools.cache

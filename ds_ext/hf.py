@@ -131,7 +131,9 @@ class FuseCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
         self, args: Any, state: Any, control: Any, model: Any = None, **given: Any
     ) -> None:
         """Fuses the model and optimizer that Trainer has prepared."""
-        policy = self.gradient_policy or ("sharded" if _must_keep(args, model) else "fused")
+        policy = self.gradient_policy or (
+            "sharded" if _reason_to_keep_gradients(args, model) else "fused"
+        )
         _check_trainer(args, model, policy)
         self.fused = fuse_into_backward(
             model,
@@ -147,7 +149,7 @@ class FuseCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
             self.fused.remove()
 
 
-def _must_keep(args: Any, model: Any) -> str:
+def _reason_to_keep_gradients(args: Any, model: Any) -> str:
     """The reason to keep gradients until the step; "" if there is none."""
     if args.max_grad_norm:
         return (
@@ -155,7 +157,7 @@ def _must_keep(args: Any, model: Any) -> str:
             "Trainer does not make. Set max_grad_norm=0"
         )
     steps = args.gradient_accumulation_steps
-    if steps > 1 and not fully_shard.cuts(model):  # FSDP2 accumulates micro-batches itself
+    if steps > 1 and not fully_shard.uses_fsdp2(model):  # FSDP2 accumulates micro-batches itself
         return (
             f"gradient_accumulation_steps = {steps} needs the gradients of all micro-batches. Set "
             "gradient_accumulation_steps=1"
@@ -165,13 +167,13 @@ def _must_keep(args: Any, model: Any) -> str:
 
 def _check_trainer(args: Any, model: Any, policy: str) -> None:
     """Raises ValueError if Trainer's arguments do not allow ``policy``."""
-    if args.world_size > 1 and not fully_shard.cuts(model):
+    if args.world_size > 1 and not fully_shard.uses_fsdp2(model):
         raise ValueError(
             "ds_ext.FuseCallback: several ranks train a model that FSDP2 has not cut. Set "
             'fsdp_config={"version": 2, ...} of TrainingArguments or fsdp_version: 2 of '
             "accelerate's config, or load the model with distributed_config=...; or use DeepSpeed."
         )
-    reason = _must_keep(args, model)
+    reason = _reason_to_keep_gradients(args, model)
     if reason and policy == "fused":
         raise ValueError(
             f'ds_ext.FuseCallback(gradient_policy="fused"): {reason}, or leave gradient_policy out.'

@@ -64,8 +64,10 @@ def way(name: str) -> list[Step]:
         given = WAYS[name].split()
         card = given.index("--memory") + 1
         given[card] = str(float(given[card]) / 1024)  # GiB
-        inner, found = fit.way_down, []
-        with mock.patch.object(fit, "way_down", lambda *a: found.append(inner(*a)) or found[0]):
+        inner, found = fit.cheapest_reductions, []
+        with mock.patch.object(
+            fit, "cheapest_reductions", lambda *a: found.append(inner(*a)) or found[0]
+        ):
             assert main(["plan", "--model", folder, *given, "--fit", str(written)]) == 0
         steps = []
         for taken in found[0][1]:

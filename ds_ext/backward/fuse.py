@@ -85,7 +85,7 @@ def fuse_into_backward(
     )
     logs.show_by_default()
     optimizer.follow_groups()
-    is_cut = fully_shard.cuts(model)
+    is_cut = fully_shard.uses_fsdp2(model)
     if is_cut:
         if int8_weights.is_stored(model):
             raise int8_weights.unsupported("fully_shard (FSDP2)")

@@ -30,14 +30,14 @@ _FILE = re.compile(
 )
 
 
-def _place(path: Path) -> Path:
+def _resolve_link(path: Path) -> Path:
     """The target of ``path`` if it is a link, else ``path``."""
     return path.resolve() if path.is_symlink() else path
 
 
 def _replaced(path: Path) -> Path:
     """The path of the old checkpoint while a new one replaces it."""
-    place = _place(path)
+    place = _resolve_link(path)
     return place.parent / (_REPLACED + place.name)
 
 
@@ -58,7 +58,7 @@ def prepare(path: Path) -> Draft:
     """
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} is a file, not a folder: choose another tag or folder.")
-    place = _place(path)
+    place = _resolve_link(path)
     root = place.parent
     root.mkdir(parents=True, exist_ok=True)
     with locks.exclusive(root):
@@ -67,7 +67,7 @@ def prepare(path: Path) -> Draft:
         aside.mkdir()
         _clear_abandoned(root, now=aside.stat().st_mtime)
         for left in root.glob(_REPLACED + "*"):
-            _settle(left.with_name(left.name.removeprefix(_REPLACED)))
+            _finish_replacement(left.with_name(left.name.removeprefix(_REPLACED)))
     return draft
 
 
@@ -79,12 +79,12 @@ def move_into_place(draft: Draft) -> None:
     """
     place = draft.place
     with locks.exclusive(place.parent):
-        _settle(place)  # another job may have been killed meanwhile
+        _finish_replacement(place)  # another job may have been killed meanwhile
         if place.exists():
             place.rename(_replaced(place))
         draft.aside.rename(place)
         sync(place.parent)
-        _settle(place)
+        _finish_replacement(place)
 
 
 def close(draft: Draft) -> None:
@@ -159,22 +159,22 @@ def sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _settle(place: Path) -> None:
+def _finish_replacement(place: Path) -> None:
     """Completes a replacement, or restores the old folder if the new one is missing."""
     before = _replaced(place)
     if not before.is_dir():
         return
     if _checkpoint_files(place):
-        _bring_others(before, place)
+        _move_foreign_files(before, place)
         _clear(before)
         return
     if place.is_dir():  # the new folder was moved away and an empty one created in its place
-        _bring_others(place, before)
+        _move_foreign_files(place, before)
         place.rmdir()
     before.rename(place)
 
 
-def _bring_others(source: Path, target: Path) -> None:
+def _move_foreign_files(source: Path, target: Path) -> None:
     """Moves files that are not part of a checkpoint. Appends ~ to names that are taken."""
     own = _checkpoint_files(source)
     for entry in list(source.iterdir()):

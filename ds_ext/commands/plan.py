@@ -31,7 +31,7 @@ def _fit(given: argparse.Namespace, path: Path) -> None:
     fit.check(given, asked)
     if path.exists():
         raise ValueError(f"--fit {path}: the file exists: give another name.")
-    made, taken = fit.way_down(given, asked)
+    made, taken = fit.cheapest_reductions(given, asked)
     last, unit = taken[-1].asked, memory_plan.unit_of(step.use.total for step in taken)
     totals = [step.use.total / memory_plan.UNITS[unit] for step in taken]
     lines = [["", "total", "saves"], [taken[0].name, f"{totals[0]:.2f}", "-"]]

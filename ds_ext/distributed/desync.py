@@ -47,9 +47,9 @@ class OrderCheck:
             said = [f"the gradient of {self.names[p]}{more * m}" for p, m in bucket.items()]
             return [*said, "the end of backward" if ended else "a full bucket"]
 
-        self._ask((ended, *(2 * self.number[p] + m for p, m in bucket.items())), words)
+        self._begin_comparison((ended, *(2 * self.number[p] + m for p, m in bucket.items())), words)
         if ended or not self.ahead:
-            self._hear()
+            self._end_comparison()
         return consensus.MESSAGE if consensus.several(self.group) else 0
 
     def watch_first_pass(self, coordinator: Any) -> None:
@@ -62,17 +62,17 @@ class OrderCheck:
             else:
                 number, name = self.modules.get(module, (-1, "a module outside the model"))
                 words = f"the {'forward' if forward else 'backward'} pass of {name or 'the model'}"
-                self._ask((2 * number + forward,), lambda: [words])
-                self._hear()
+                self._begin_comparison((2 * number + forward,), lambda: [words])
+                self._end_comparison()
             fetch(module, forward)
 
         coordinator.fetch_sub_module = fetch_sub_module
 
-    def _ask(self, numbers: tuple[int, ...], words: Callable[[], list[str]]) -> None:
-        self._hear()  # the comparison before
+    def _begin_comparison(self, numbers: tuple[int, ...], words: Callable[[], list[str]]) -> None:
+        self._end_comparison()  # the comparison before
         self.asked = consensus.alike(numbers, self.group), words
 
-    def _hear(self) -> None:
+    def _end_comparison(self) -> None:
         """Waits for the comparison in progress; raises RuntimeError if the ranks differ."""
         asked, self.asked = self.asked, None
         if asked is None:

@@ -20,7 +20,7 @@ from ds_ext.distributed.layout import Agreement, Layout, complete
 from ds_ext.distributed.rank_failure import explained
 
 
-def cuts(model: nn.Module) -> bool:
+def uses_fsdp2(model: nn.Module) -> bool:
     """Returns whether some of a model's parameters are DTensors."""
     return any(map(dtensors.is_dtensor, model.parameters()))
 

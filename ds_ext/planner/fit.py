@@ -62,7 +62,9 @@ def check(given: argparse.Namespace, asked: PlanOptions) -> None:
         )
 
 
-def way_down(given: argparse.Namespace, asked: PlanOptions) -> tuple[MemoryPlan, list[ResourceUse]]:
+def cheapest_reductions(
+    given: argparse.Namespace, asked: PlanOptions
+) -> tuple[MemoryPlan, list[ResourceUse]]:
     """Returns the plan, and its memory at first and after each step. The last one fits.
 
     Steps are tried in the order of ``_steps``. Steps that save nothing, and steps that the model or

@@ -24,7 +24,7 @@ from ds_ext.planner.memory import MemoryUse, Shapes
 LAYER = re.compile(r"(.*?\.)?\d+\.")  # the name prefix of a layer's parameters
 
 
-def ours(
+def optimizer_memory(
     rule: Any,
     shapes: Shapes,
     ranks: int,

@@ -57,7 +57,7 @@ class MemoryUse:
         return self.weights + self.state + self.gradients + self.master + self.activations
 
 
-def ours(
+def optimizer_memory(
     rule: Any,
     shapes: Shapes,
     stage: int | None,

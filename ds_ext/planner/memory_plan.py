@@ -140,6 +140,9 @@ def _largest_by_label(asked: PlanOptions, available: float) -> dict[str, str]:
     for plan in sorted((MemoryPlan(asked, k) for k in models.KNOWN), key=lambda plan: plan.n):
         for row in plan.rows:
             found.setdefault(row.label, "none")
-            if row.held.total <= available and plan.total(row, asked.batch).total <= available:
+            if (
+                row.without_activations.total <= available
+                and plan.total(row, asked.batch).total <= available
+            ):
                 found[row.label] = plan.name
     return found

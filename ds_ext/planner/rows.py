@@ -25,17 +25,18 @@ class Row:
     """The memory of an optimizer on a rank."""
 
     label: str
-    held: MemoryUse  # without activations
+    without_activations: MemoryUse
     gradients: GradientLifetime = GradientLifetime(0)  # how long gradients live in backward
     kept: float = 0.0  # bytes of other gradients, which live throughout backward
-    visiting: float = 0.0  # bytes of ``held`` that come from the host with a bucket
+    staged_bytes: float = 0.0  # that come from the host with a bucket
     lora: int = 0  # the rank of adapters, if only adapters are trained
     optimizer: type[RuleOptimizer] | None = None  # None if it is not an optimizer of ds_ext
 
     @property
     def constant(self) -> float:
         """Bytes throughout backward: without activations, and gradients of short lives."""
-        return self.held.total - self.held.gradients - self.visiting + self.kept
+        use = self.without_activations
+        return use.total - use.gradients - self.staged_bytes + self.kept
 
 
 class MemoryPlan:
@@ -74,9 +75,9 @@ class MemoryPlan:
     def total(self, row: Row, batch: MicroBatch | None) -> MemoryUse:
         """Returns the memory of a row, with activations if a micro-batch is given."""
         if batch is None:
-            return row.held
-        more = self._peak(row, batch) + row.constant - row.held.total
-        return replace(row.held, activations=max(0.0, more))
+            return row.without_activations
+        more = self._peak(row, batch) + row.constant - row.without_activations.total
+        return replace(row.without_activations, activations=max(0.0, more))
 
     def _peak(self, row: Row, batch: MicroBatch) -> int:
         """Bytes of activations and gradients in backward. Cached, because many rows share them."""
@@ -96,7 +97,7 @@ class MemoryPlan:
 
         The two have one and two rows in each piece.
         """
-        if row.held.total > card * GIB:  # the step does not fit
+        if row.without_activations.total > card * GIB:  # the step does not fit
             return 0
         available = card * GIB - row.constant
         each = batch.splits
@@ -133,24 +134,26 @@ class MemoryPlan:
             of = (rules, self.shapes, stage, ranks, self.dtype, asked.bucket)
             in_int8 = asked.weight_storage == "int8"
             held, away, home = (
-                memory.ours(*of, asked.accumulates, offloads, in_int8, visiting)
+                memory.optimizer_memory(*of, asked.accumulates, offloads, in_int8, visiting)
                 for visiting in (None, 0.0, 1.0)
             )
             # Kept gradients are stepped after backward.
             each = 0.0 if asked.accumulates else (home.total - away.total) / self.n
             noted = memory.cached_norms(rules, self.shapes, stage, ranks, self.dtype)
             held = replace(held, state=held.state + noted)
-            kept = held.gradients - memory.ours(*of).gradients
+            kept = held.gradients - memory.optimizer_memory(*of).gradients
             behind = IN_FLIGHT if stage == 3 else 0
             bucket = None if stage is None else asked.bucket
             waiting = GradientLifetime(bucket, behind, each, together=stage == 3)
-            visiting = held.total - noted - away.total
-            yield Row(label, held, waiting, kept, visiting, optimizer=optimizer)
+            staged_bytes = held.total - noted - away.total
+            yield Row(label, held, waiting, kept, staged_bytes, optimizer=optimizer)
 
     def _by_fsdp2(self, optimizer: type[RuleOptimizer], rules: Mapping[str, Any]) -> Row:
         """The row of a ds_ext optimizer with FSDP2."""
         asked, ranks = self.asked, self.asked.shard_size or self.asked.ranks
-        held = fsdp2.ours(rules, self.shapes, ranks, self.dtype, asked.bucket, asked.accumulates)
+        held = fsdp2.optimizer_memory(
+            rules, self.shapes, ranks, self.dtype, asked.bucket, asked.accumulates
+        )
         waiting, kept = self._waiting(held)
         return Row(f"{optimizer.__name__}, FSDP2", held, waiting, kept, optimizer=optimizer)
 

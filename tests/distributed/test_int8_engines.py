@@ -79,7 +79,7 @@ def test_partitions_are_stored_gathered_edited_and_exported(tmp_path, monkeypatc
         assert got["bf16"] - got["int8"] == (2 * stored - int8.nbytes(stored)) / 2
         monkeypatch.setattr(memory, "PERSIST", 1000)
         rule = ds_ext.LOMO.hypers()
-        plan = memory.ours(rule, shapes, 3, 2, torch.bfloat16, 70_000, in_int8=True)
+        plan = memory.optimizer_memory(rule, shapes, 3, 2, torch.bfloat16, 70_000, in_int8=True)
         assert got["bytes"] == plan.weights
         assert got["released"] and not got["shown"] and got["most"] == 2**15
         before, after = got["edited"]

@@ -44,6 +44,6 @@ def test_fsdp2_holds_what_is_planned(kind, ranks, dtype):
         planned = fsdp2.torchs_adamw(shapes, ranks, DTYPES[dtype])
     else:
         rule = OPTIMIZERS[kind].hypers()
-        planned = fsdp2.ours(rule, shapes, ranks, DTYPES[dtype], REAL_BUCKET)
+        planned = fsdp2.optimizer_memory(rule, shapes, ranks, DTYPES[dtype], REAL_BUCKET)
     weights, state = worlds.run(ranks, memory.measure_fsdp2, kind, dtype)[0]
     assert close(planned.weights, weights) and close(planned.state + planned.master, state)

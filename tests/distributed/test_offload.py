@@ -203,7 +203,7 @@ def test_the_planner_counts_what_stays(monkeypatch):
     shapes = {n: tuple(p.shape) for n, p in offloading.Tower().named_parameters()}
     rule = OPTIMIZERS["came"].hypers()
     plain, one, both = (
-        memory.ours(rule, shapes, 3, 2, torch.bfloat16, 1, offloads=offloads)
+        memory.optimizer_memory(rule, shapes, 3, 2, torch.bfloat16, 1, offloads=offloads)
         for offloads in ((), ("param",), ("param", "optimizer"))
     )
     runs = 2 * sum(-(-math.prod(shape) // 2) for shape in shapes.values())
@@ -215,8 +215,10 @@ def test_the_planner_counts_what_stays(monkeypatch):
     assert both.state == plain.state  # all of it is small
     monkeypatch.setattr(host_offload, "SMALL", 200)
     rows_and_columns = {"first": (41, 12), "last": (7, 41), "square": (41, 41)}
-    held = memory.ours(rule, rows_and_columns, 3, 2, torch.bfloat16, 1, offloads=("optimizer",))
-    whole = memory.ours(rule, rows_and_columns, 3, 2, torch.bfloat16, 1)
+    held = memory.optimizer_memory(
+        rule, rows_and_columns, 3, 2, torch.bfloat16, 1, offloads=("optimizer",)
+    )
+    whole = memory.optimizer_memory(rule, rows_and_columns, 3, 2, torch.bfloat16, 1)
     share = 41 * 41 / memory.elements(rows_and_columns)
     assert held.weights == whole.weights
     small = 4 * 2 * (41 + 12 + 7 + 41 + 41 + 41)  # 164 bytes at most

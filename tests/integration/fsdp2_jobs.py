@@ -115,7 +115,7 @@ def train(folder: str, name: str) -> dict[str, Any]:
     run = RUNS[name]
     trainer = trainer_of(folder, run, run.vocab)
     trainer.train()
-    assert fully_shard.cuts(trainer.model)
+    assert fully_shard.uses_fsdp2(trainer.model)
     return {"after": whole(trainer.model), "log": trainer.state.log_history}
 
 

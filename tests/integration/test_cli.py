@@ -73,7 +73,7 @@ def test_what_is_offloaded_is_not_on_the_device(folder, capsys):
     options = ["--model", folder, "--ranks", 3, "--optimizer", "came", "--dtype", "fp32"]
     ours = ["--stage", 3, "--bucket", 100, "--offload-param", "--offload-optimizer"]
     _, rows = plan(capsys, *options, *ours)
-    both = memory.ours(
+    both = memory.optimizer_memory(
         OPTIMIZERS["came"].hypers(), SHAPES, 3, 3, torch.float32, 100, None, ("param", "optimizer")
     )
     row = rows["CAME, ZeRO-3, param and optimizer offloaded"]
@@ -109,7 +109,7 @@ def test_the_table_is_the_arithmetic(name, folder, capsys):
     kind, rule = OPTIMIZERS[name].__name__, rules(name)
     expected = {}
     for stage in (None, *range(4)):
-        ours = memory.ours(rule, SHAPES, stage, 3, torch.float32, 100)
+        ours = memory.optimizer_memory(rule, SHAPES, stage, 3, torch.float32, 100)
         noted = memory.cached_norms(rule, SHAPES, stage, 3, torch.float32)
         how = "plain step()" if stage is None else f"ZeRO-{stage}"
         expected[f"{kind}, {how}"] = replace(ours, state=ours.state + noted)
@@ -150,7 +150,7 @@ def test_fsdp2_stands_beside_torchs_adamw_and_deepspeeds(folder, capsys):
     _, table = plan(capsys, *options, "--stage", "fsdp2", "--optimizer", "came")
     rule = OPTIMIZERS["came"].hypers()
     expected = {
-        "CAME, FSDP2": fsdp2.ours(rule, SHAPES, 3, torch.float32, 100),
+        "CAME, FSDP2": fsdp2.optimizer_memory(rule, SHAPES, 3, torch.float32, 100),
         "AdamW, torch, FSDP2": fsdp2.torchs_adamw(SHAPES, 3, torch.float32),
         "AdamW, DeepSpeed ZeRO-3": memory.adamw(SHAPES, 3, 3, torch.float32, 100),
     }

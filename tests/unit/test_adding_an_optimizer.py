@@ -83,7 +83,7 @@ def test_deepspeed_and_the_planner_know_it(page):
 
     assert optimizers.concerns_us({"optimizer": {"type": "SignSGD"}})
     rule = OPTIMIZERS["signsgd"].hypers()
-    assert memory.ours(rule, {"a": SHAPE}, None, 1, torch.float32, 1).state == 4 * 35
+    assert memory.optimizer_memory(rule, {"a": SHAPE}, None, 1, torch.float32, 1).state == 4 * 35
 
 
 def test_another_rule_of_the_same_name_is_refused(page):

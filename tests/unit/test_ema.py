@@ -468,7 +468,7 @@ def test_the_planner_counts_the_average(of_average, size):
     plain = ds_ext.AdamW(model.parameters())
     shapes = {"weight": (32, 64)}
     planned = [
-        memory.ours(o.rule_of(model.weight), shapes, 3, 4, torch.bfloat16, 100).state
+        memory.optimizer_memory(o.rule_of(model.weight), shapes, 3, 4, torch.bfloat16, 100).state
         for o in (optimizer, plain)
     ]
     assert planned[0] - planned[1] == size * 32 * 64 / 4

@@ -70,7 +70,7 @@ def test_a_plain_step_holds_what_is_planned(name, hypers, model, dtype):
         p.grad = torch.randn_like(p)
     optimizer.step()
     rule = optimizer.hypers(**hypers)
-    planned = memory.ours(rule, shapes_of(module), None, 1, DTYPES[dtype], BUCKET)
+    planned = memory.optimizer_memory(rule, shapes_of(module), None, 1, DTYPES[dtype], BUCKET)
     assert planned.weights == held(params)
     assert planned.gradients == held(p.grad for p in params)
     states = optimizer.state.values()
@@ -89,7 +89,7 @@ def test_weights_in_8_bits_hold_what_is_planned(name):
     model(int8_model.batch(0)).backward()
     optimizer.step()
     rule, shapes = optimizer.hypers(), shapes_of(model)
-    planned = memory.ours(rule, shapes, 0, 1, torch.bfloat16, BUCKET, in_int8=True)
+    planned = memory.optimizer_memory(rule, shapes, 0, 1, torch.bfloat16, BUCKET, in_int8=True)
     codes = [each.stored for p in model.parameters() if (each := int8.find(p))]
     others = [p for p in model.parameters() if not int8.find(p)]
     weights = held(codes + others)
@@ -102,7 +102,7 @@ def test_weights_in_8_bits_hold_what_is_planned(name):
 def test_an_8b_model_in_8_bits_fits_16_gb():
     shapes = memory.shapes_of(known.skeleton(known.config("llama-3.1-8b")))
     rule = OPTIMIZERS["adalomo"].hypers()
-    plan = memory.ours(rule, shapes, 0, 1, torch.bfloat16, 2**24, in_int8=True)
+    plan = memory.optimizer_memory(rule, shapes, 0, 1, torch.bfloat16, 2**24, in_int8=True)
     assert plan.weights + plan.state == pytest.approx(8.03e9 * (1 + 2 / 256), rel=0.01)
     most = 128_256 * 4096  # the output head: its gradient, and its values in bf16
     assert 2 * 2 * most < plan.gradients < 4 * 2 * most
@@ -135,7 +135,9 @@ def test_simulated_ranks_hold_what_is_planned(setting, model, dtype, ranks):
     held_by = [held(t for s in o.state.values() for t in tensors(s)) for o in optimizers]
     rule = optimizers[0].hypers(**hypers)
     for stage in (1, 2, 3):
-        planned = memory.ours(rule, shapes_of(module), stage, ranks, DTYPES[dtype], BUCKET)
+        planned = memory.optimizer_memory(
+            rule, shapes_of(module), stage, ranks, DTYPES[dtype], BUCKET
+        )
         kept = planned.state + planned.master
         assert close(kept, max(held_by)), (kept, held_by)
 
@@ -203,7 +205,7 @@ def test_gradients_in_flight_are_as_planned(ranks, bucket, slack, monkeypatch):
     module = llama()
     alive = gradients_alive(module, ranks, bucket, monkeypatch)
     lomo = OPTIMIZERS["lomo"].hypers()
-    planned = memory.ours(lomo, shapes_of(module), 1, ranks, torch.float32, bucket)
+    planned = memory.optimizer_memory(lomo, shapes_of(module), 1, ranks, torch.float32, bucket)
     assert alive <= planned.gradients * 1.001  # padding
     assert planned.gradients <= alive * slack
 
@@ -221,7 +223,9 @@ def test_kept_gradients_are_as_planned(name, policy, ranks):
         fused.finish()
     rule = OPTIMIZERS[name].hypers(**hypers)
     used, kept, whole = (
-        memory.ours(rule, shapes_of(module), 1, ranks, torch.bfloat16, 3000, accumulates).gradients
+        memory.optimizer_memory(
+            rule, shapes_of(module), 1, ranks, torch.bfloat16, 3000, accumulates
+        ).gradients
         for accumulates in (None, policy, "sharded")
     )
     state = fused.state
@@ -239,7 +243,7 @@ N = memory.elements(SEVEN)
 
 def plan(name, stage, ranks, dtype=torch.bfloat16, **hypers):
     rule = OPTIMIZERS[name].hypers(**hypers)
-    return memory.ours(rule, SEVEN, stage, ranks, dtype, 2**24)
+    return memory.optimizer_memory(rule, SEVEN, stage, ranks, dtype, 2**24)
 
 
 @pytest.mark.parametrize("ranks", [1, 8, 64])

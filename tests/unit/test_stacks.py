@@ -348,7 +348,9 @@ def test_the_planner_counts_the_state_of_experts(name, world):
     hypers = HYPERS[name]
     rule = OPTIMIZERS[name].hypers(**OPTIMIZERS[name].check(hypers))
     stage = 3 if world > 1 else 0
-    planned = memory.ours(rule, memory.shapes_of(layer), stage, world, torch.float32, 100)
+    planned = memory.optimizer_memory(
+        rule, memory.shapes_of(layer), stage, world, torch.float32, 100
+    )
     values = [p.detach() for p in layer.parameters()]
     held = []
     ranks = [Rank(name, r, world, values, hypers) for r in range(world)]

@@ -94,7 +94,9 @@ def test_it_is_the_same_on_any_number_of_ranks(world):
 
 def test_the_planner_counts_it():
     rule = OPTIMIZERS[adan.NAME].hypers()
-    assert memory.ours(rule, {"a": (7, 5)}, None, 1, torch.float32, 1).state == 4 * 4 * 35
+    assert (
+        memory.optimizer_memory(rule, {"a": (7, 5)}, None, 1, torch.float32, 1).state == 4 * 4 * 35
+    )
 
 
 @needs.triton
