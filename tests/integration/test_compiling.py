@@ -113,13 +113,12 @@ def test_the_kernels_of_a_7b_step_have_few_instructions_and_registers():
     of = {row["pass"]: row for row in passes}
     recall, applied = of["recall IS_WEIGHT"], of["noting_apply IS_QUOTIENT"]
     assert recall["calls"] == 0 and recall["registers"] <= 80
-    # two calls are slow paths of the learning rate's quotient and root
-    assert applied["calls"] <= 2 and applied["registers"] <= 100
-    assert applied["per element"] <= 32 and applied["alu"] <= 14
+    assert applied["calls"] == 0 and applied["registers"] <= 80
+    assert applied["per element"] <= 34 and applied["alu"] <= 15
     assert applied["scalars"] <= 24  # the noise is loaded in vectors
-    # vectors are launched apart, so that matrices have their own registers
+    # vectors have a launch of their own, and so matrices have their own registers
     most = max(row["registers"] for row in launched if "noting_apply IS_QUOTIENT" in row["launch"])
-    assert most <= 100 < of["noting_apply IS_VECTOR"]["registers"]
+    assert most <= 80 < of["noting_apply IS_VECTOR"]["registers"]
 
 
 @pytest.mark.slow
