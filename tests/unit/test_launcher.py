@@ -58,7 +58,7 @@ def read(launch, arguments):
     for name in NUMBERS:
         number = arguments[ARGUMENT[name]]
         is_vector = number >= LEAST_ADDRESS
-        found[name] = at(number, n, np.uint32) if is_vector else np.uint32(number)
+        found[name] = at(number, n, np.uint32) if is_vector else np.uint32(number & 0xFFFFFFFF)
     return found
 
 

@@ -343,7 +343,7 @@ def _words(numbers: NDArray[np.float32]) -> bytes:
 
 @functools.lru_cache(4096)
 def _bits(number: float) -> int:
-    """The bits of a number in fp32."""
+    """The bits of a number in fp32, as a signed integer: no address is so small."""
     return int(np.float32(number).view(np.int32))
 
 

@@ -33,6 +33,7 @@ A, B, DECAY = (tl.constexpr(FIELD[k]) for k in ("a", "b", "decay"))
 LR, EPS = tl.constexpr(FIELD["lr"]), tl.constexpr(FIELD["eps"])
 CLIP, MOST = tl.constexpr(FIELD["clip"]), tl.constexpr(FIELD["most"])
 PROBE, FOUND = tl.constexpr(FIELD["probe"]), tl.constexpr(FIELD["found"])
+LEAST_ADDRESS = tl.constexpr(2**32)  # of a vector: smaller arguments are numbers themselves
 
 
 @triton.jit
@@ -86,7 +87,7 @@ def pointer(t, FIELD: tl.constexpr, DTYPE: tl.constexpr):
 def number(t, FIELD: tl.constexpr):
     """The number of a column, fp32: the argument's bits, or the parameter's in a vector there."""
     given = t[FIELD].to(tl.int64)
-    is_vector = (given >> 32).to(tl.int32) != 0  # addresses have more than 32 bits
+    is_vector = given >= LEAST_ADDRESS
     own = tl.load(given.to(tl.pointer_type(tl.float32)) + t[1], mask=is_vector, other=0.0)
     return tl.where(is_vector, own, given.to(tl.int32).to(tl.float32, bitcast=True))
 
