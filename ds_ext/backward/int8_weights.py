@@ -248,8 +248,9 @@ def _codes_in_graph(params: Sequence[Tensor]) -> saved_tensors_hooks:
             return _SavedWeight(x, param)
         torch._C._autograd._pop_saved_tensors_default_hooks()
         try:
+            root = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
             with torch.enable_grad():
-                return _Saved.apply(torch.empty(0, requires_grad=True), x)
+                return _Saved.apply(root, x)
         finally:
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 

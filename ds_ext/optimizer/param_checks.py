@@ -73,7 +73,8 @@ def _overlap(params: list[Tensor]) -> bool:
     ends = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in params)
     if all(p.is_contiguous() for p in params):
         return any(end > first for (_, end), (first, _) in itertools.pairwise(ends))
-    used = torch.zeros(params[0].untyped_storage().nbytes(), dtype=torch.uint8)
+    size = params[0].untyped_storage().nbytes()
+    used = torch.zeros(size, dtype=torch.uint8, device="cpu")
     for p in params:
         size, first = p.element_size(), p.data_ptr() - p.untyped_storage().data_ptr()
         used.as_strided((*p.shape, size), (*(n * size for n in p.stride()), 1), first).fill_(1)
