@@ -6,9 +6,9 @@ torch's own are known to be repeatable.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -58,9 +58,14 @@ def _saved(node: Node) -> Iterator[Any]:
         yield from found if isinstance(found, (list, tuple)) else [found]
 
 
-@functools.cache
+_names_of: WeakKeyDictionary[type[Node], list[str]] = WeakKeyDictionary()
+
+
 def _names(kind: type[Node]) -> list[str]:
-    return [name for name in dir(kind) if name.startswith("_raw_saved")]
+    """The attributes of a kind of node. DeepSpeed makes kinds per module, so none is kept alive."""
+    if kind not in _names_of:
+        _names_of[kind] = [name for name in dir(kind) if name.startswith("_raw_saved")]
+    return _names_of[kind]
 
 
 def _unpack_hooks(saved: Any) -> Iterator[Callable[..., Any]]:
