@@ -116,14 +116,13 @@ class Buckets:
         """Hooks a parameter. A frozen one is hooked too, because it may be unfrozen later."""
         frozen = not param.requires_grad
         take = _leave if param in self.leaf_params else _weakly(cast(MethodType, self.take))
-        handle: torch.utils.hooks.RemovableHandle
         with torch.inference_mode(param.is_inference()):  # torch unfreezes it there only
             if frozen:
                 param.requires_grad_(True)  # otherwise torch does not hook it
             handle = param.register_post_accumulate_grad_hook(take)
             if frozen:
                 param.requires_grad_(False)
-        return handle
+        return cast(torch.utils.hooks.RemovableHandle, handle)
 
     def _drop_gradients(self, params: Iterable[Tensor]) -> None:
         """Drops the ``grad`` of earlier backward passes, because torch would add to it."""

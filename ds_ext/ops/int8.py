@@ -253,9 +253,7 @@ def decoded(param: Tensor) -> Tensor:
     held: Int8Weight = _stored[param]
     with expanded([param] if held.holders else ()) as edited:
         now = Int8Weight(held.place(param), start=held.start) if edited else held
-    values = decode(
-        now.stored.cpu(), torch.empty(held.absent.shape, dtype=held.absent.dtype, device="cpu")
-    )
+    values = decode(now.stored.cpu(), held.absent.new_empty(held.absent.shape, device="cpu"))
     last = held.copy()
     if last is not None and torch.equal(last, values):
         return last
