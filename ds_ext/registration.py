@@ -1,7 +1,8 @@
 """Registers ds_ext optimizers when a program imports DeepSpeed, without importing it first.
 
 If ds_ext cannot use this version of DeepSpeed, it patches nothing, and only ``initialize`` raises,
-for engines that would have an optimizer of ds_ext.
+for engines that would have an optimizer of ds_ext. A program of ``python -m ds_ext run`` loads this
+file by itself. Therefore it imports the package, and with it torch, only after DeepSpeed.
 """
 
 import functools
@@ -16,10 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ds_ext import contract
-from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
-from ds_ext.rules.base import key_of
-
 
 def register() -> None:
     """Registers ds_ext optimizers with DeepSpeed: now, or when DeepSpeed is imported."""
@@ -30,6 +27,8 @@ def register() -> None:
 
 
 def _patch() -> None:
+    from ds_ext import contract
+
     try:
         contract.check("deepspeed", "torch")
         from ds_ext.engine import patches
@@ -41,6 +40,8 @@ def _patch() -> None:
 
 def _refuse(reason: Exception) -> None:
     """Makes ``deepspeed.initialize`` raise ``reason`` for ds_ext's optimizers, and only these."""
+    from ds_ext.optimizer import RuleOptimizer
+
     deepspeed: Any = sys.modules["deepspeed"]
     original = deepspeed.initialize
 
@@ -58,6 +59,9 @@ def _refuse(reason: Exception) -> None:
 
 def _names_ours(config: Any) -> bool:
     """Whether a config has the section "ds_ext", or an optimizer that only ds_ext has."""
+    from ds_ext.optimizer import OPTIMIZERS
+    from ds_ext.rules.base import key_of
+
     if isinstance(config, (str, Path)) and Path(config).is_file():
         config = json.loads(Path(config).read_text())
     if not isinstance(config, dict):

@@ -15,6 +15,7 @@ import ds_ext  # noqa: F401
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
 
 SIZES = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+OURS: dict[str, Any] = {"ds_ext": {}}  # else the config is another optimizer's
 RIGHT = {"optimizer": {"type": "AdaLomo", "params": {"lr": 1e-3}}}
 WRONG: dict[str, dict[str, Any]] = {
     "optimizer.type is 'AdaLom'": {"optimizer": {"type": "AdaLom"}},
@@ -77,9 +78,9 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
     (None, {"ds_ext": None}),
     ("zero_optimization", {"zero_optimization": None}),
     ("zero_optimization", {"zero_optimization": 3}),
-    ("optimizer", {"optimizer": None}),
-    ("optimizer", {"optimizer": "AdaLomo"}),
-    ("optimizer", {"optimizer": {"type": None}}),
+    ("optimizer", {"optimizer": None} | OURS),
+    ("optimizer", {"optimizer": "AdaLomo"} | OURS),
+    ("optimizer", {"optimizer": {"type": None}} | OURS),
     ("optimizer.params", _ours([])),
     ("optimizer.params.lr", _ours({"lr": "1e-3"})),
     ("bf16", {"bf16": True}),
