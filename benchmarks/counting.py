@@ -218,6 +218,7 @@ class Owner:
     """The owner of the counted parameters. It steps none of them."""
 
     optimizer: Any = None
+    has_updated = False
 
     def unfinished(self) -> str:
         return ""
