@@ -344,6 +344,27 @@ def test_a_state_may_have_any_dtype(path, is_batched, dtype, monkeypatch):
         assert torch.allclose(p, torch.tensor(-0.1 * (0.5 + 0.75 + 0.875)), rtol=1e-5)
 
 
+@pytest.mark.parametrize("path", PATHS[1:])
+def test_factors_that_no_table_reads_are_refused_in_a_batch(path, monkeypatch):
+    paths.use(monkeypatch, path)
+
+    def step(self, p, g, s, t, shard):
+        u = ops.unit_quotient(g, shard, g)
+        wide = type(u.row)(u.row.values.double(), u.row.firsts)
+        u = ops.normalize_rows(replace(u, row=wide), ops.square_sum(g, shard, g), 1e-8, shard)
+        ops.apply_(p, u, shard, lr=self.lr)
+        yield from ()
+
+    of_state(torch.float32, is_batched=True)
+    try:
+        monkeypatch.setattr(REGISTRY["kept"].rule, "step", step)
+        params = [nn.Parameter(torch.zeros(shape)) for shape in ((30, 40), (20, 40))]
+        with pytest.raises(TypeError, match="NormalizeRows .* is_batched=False"):
+            steps(OPTIMIZERS["kept"](params), params, [[torch.ones_like(p) for p in params]])
+    finally:
+        del REGISTRY["kept"]
+
+
 def by_scalars(scale):
     """A rule in the registry that multiplies its gradient by a function of two square sums."""
 

@@ -30,7 +30,16 @@ class OneByOne:
         self.reference = reference
 
     def run(self, asked: Any, where: Any) -> Any:
-        """See ``dispatch.Executor``."""
+        """See ``dispatch.Executor``.
+
+        Raises:
+            TypeError: the pass returns factors of the whole batch, which only tables can make.
+        """
+        if isinstance(asked, _OF_TABLES):
+            raise TypeError(
+                f"{type(asked).__name__} over a batch needs fp32 factors and an expression that "
+                "native code or kernels read: register the rule with is_batched=False."
+            )
         _warn(type(asked).__name__, where.device.type)
         good, made = _good(where), []
         for i, shard in enumerate(where.shards):
@@ -57,6 +66,9 @@ class OneByOne:
                 p.update_sums.values[2 * i : 2 * i + 2] = sums
             else:
                 p.update_sums.tensors[i] += sums
+
+
+_OF_TABLES = (passes.UnitQuotient, passes.NormalizeRows, passes.NormalizeColumns)
 
 
 @functools.cache
