@@ -252,7 +252,9 @@ def by_ranks(model: str, worlds: Sequence[int]) -> list[dict[str, Any]]:
         step = Counted(model, ranks, BUCKET_SIZE)
         sent = scale.sends(step, "AdaLomo")
         held = {
-            "AdaLomo": planner.ours(rules, shapes, 3, ranks, torch.bfloat16, BUCKET_SIZE),
+            "AdaLomo": planner.optimizer_memory(
+                rules, shapes, 3, ranks, torch.bfloat16, BUCKET_SIZE
+            ),
             memory.ADAMW: planner.adamw(shapes, 3, ranks, torch.bfloat16, BUCKET_SIZE),
         }
         rows.append(

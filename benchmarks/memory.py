@@ -230,7 +230,7 @@ def planned_state(sizes: Sizes, name: str) -> int:
     """Returns the state bytes that the planner computes for an optimizer's defaults."""
     whole = llama(sizes, torch.float32, torch.device("meta"))
     rules, shapes = planner.rules_of(OURS[name], whole, {}), planner.shapes_of(whole)
-    return planner.ours(rules, shapes, None, 1, torch.float32, elements(shapes)).state
+    return planner.optimizer_memory(rules, shapes, None, 1, torch.float32, elements(shapes)).state
 
 
 def largest(rows: Sequence[Measured]) -> list[dict[str, object]]:

@@ -52,7 +52,7 @@ def _allowed() -> Iterator[None]:
     torch.serialization.add_safe_globals([*_PLAIN, *_DEEPSPEED, *arrays])
     try:
         yield
-    finally:  # torch 2.4 has no context for this
+    finally:  # torch's own context would also remove what the program has allowed
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(before)
 
@@ -64,16 +64,16 @@ def load(path: Path) -> Any:
         CheckpointError: the file is damaged, or calls a function that is not known to be safe.
     """
     is_trusted = os.environ.get(SWITCH, "0").lower() in ("1", "y", "yes", "true")
-    try:
-        with _allowed():
+    with _allowed():
+        try:
             return torch.load(path, map_location="cpu", mmap=True, weights_only=not is_trusted)
-    except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)|WeightsUnpickler error: (.*)", str(error))
-        what = (found[1] or found[2]) if found else str(error)
-        raise CheckpointError(
-            f"{path} was not loaded, because it may run code: {what}. If that is a class of yours, "
-            "call torch.serialization.add_safe_globals([...]) with it before you load. If you "
-            f"trust the whole file, set {SWITCH}=1 in the environment."
-        ) from error
-    except Exception as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
+        except pickle.UnpicklingError as error:
+            found = re.search(r"GLOBAL (\S+)|WeightsUnpickler error: (.*)", str(error))
+            what = (found[1] or found[2]) if found else str(error)
+            raise CheckpointError(
+                f"{path} was not loaded, because it may run code: {what}. If that is a class of "
+                "yours, call torch.serialization.add_safe_globals([...]) with it before you load. "
+                f"If you trust the whole file, set {SWITCH}=1 in the environment."
+            ) from error
+        except Exception as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from error

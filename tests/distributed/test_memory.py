@@ -27,7 +27,7 @@ def test_deepspeed_holds_what_is_planned(kind, stage, dtype):
         planned = planner.adamw(shapes, stage, RANKS, DTYPES[dtype], REAL_BUCKET).total
     else:  # between steps no gradient is alive
         rule = OPTIMIZERS[kind].hypers()
-        ours = planner.ours(rule, shapes, stage, RANKS, DTYPES[dtype], REAL_BUCKET)
+        ours = planner.optimizer_memory(rule, shapes, stage, RANKS, DTYPES[dtype], REAL_BUCKET)
         planned = ours.total - ours.gradients
     assert close(planned, worlds.once(RANKS, memory.measure, kind, stage, dtype)[0])
 
