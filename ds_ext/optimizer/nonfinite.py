@@ -192,10 +192,11 @@ def checked_on_device(step: DeviceStep, memory: Memory, check: GradCheck) -> Ste
     by_sums, by_votes = step.params[0] in check.params, step.params[0] in check.votes
     batch = step.batch
     batch.attach(memory)
-    batch.limits = _limits_of_votes(step, check.votes) if by_votes else None
     rule = step.begin()
-    if batch.limits is not None:
-        _record(step, batch.limits, check, is_square=False)
+    if by_votes:  # recorded first, because a pass with limits skips bad gradients
+        limits = _limits_of_votes(step, check.votes)
+        _record(step, limits, check, is_square=False)
+        batch.limits = limits
     begins_checked = by_sums and not step.sums_first
     sums = None if begins_checked else advance(rule, None)
     if by_sums:
