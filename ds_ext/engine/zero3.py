@@ -13,7 +13,10 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.runtime.zero.partitioned_param_coordinator import (
+    PartitionedParameterCoordinator,
+    iter_params,
+)
 from deepspeed.utils import groups, z3_leaf_module
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -208,6 +211,7 @@ def partition(engine: DeepSpeedEngine, cut: ReplicaGroups) -> DeepSpeedZeRoOfflo
     )
     _hold_weakly(engine.module)
     _cache_by_engine(offload.get_param_coordinator())
+    _release_frozen(offload)
     if section(engine.config).weight_storage:
         int8_partitions.store(engine.module)
     else:
@@ -240,6 +244,31 @@ def _cache_by_engine(coordinator: PartitionedParameterCoordinator) -> None:
     cached = inspect.getclosurevars(getattr(type(coordinator), name)).nonlocals["func"]
     method = MethodType(cached.__wrapped__, coordinator)
     setattr(coordinator, name, functools.lru_cache(maxsize=None)(method))
+
+
+def _release_frozen(offload: DeepSpeedZeRoOffload) -> None:
+    """Lets a module's backward pass release its frozen parameters, also if it was checkpointed.
+
+    DeepSpeed keeps those that a recomputation gathers until the module around it ends its backward
+    pass. With reentrant checkpointing, this is the whole model.
+    """
+    coordinator = offload.get_param_coordinator()
+    release = coordinator.release_sub_module
+    modules = {m.ds_id: m for m in offload.module.modules() if "ds_id" in m.__dict__}
+
+    def release_sub_module(module: nn.Module, forward: bool = False) -> None:
+        params = [] if forward else list(iter_params(module, recurse=z3_leaf_module(module)))
+        for param in params:
+            for number in param.ds_active_sub_modules - {module.ds_id}:
+                around = modules.get(number)
+                kept: set[Tensor] = getattr(around, "ds_recompute_parameters", set())
+                # A module around it that uses the parameter itself still needs it.
+                if param in kept and all(param is not own for own in iter_params(around)):
+                    kept.discard(param)
+                    param.ds_active_sub_modules.discard(number)
+        release(module, forward=forward)
+
+    coordinator.release_sub_module = release_sub_module
 
 
 def _secondary_group(engine: DeepSpeedEngine) -> Group:

@@ -1,5 +1,6 @@
 """Bytes that real engines hold: jobs of test_memory.py."""
 
+import copy
 import gc
 import time
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import ds_ext
 from ds_ext.distributed import dtensors
@@ -106,3 +108,77 @@ def measure(kind, stage, dtype):
         look()
     engine.destroy()
     return max(seen)
+
+
+class Adapted(nn.Module):
+    """Checkpointed blocks of frozen layers with adapters. The model itself uses a shared weight."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+        layers = {"base": (16, 16), "down": (16, 2), "up": (2, 16)}
+        shared = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({name: nn.Linear(*sizes) for name, sizes in layers.items()})
+            for _ in range(4)
+        )
+        for block in self.blocks:
+            block["shared"] = shared
+            block["base"].requires_grad_(False)
+        shared.requires_grad_(False)
+        self.tied = shared.weight
+
+    def segment(self, block, x):
+        return block["shared"](torch.tanh(block["base"](x) + block["up"](block["down"](x))))
+
+    def forward(self, x):
+        x = x @ self.tied
+        for block in self.blocks:
+            x = checkpoint(self.segment, block, x, use_reentrant=self.reentrant)
+        return x.square().sum()
+
+
+def frozen_in_backward(reentrant):
+    """Frozen matrices gathered as each block begins backward, and adapters' errors after steps."""
+    torch.manual_seed(0)
+    model = Adapted(reentrant)
+    single = copy.deepcopy(model)
+    bases = [block["base"] for block in model.blocks]
+    hypers = {"lr": 1e-2, "weight_decay": 0.0}
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 16}
+    zero |= {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0,
+        "zero_optimization": zero,
+        "optimizer": {"type": "ds_ext.AdamW", "params": hypers},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained(model), config=config)
+    optimizer = torch.optim.AdamW(trained(single), **hypers)
+    seen, before = [], [p.detach().clone() for p in trained(single)]
+
+    def look(*_):
+        if torch._C._current_graph_task_id() != -1:
+            seen.append(sum(b.weight.ds_status.name == "AVAILABLE" for b in bases))
+            if len(seen) > len(bases):  # DeepSpeed's first pass releases persistent biases too
+                assert all(b.bias.ds_status.name == "AVAILABLE" for b in bases)
+
+    for base in bases:
+        base.register_forward_pre_hook(look)
+    for _ in range(3):
+        batches = [torch.randn(3, 16).requires_grad_() for _ in range(dist.get_world_size())]
+        engine.backward(engine(batches[dist.get_rank()]))
+        engine.step()
+        torch.stack([single(x) for x in batches]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    errors = []
+    with deepspeed.zero.GatheredParameters(trained(model)):
+        for got, expected, start in zip(trained(model), trained(single), before, strict=True):
+            errors.append(float((got - expected).norm() / (expected - start).norm()))
+    engine.destroy()
+    return seen, max(errors)
+
+
+def trained(model):
+    return [p for p in model.parameters() if p.requires_grad]

@@ -47,3 +47,10 @@ def test_fsdp2_holds_what_is_planned(kind, ranks, dtype):
         planned = fsdp2.optimizer_memory(rule, shapes, ranks, DTYPES[dtype], REAL_BUCKET)
     weights, state = worlds.run(ranks, memory.measure_fsdp2, kind, dtype)[0]
     assert close(planned.weights, weights) and close(planned.state + planned.master, state)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_block_releases_its_frozen_weights(reentrant):
+    for gathered, error in worlds.run(RANKS, memory.frozen_in_backward, reentrant):
+        assert gathered == [1] * 12  # that of the block which is recomputed, in each of 3 steps
+        assert error < 1e-5
