@@ -79,6 +79,9 @@ TABLE: dict[str, dict[str, str]] = {
         "PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release": (
             "has a cache that keeps models alive"
         ),
+        "PartitionedParameterCoordinator.release_sub_module": "also releases frozen parameters",
+        "PartitionedParameterCoordinator@ds_active_sub_modules": "what keeps a parameter gathered",
+        "iter_params": "the parameters that a module's hooks gather",
     },
     "deepspeed.runtime.zero.partition_parameters": {
         "Init@ds_tensor": "this rank's run of a parameter",
