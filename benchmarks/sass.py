@@ -23,7 +23,6 @@ from unittest import mock
 import numpy as np
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor, nn
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -74,7 +73,6 @@ REACHED = 0.9  # the share of these bytes that a copy reaches (assumed)
 FUSED_ADAMW = 14  # bytes per element of torch's, with bf16 moments: g, and p, m, v in and out
 LOADS, STORES = ("LDG", "LDGSTS"), ("STG",)
 WIDE = ("128", "64")  # bits of an access that count as a vector
-TYPES = {t.name: t for t in (tl.float32, tl.bfloat16, tl.float16, tl.int16, tl.int8)}
 LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
 
 

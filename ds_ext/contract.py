@@ -163,7 +163,7 @@ def check(*packages: str) -> None:
             not 1. The message names them, and the versions that work.
     """
     supported = records()["versions"]
-    installed = {package: importlib.metadata.version(package) for package in packages}
+    installed = {package: _version(package) for package in packages}
     newer = {p: v for p, v in installed.items() if numbers(v) > numbers(supported[p])}
     problems = [problem for package in newer for problem in broken(package)]
     have = ", ".join(f"{package} {version}" for package, version in newer.items())
@@ -176,6 +176,14 @@ def check(*packages: str) -> None:
     if newer and os.environ.get("RANK", "0") == "0":
         logs.show_by_default()
         logs.logger.warning(f"ds_ext was not tested with {have}; it was tested with {works}")
+
+
+def _version(package: str) -> str:
+    """The version of an installed package, or of a checkout on the path."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return str(pkgutil.resolve_name(f"{package}:__version__"))
 
 
 def broken(package: str) -> list[str]:

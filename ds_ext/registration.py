@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import inspect
 import json
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -34,7 +35,7 @@ def _patch() -> None:
         from ds_ext.engine import patches
 
         patches.register()
-    except (ImportError, RuntimeError) as error:
+    except (ImportError, AttributeError, RuntimeError) as error:
         _refuse(error)
 
 
@@ -62,11 +63,15 @@ def _names_ours(config: Any) -> bool:
     from ds_ext.optimizer import OPTIMIZERS
     from ds_ext.rules.base import key_of
 
-    if isinstance(config, (str, Path)) and Path(config).is_file():
-        config = json.loads(Path(config).read_text())
-    if not isinstance(config, dict):
+    if isinstance(config, (str, Path)) and os.path.isfile(config):
+        try:
+            config = json.loads(Path(config).read_text())
+        except ValueError:  # DeepSpeed reports it, or reads Hjson
+            return False
+    section = config.get("optimizer") if isinstance(config, dict) else None
+    if not isinstance(config, dict) or not isinstance(section or {}, dict):
         return False
-    name = str((config.get("optimizer") or {}).get("type", "")).lower()
+    name = str((section or {}).get("type", "")).lower()
     theirs = sys.modules["deepspeed.runtime.config"].DEEPSPEED_OPTIMIZERS
     ours = name.startswith("ds_ext.") or (key_of(name) in OPTIMIZERS and name not in theirs)
     return ours or "ds_ext" in config

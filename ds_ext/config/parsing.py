@@ -99,6 +99,9 @@ def malformed(config: dict[str, Any]) -> Iterator[str]:
         is_old_format = key == "zero_optimization" and isinstance(value, bool)
         if not isinstance(value, dict) and not is_old_format:
             yield f"{key} is {value!r}; allowed: a section such as {{}}."
+    for key in ("zero_optimization.offload_param", "zero_optimization.offload_optimizer"):
+        if not isinstance(value := lookup(config, key), dict | None):
+            yield f"{key} is {value!r}; allowed: a section such as {{}}."
     for key in ("optimizer", "scheduler"):
         value = config.get(key, {"type": "", "params": {}})
         if not isinstance(value, dict) or not isinstance(value.get("type"), str):

@@ -6,6 +6,7 @@ error in place of the value that the other ranks gather next.
 """
 
 import hashlib
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -56,7 +57,11 @@ class _FailedRanks(RuntimeError):
         self.kind = next(iter(told.values())).kind
 
 
-_depth = 0  # nested calls of run_on_all_ranks
+class _Depth(threading.local):
+    calls = 0  # nested ones of run_on_all_ranks
+
+
+_depth = _Depth()
 
 
 def gathered(value: T, group: Group = None) -> list[T]:
@@ -88,8 +93,7 @@ def run_on_all_ranks(
             type, and other errors become CheckpointError.
         group: the ranks.
     """
-    global _depth
-    _depth += 1
+    _depth.calls += 1
     failed: Exception | None = None
     try:
         try:
@@ -99,13 +103,14 @@ def run_on_all_ranks(
             raise
         except Exception as caught:
             failed = caught
-        gathered(None if failed is None else _Failure(_depth, _kind(failed), _told(failed)), group)
+        own = failed and _Failure(_depth.calls, _kind(failed), _told(failed))
+        gathered(own, group)
     except _FailedRanks as found:
-        if found.depth < _depth:
+        if found.depth < _depth.calls:
             raise
         raise (error or found.kind)(str(found)) from failed
     finally:
-        _depth -= 1
+        _depth.calls -= 1
     return result
 
 

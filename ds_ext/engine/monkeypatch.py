@@ -17,15 +17,15 @@ class Patch(NamedTuple):
     name: str
     function: Method
 
-    def apply(self) -> None:
-        """Replaces the method with the function."""
+    def bound(self) -> Method:
+        """Returns the method that calls the function; AttributeError if DeepSpeed lacks it."""
         original, function = getattr(self.owner, self.name), self.function
 
         @functools.wraps(original)
         def method(*args: Any, **kwargs: Any) -> Any:
             return function(original, *args, **kwargs)
 
-        setattr(self.owner, self.name, method)
+        return method
 
 
 PATCHES: list[Patch] = []  # in the order of application

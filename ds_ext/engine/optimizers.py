@@ -1,6 +1,7 @@
 """Resolves the optimizer that a config's "type" names, and creates its param groups."""
 
 import difflib
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -78,7 +79,7 @@ def concerns_us(config: Any) -> bool:
     Args:
         config: as given to DeepSpeed: a dictionary, or the path of a file.
     """
-    if isinstance(config, str) and Path(config).is_file():
+    if isinstance(config, str) and os.path.isfile(config):  # not a long text in base 64
         try:
             config = parsing.load(Path(config))
         except ValueError:  # DeepSpeed reports it, or reads Hjson

@@ -16,7 +16,7 @@ from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from pydantic import ValidationError
 
-from ds_ext.backward import foreign_grads, fuse, norm_prepass, owners
+from ds_ext.backward import foreign_grads, fuse, int8_weights, norm_prepass, owners
 from ds_ext.config import config_checks, override, parsing
 from ds_ext.distributed import groups
 from ds_ext.engine import (
@@ -44,8 +44,8 @@ def register() -> None:
     fuse.REFUSALS.append(expert_parallel.refuse_spread_experts)
     norm_prepass.HARMLESS.add(LinearFunctionForZeroStage3.__name__)  # every linear
     tiled.register()
-    for patch in PATCHES:
-        patch.apply()
+    for patch, method in [(patch, patch.bound()) for patch in PATCHES]:
+        setattr(patch.owner, patch.name, method)
 
 
 # DeepSpeed has no hook before it reads a config, and reports one problem of a wrong one at a time.
@@ -87,24 +87,32 @@ def build(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) 
     sequence_parallel.reset()
     given = inspect.signature(original).bind(engine, *args, **kwargs).arguments
     model, client, config = given["model"], given.get("optimizer"), given["config_class"]
-    if optimizers.is_ours(client, config):
+    override.refuse_object(client)
+    is_stored = int8_weights.is_stored(model)
+    if optimizers.is_ours(client, config) or (is_stored and inspect.isfunction(client)):
         engine._ds_ext_mpu = given.get("mpu")  # AutoTP replaces engine.mpu
         make = functools.partial(original, engine, *args, **kwargs)
         own_engine.build(make, engine, model, client, config)
         return
+    if is_stored:  # DeepSpeed would broadcast values that do not exist
+        raise int8_weights.unsupported("An engine of another optimizer", "call restore_bf16 first")
     name = type(client).__name__ if client is not None else config.optimizer_name
     if name:
         _refuse_ignored(client, name, config)
-    original(engine, *args, **kwargs)
-    if isinstance(engine, OwnEngine):  # a function has made an optimizer of ds_ext
-        own_engine.start(engine)
-    elif name:
+    try:
+        original(engine, *args, **kwargs)
+        if isinstance(engine, OwnEngine):  # a function has made an optimizer of ds_ext
+            own_engine.start(engine)
+    except Exception:
+        if isinstance(engine, OwnEngine):
+            own_engine.abandon(engine)
+        raise
+    if name and not isinstance(engine, OwnEngine):
         trainer_checks.warn_dropped(model, name)
 
 
 def _refuse_ignored(client: Any, name: str, config: DeepSpeedConfig) -> None:
     """Raises ValueError if an engine's optimizer would ignore what the program asks of ds_ext."""
-    override.refuse_object(client)
     with rank_logging.traceback_once():
         if client is None:
             optimizers.refuse_misspelled(name)

@@ -232,7 +232,12 @@ def _write(
 
     Communicates nothing: in DeepSpeed's own ``save_checkpoint``, the other ranks would wait at a
     barrier for a rank that failed.
+
+    Raises:
+        CheckpointError: this rank does not see the folder, which rank 0 has made.
     """
+    if not aside.is_dir():
+        raise CheckpointError(f"{aside}: the folder must lie on a file system that all ranks share")
     name = str(aside.relative_to(save_dir) if aside.is_relative_to(save_dir) else aside)
     save_weights = engine._save_checkpoint
     if engine.has_moe_layers:

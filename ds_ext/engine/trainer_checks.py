@@ -133,7 +133,6 @@ def _given(trainer: Any, what: str) -> Any:
 
 def _trainer_of(scheduler: Callable[..., Any] | None) -> Any:
     """The Trainer that a function creates a scheduler for; None for functions of others."""
-    if not getattr(scheduler, "__module__", "").startswith("transformers."):
+    if not inspect.isfunction(scheduler) or not scheduler.__module__.startswith("transformers."):
         return None
-    assert scheduler is not None
     return inspect.getclosurevars(scheduler).nonlocals.get("trainer")

@@ -241,8 +241,7 @@ class Extended:
 class Quotient:
     """x · row · col · scale: an update by a second moment whose factors are inverse roots.
 
-    ``row`` is [mats, rows, 1] and ``col`` [mats, 1, cols]. The pass that computes them may still be
-    queued, so only a pass may read them.
+    ``row`` is [mats, rows, 1] and ``col`` [mats, 1, cols].
     """
 
     x: Readable

@@ -123,8 +123,9 @@ class Int8Weight:
             self.has_stepped = False
 
     def is_replaced(self, place: Tensor) -> bool:
-        """Returns whether a program has given the parameter data of another shape or dtype."""
-        return (place.shape, place.dtype) != (self.absent.shape, self.absent.dtype)
+        """Returns whether a program has given the parameter data of another kind."""
+        kinds = [(x.shape, x.dtype, x.device) for x in (place, self.absent)]
+        return kinds[0] != kinds[1]
 
     def values(self) -> Tensor:
         """Returns the values in new memory."""
@@ -318,7 +319,8 @@ class Freed(Tensor):
         """Runs ``func`` if it needs no values; ``copy_`` stores what it copies."""
         me: Any = args[0] if args else None
         kwargs = kwargs or {}
-        if func is Tensor.copy_ and find(me) and not isinstance(args[-1], Freed):
+        source = args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other"))
+        if func is Tensor.copy_ and find(me) and not isinstance(source, Freed):
             with expanded([me], stores=True):
                 return func(*args, **kwargs)
         if func in (torch.autograd.grad, torch.autograd.backward):
@@ -389,7 +391,7 @@ _ALLOWED = {
         for name in (
             "__format__ __hash__ __len__ dim element_size get_device is_complex is_contiguous "
             "is_floating_point is_inference nelement numel register_hook "
-            "register_post_accumulate_grad_hook requires_grad_ retain_grad size stride type"
+            "register_post_accumulate_grad_hook requires_grad_ retain_grad size stride"
         ).split()
     ),
     *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.is_floating_point),

@@ -29,7 +29,7 @@ def on_all_ranks(table: ParamTable, action: Callable[[], T]) -> T:
 
     Args:
         table: the table of the optimizer. All ranks of its DTensors call this function.
-        action: what to run. It must not communicate.
+        action: what to run. It may call this function, and make no other collective call.
     """
     group = groups.of_ranks(ranks_of(table.params()))
     return action() if group is None else consensus.run_on_all_ranks(action, group=group)

@@ -77,7 +77,8 @@ CASES = spread(BATCHED, [(world, way) for world in (1, 2, 5) for way in WAYS])
 # a group of 8-bit moments that a cut goes through is stepped alone
 CASES = [(name, 1 if name == "flashadamw" else world, way) for name, world, way in CASES]
 CASES += [("adamw", 1, WAYS[0])]
-QUICK = [CASES[-1]]
+CASES += [("lomo", 2, WAYS[0])]
+QUICK = CASES[-2:]  # by sums, and by votes
 
 
 @pytest.mark.parametrize("name, world, way", params(CASES, QUICK.__contains__))
@@ -96,9 +97,8 @@ def test_a_bad_gradient_is_as_if_it_had_not_come(name, world, way, monkeypatch):
     ranks, others = (Simulated(name, world, shapes, dtype, **how) for _ in range(2))
     for step, grads in enumerate(table.gradients(4, shapes, dtype)):
         if step in (0, 2):
-            if not how:  # a master notes edits also of what is not stepped
-                for rank in (*ranks.ranks, *others.ranks):
-                    rank.runs[BAD][1:].mul_(1.5)  # what was known of it holds no more
+            for rank in (*ranks.ranks, *others.ranks):
+                rank.runs[BAD][1:].mul_(1.5)  # what was known of it holds no more
             before = ranks.contents()[BAD : BAD + 1]
             others.step(grads, without=[BAD])
             grads[BAD].view(-1)[(step * 7919) % grads[BAD].numel()] = next(values)

@@ -295,7 +295,7 @@ def test_factors(shape, beta, kernels, launched):
 
 @pytest.mark.parametrize("name, world", params(BY_RANKS, [("lomo", 3), ("came", 1)]))
 def test_a_bucket_takes_few_launches_a_round(name, world, kernels, launched):
-    shapes = [(30, 20), (12, 9), (7,), (4, 3, 5), (1,), (9, 9), (40,)]
+    shapes = [(30, 20), (12, 9), (7,), (4, 3, 5), (1,), (9, 9), (40,)] * 2
     params = [p.to(DEVICE, torch.float32).requires_grad_() for p in table.weights(shapes)]
     optimizer = OPTIMIZERS[name](params, **SETTINGS[name])
     counts = []
@@ -314,7 +314,7 @@ def test_a_bucket_takes_few_launches_a_round(name, world, kernels, launched):
         counts.append(len(launched))
         taken = [b - a for a, b in zip([0, *counts], counts, strict=False)]
         # passes over parameters that are stepped alone are launched one by one
-        assert max(taken) <= (5 if REGISTRY[name].is_batched else len(shapes)), (taken, launched)
+        assert max(taken) <= (10 if REGISTRY[name].is_batched else len(shapes)), (taken, launched)
         assert 0 < sum(taken) < len(shapes) * max(2, len(counts) - 1)
 
 

@@ -151,8 +151,9 @@ def normalize_whole_rows(t, tile, P: tl.constexpr):
         u = scaled(values, factor, most, BOUNDED) * by_col[None, :]
         square = u * u
         old = tl.load(by_row + row, mask=own, other=0.0) * scale
-        ratio = root / tl.maximum(tl.abs(old) * tl.sqrt(tl.sum(square, axis=1)), least)
-        new = tl.minimum(old * ratio, LARGEST_FACTOR)
+        norm = tl.abs(old) * tl.sqrt(tl.sum(square, axis=1))
+        new = old * (root / tl.where(norm < least, least, norm))  # NaN stays NaN
+        new = tl.where(new > LARGEST_FACTOR, LARGEST_FACTOR, new)
         tl.store(out + row, new, mask=own)
         sums += tl.sum(square * (new * new)[:, None], axis=0)
     tl.store(vectors(t, PART, tl.float32, ALIGNED) + tile * cols + j, sums, mask=j < cols)

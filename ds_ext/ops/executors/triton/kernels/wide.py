@@ -75,8 +75,9 @@ def normalize_wide_rows(t, tile, P: tl.constexpr):
         u *= tl.load(by_col + j, mask=j < cols, other=0.0)[None, :]
         sums += tl.sum(u * u, axis=1)
     old = tl.load(pointer(t, ROW, tl.float32) + row, mask=own, other=0.0) * number(t, SCALE)
-    ratio = number(t, A) / tl.maximum(tl.abs(old) * tl.sqrt(sums), number(t, EPS))
-    new = tl.minimum(old * ratio, LARGEST_FACTOR)
+    norm, least = tl.abs(old) * tl.sqrt(sums), number(t, EPS)
+    new = old * (number(t, A) / tl.where(norm < least, least, norm))  # NaN stays NaN
+    new = tl.where(new > LARGEST_FACTOR, LARGEST_FACTOR, new)
     tl.store(pointer(t, OUT, tl.float32) + row, new, mask=own)
     for c in range(0, cols, TC):
         u, j = _tile(t, begin, own, c, cols, TC, ALIGNED, XD, BOUNDED)
