@@ -17,6 +17,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from ds_ext.ops.batch import Runs
+from ds_ext.ops.executors import batched, table_batch
 from ds_ext.ops.executors.native import library, native_table
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, plans, state_checks
 from ds_ext.rules import REGISTRY
@@ -187,8 +189,16 @@ def overrun() -> None:
     optimizer = OPTIMIZERS["adamw"](params)
     step(params, optimizer)
     optimizer.state[params[0]]["m"] = torch.zeros(1199)
-    unchecked = mock.patch.object(plans.BatchPlan, "fits", lambda *_: True)
-    with unchecked, mock.patch.object(state_checks, "check", lambda *_: None):
+
+    def unchecked(x: Any, *_: Any) -> Any:
+        return Runs([x]) if isinstance(x, Tensor) else x
+
+    with (
+        mock.patch.object(plans.BatchPlan, "fits", lambda *_: True),
+        mock.patch.object(state_checks, "check", lambda *_: None),
+        mock.patch.object(table_batch, "checked", unchecked),
+        mock.patch.object(batched, "checked", unchecked),
+    ):
         step(params, optimizer)
 
 
