@@ -55,4 +55,5 @@ class Reference(torch.optim.Optimizer):
                 if p.grad is not None:
                     held = self.state[p].get("m", torch.zeros_like(p))  # others may cast it
                     m = self.state[p]["m"] = held.double().lerp(p.grad.double(), 0.1)
-                    p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(m, alpha=group["lr"])
+                    # Rounded once: a factor 1 - lr * wd would be off alike at every step.
+                    p.copy_(p.double() - group["lr"] * (m + group["weight_decay"] * p))
