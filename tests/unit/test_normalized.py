@@ -225,3 +225,16 @@ def test_rows_of_a_multiple_have_the_same_norms(path, cols, scale, monkeypatch):
         assert torch.allclose(by_row.view(-1), expected.square().sum(1), rtol=1e-5)
         assert torch.allclose(sums.view(-1), expected.square().sum(0), rtol=1e-5)
         assert torch.allclose(by_col.view(-1), sums.view(-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("cols", [7, 5000])
+@pytest.mark.parametrize("path", ["ops", "native", pytest.param("kernels", marks=needs.triton)])
+def test_a_row_with_a_nan_stays_nan(path, cols, monkeypatch):
+    """A finite factor would make plausible weights of a gradient that nothing else checks."""
+    paths.use(monkeypatch, path)
+    shard = Shard.whole((3, cols))
+    (x,) = table.weights([(3 * cols,)], torch.float32)
+    x[cols + 2] = torch.nan
+    rows, _ = ops.normalize_whole_rows(ops.unit_quotient(x, shard, x), 1e-8, shard, x)
+    found = ops.evaluate(rows, shard, x).view(3, cols)
+    assert found[1].isnan().all() and found[[0, 2]].isfinite().all()

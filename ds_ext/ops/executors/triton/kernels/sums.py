@@ -153,7 +153,7 @@ def normalize_whole_rows(t, tile, P: tl.constexpr):
         old = tl.load(by_row + row, mask=own, other=0.0) * scale
         norm = tl.abs(old) * tl.sqrt(tl.sum(square, axis=1))
         new = old * (root / tl.where(norm < least, least, norm))  # NaN stays NaN
-        new = tl.where(new > LARGEST_FACTOR, LARGEST_FACTOR, new)
+        new = tl.where(own, tl.where(new > LARGEST_FACTOR, LARGEST_FACTOR, new), 0.0)
         tl.store(out + row, new, mask=own)
         sums += tl.sum(square * (new * new)[:, None], axis=0)
     tl.store(vectors(t, PART, tl.float32, ALIGNED) + tile * cols + j, sums, mask=j < cols)

@@ -77,7 +77,7 @@ def normalize_wide_rows(t, tile, P: tl.constexpr):
     old = tl.load(pointer(t, ROW, tl.float32) + row, mask=own, other=0.0) * number(t, SCALE)
     norm, least = tl.abs(old) * tl.sqrt(sums), number(t, EPS)
     new = old * (number(t, A) / tl.where(norm < least, least, norm))  # NaN stays NaN
-    new = tl.where(new > LARGEST_FACTOR, LARGEST_FACTOR, new)
+    new = tl.where(own, tl.where(new > LARGEST_FACTOR, LARGEST_FACTOR, new), 0.0)
     tl.store(pointer(t, OUT, tl.float32) + row, new, mask=own)
     for c in range(0, cols, TC):
         u, j = _tile(t, begin, own, c, cols, TC, ALIGNED, XD, BOUNDED)
