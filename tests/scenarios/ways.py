@@ -178,7 +178,11 @@ class Engine(Plain):
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.client, gamma)
 
     def local(self, p: Any) -> Tensor:
-        return getattr(p, "ds_tensor", p).detach()
+        """At stage 3 without the padding, which DeepSpeed does not keep."""
+        if not hasattr(p, "ds_tensor"):
+            return p.detach()
+        run = p.ds_tensor.detach()
+        return run[: max(0, p.ds_numel - dist.get_rank() * len(run))]
 
     def whole(self) -> dict[str, Tensor]:
         return whole(self.model)
