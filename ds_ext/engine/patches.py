@@ -89,7 +89,7 @@ def build(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) 
     model, client, config = given["model"], given.get("optimizer"), given["config_class"]
     override.refuse_object(client)
     is_stored = int8_weights.is_stored(model)
-    if optimizers.is_ours(client, config) or (is_stored and inspect.isfunction(client)):
+    if optimizers.is_ours(client, config) or (is_stored and callable(client)):
         engine._ds_ext_mpu = given.get("mpu")  # AutoTP replaces engine.mpu
         make = functools.partial(original, engine, *args, **kwargs)
         own_engine.build(make, engine, model, client, config)
