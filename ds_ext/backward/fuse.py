@@ -9,7 +9,7 @@ from ds_ext import contract, logs
 from ds_ext.backward import error_texts, gradient_config, int8_weights, owners, startup_log
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.distributed import consensus, fully_shard
-from ds_ext.distributed.groups import Group, everyone
+from ds_ext.distributed.groups import Group, everyone, require_group_of_launcher
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Replicated
 from ds_ext.distributed.unsupported_wrappers import refuse_wrapped
@@ -65,6 +65,7 @@ def fuse_into_backward(
             f"fuse_into_backward: the optimizer is {_type_name(optimizer)}. Only optimizers of "
             "ds_ext, such as ds_ext.AdaLomo(model.parameters()), can step inside backward."
         )
+    require_group_of_launcher("fuse_into_backward")
     contract.check("torch")
     for refuse in REFUSALS:
         refuse(model)

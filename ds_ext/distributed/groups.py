@@ -38,6 +38,17 @@ def everyone() -> Group:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
+def require_group_of_launcher(caller: str) -> None:
+    """Raises RuntimeError where a launcher started several ranks that have no process group."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size not in {"", "0", "1"} and not dist.is_initialized():
+        raise RuntimeError(
+            f"{caller}: WORLD_SIZE is {size}, but there is no process group, so each process "
+            "would train a model of its own. Call torch.distributed.init_process_group() first, "
+            "or unset WORLD_SIZE for independent runs."
+        )
+
+
 def size_of(group: Group) -> int:
     """Returns how many ranks a group has, 1 for None."""
     return 1 if group is None else dist.get_world_size(group)

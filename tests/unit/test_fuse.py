@@ -414,3 +414,13 @@ def test_an_optimizer_of_others_is_a_type_error():
     with pytest.raises(TypeError, match="torch.optim.adamw.AdamW. Only optimizers of ds_ext"):
         ds_ext.fuse_into_backward(layer, torch.optim.AdamW(layer.parameters()))
     assert torch.equal(layer.weight, before) and not layer._forward_pre_hooks
+
+
+def test_a_launcher_without_a_process_group_is_refused(monkeypatch):
+    model = torch.nn.Linear(4, 3)
+    optimizer = ds_ext.AdaLomo(model.parameters(), lr=1e-3)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"init_process_group\(\) first, or unset WORLD_SIZE"):
+        ds_ext.fuse_into_backward(model, optimizer)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    ds_ext.fuse_into_backward(model, optimizer)
