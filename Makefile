@@ -63,27 +63,27 @@ check: .venv/.test
 	$(BIN)/python -m pytest -q tests/unit/test_walls.py
 
 matrix: .venv/.test
-	$(BIN)/python -m tests.support docs/support.md
+	$(BIN)/python -m tests.tools.support_table docs/support.md
 
 # It takes the CPU build of torch from TORCH_INDEX, if that can be reached, as .venv/.base does.
 clients: .venv/.base
 	@index="$(TORCH_INDEX)"; \
 	if [ -n "$$index" ] && ! $(BIN)/python -c "$$PROBE" "$$index/torch/"; then index=; fi; \
-	$(BIN)/python -m tests.clients $${index:+--torch-index "$$index"} $(ARGS)
+	$(BIN)/python -m tests.tools.clients $${index:+--torch-index "$$index"} $(ARGS)
 
 versions: .venv/.test
 	@index="$(TORCH_INDEX)"; \
 	if [ -n "$$index" ] && ! $(BIN)/python -c "$$PROBE" "$$index/torch/"; then index=; fi; \
-	$(BIN)/python -m tests.versions $${index:+--torch-index "$$index"} $(ARGS) $(OLDEST)
+	$(BIN)/python -m tests.tools.versions $${index:+--torch-index "$$index"} $(ARGS) $(OLDEST)
 
 contract: .venv/.test
-	DS_ACCELERATOR=cpu $(BIN)/python -m tests.contract $(ARGS)
+	DS_ACCELERATOR=cpu $(BIN)/python -m tests.tools.contract $(ARGS)
 
 peers: .venv/.test
-	$(BIN)/python -m tests.peers $(ARGS)
+	$(BIN)/python -m tests.tools.peers $(ARGS)
 
 readme: .venv/.test
-	$(BIN)/python -m tests.snippets
+	$(BIN)/python -m tests.tools.snippets
 
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -f .ci/docs/mkdocs.yml

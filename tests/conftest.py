@@ -5,7 +5,7 @@ import os
 import torch
 from hypothesis import settings
 
-from tests import cpu, support
+from tests.tools import cpu, support
 
 # DeepSpeed looks for an accelerator itself and may not settle on the CPU where there is none.
 if not torch.cuda.is_available():

@@ -6,7 +6,7 @@ import torch
 from tests import worlds
 from tests.common.updates import error
 from tests.distributed import edits_jobs
-from tests.old_checkpoints import Whole
+from tests.tools.old_checkpoints import Whole
 
 STEPS = 40
 

@@ -9,7 +9,7 @@ from tests.common.choose import params
 from tests.common.updates import check_each
 from tests.distributed import expert_parallel
 from tests.distributed.expert_parallel import RUNS, STEPS, values
-from tests.support import of
+from tests.tools.support import of
 
 # What `make test` runs.
 QUICK = [

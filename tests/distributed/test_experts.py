@@ -9,7 +9,7 @@ from tests.common.choose import params
 from tests.common.updates import check_each, error
 from tests.distributed import expert_parallel, experts
 from tests.distributed.experts import RUNS, STEPS
-from tests.support import of
+from tests.tools.support import of
 
 # What `make test` runs.
 QUICK = [

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ds_ext.rules import REGISTRY
-from tests import golden
-from tests.golden import DTYPES, STEPS, WAYS, values
+from tests.tools import golden
+from tests.tools.golden import DTYPES, STEPS, WAYS, values
 
 # The largest difference between two losses, relative to the fall of the recorded ones: on another
 # kind of CPU, and between one process and two ranks. Rounding to bf16, and rules that amplify
@@ -40,7 +40,7 @@ def moved(machine: str, curves: golden.Curves, rule: str) -> list[str]:
 def test_losses_equal_the_record():
     here, found = golden.machine(), golden.measured(list(REGISTRY))
     wrong = {rule: names for rule, curves in found.items() if (names := moved(here, curves, rule))}
-    assert not wrong, "if this is meant: `python -m tests.golden`, and a line in CHANGELOG.md"
+    assert not wrong, "if this is meant: `python -m tests.tools.golden`, and a line in CHANGELOG.md"
 
 
 def test_every_optimizer_has_a_record_of_losses_that_fall():

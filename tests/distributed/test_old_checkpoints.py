@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from ds_ext.rules import REGISTRY
-from tests import old_checkpoints, worlds
+from tests import worlds
 from tests.common.choose import params, spread
 from tests.common.updates import error
+from tests.tools import old_checkpoints
 
 VERSIONS = sorted(path.name.removesuffix(".tar.xz") for path in old_checkpoints.FOLDER.iterdir())
 # Ranks, and the stages at which what was saved on two ranks is loaded.

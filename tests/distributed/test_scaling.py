@@ -8,7 +8,7 @@ from tests.common.choose import params
 from tests.common.updates import check_each
 from tests.distributed import scaling
 from tests.distributed.scaling import PLANTED, RUNS, STEPS
-from tests.support import of
+from tests.tools.support import of
 
 RANKS = (1, 2, 3)
 ON_THREE = "-64"  # what is run on three ranks: those with a static loss scale

@@ -10,7 +10,7 @@ from tests.common import hypers
 from tests.common.choose import params
 from tests.distributed import tensor_parallel
 from tests.distributed.tensor_parallel import CASES
-from tests.support import of
+from tests.tools.support import of
 
 # FlashAdamW steps the output head beside SinkGD, and its codes of 8 bits jump.
 CLOSE = hypers.CLOSE | {"sinkgd": 1e-4}

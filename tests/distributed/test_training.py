@@ -12,7 +12,7 @@ from tests.common.states import same
 from tests.common.updates import check, check_each
 from tests.distributed import routing, training
 from tests.distributed.training import RUNS, STEPS
-from tests.support import of
+from tests.tools.support import of
 
 ON_THREE = re.compile(
     r"^(clip-stage[03]-(fused|sharded)-(none|reentrant)|accumulation2-stage[23]-clip)"

@@ -8,7 +8,7 @@ from tests.common.hypers import CLOSE
 from tests.common.updates import error
 from tests.distributed import ulysses
 from tests.distributed.ulysses import CASES
-from tests.support import of
+from tests.tools.support import of
 
 QUICK = [
     *("lomo-1-mpu", "came-0-mesh", "adalomo-3-mesh-saved", "came-1-config"),

@@ -21,7 +21,7 @@ from tests.common.states import same
 from tests.common.updates import check, check_each
 from tests.distributed import zero
 from tests.distributed.zero import CASES, RULES, STEPS
-from tests.support import of
+from tests.tools.support import of
 
 # Three ranks on two cores are slow: what is run there is one case of each kind, and what awkward
 # cuts may break. (Numbers of ranks up to 1,024 are simulated in test_every_rule.py.)

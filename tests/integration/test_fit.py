@@ -8,10 +8,11 @@ import transformers
 from ds_ext.commands.cli import main
 from ds_ext.planner import fit as fit_steps
 from ds_ext.planner import options
-from tests import way_down, worlds
+from tests import worlds
 from tests.common.choose import params
 from tests.common.cli import refused
 from tests.integration.test_cli import HEADS, SIZES, plan, read
+from tests.tools import way_down
 
 WIDE = {"vocab_size": 5_000, "hidden_size": 256, "intermediate_size": 1024}
 CONFIG = transformers.LlamaConfig(**SIZES | WIDE, **HEADS, tie_word_embeddings=False)
@@ -126,7 +127,7 @@ def test_each_total_is_that_of_training_with_the_config(name):
     for step, (label, planned, measured) in zip(steps, page, strict=False):
         assert step.planned == pytest.approx(step.measured, rel=0.02), step
         assert step.losses[1] < step.losses[0]
-        assert label == step.name, "stale: run `python -m tests.way_down`"
+        assert label == step.name, "stale: run `python -m tests.tools.way_down`"
         assert planned == pytest.approx(step.planned / 2**20, abs=0.01)
         assert measured == pytest.approx(step.measured / 2**20, rel=0.02)
     host = {"device": "cpu"}

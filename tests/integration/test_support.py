@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from ds_ext.rules import REGISTRY
-from tests import blocks, support
-from tests.support import cells
+from tests.tools import blocks, support, support_table
+from tests.tools.support import cells
 
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- support: make matrix -->", "<!-- end of support -->"
 
 
 def test_the_document_has_the_table_of_the_tests_that_ran():
-    found = json.loads((ROOT / "tests" / "support.json").read_text())
-    assert blocks.read(ROOT / "docs/support.md", "support") == support.render(found) + "\n"
-    assert (ROOT / "docs/tests-by-feature.md").read_text() == support.by_feature(found)
+    found = json.loads((ROOT / "tests" / "tools" / "support.json").read_text())
+    assert blocks.read(ROOT / "docs/support.md", "support") == support_table.render(found) + "\n"
+    assert (ROOT / "docs/tests-by-feature.md").read_text() == support_table.by_feature(found)
 
 
 def test_the_table_names_every_registered_optimizer():
@@ -29,7 +29,7 @@ def test_the_table_names_every_registered_optimizer():
 def test_a_partial_tick_that_is_usual_becomes_a_footnote():
     most = dict.fromkeys(support.OPTIMIZERS[1:], "passed")
     cells = {"MiCS": {"0": most, "1": most}}
-    table = support.render({"date": "then", "full": True, "cells": cells})
+    table = support_table.render({"date": "then", "full": True, "cells": cells})
     assert (
         "| MiCS |  |  | ✓¹ | ✓¹ |  |  |" in table
         and "✓¹: with every optimizer except LOMO." in table
@@ -39,7 +39,7 @@ def test_a_partial_tick_that_is_usual_becomes_a_footnote():
 def test_several_long_lists_of_names_become_footnotes():
     row = dict.fromkeys(support.OPTIMIZERS[:5], "passed")
     cells = {"MiCS": {"0": row, "1": row, "2": dict.fromkeys(support.OPTIMIZERS[:2], "passed")}}
-    table = support.render({"date": "then", "full": True, "cells": cells})
+    table = support_table.render({"date": "then", "full": True, "cells": cells})
     assert "| MiCS |  |  | ✓¹ | ✓¹ | LOMO, AdaLomo |  |" in table
     assert "✓¹: with LOMO, AdaLomo, Adafactor, CAME, LAMB. " in table
 
@@ -55,7 +55,7 @@ FARED = [
 
 @pytest.mark.parametrize("row, cell", FARED)
 def test_a_cell_names_the_fewer_of_those_that_passed_and_the_others(row, cell):
-    assert support._cell(row) == cell
+    assert support_table._cell(row) == cell
 
 
 SAID = [
@@ -116,7 +116,7 @@ def test_refusal():
 """
 CONFTEST = """
 from ds_ext.rules import REGISTRY
-from tests import support
+from tests.tools import support
 
 def pytest_configure(config):
     config.pluginmanager.register(support.Collector(config))
@@ -128,13 +128,13 @@ PROJECT = '[tool.pytest.ini_options]\nmarkers = ["supports"]\ntestpaths = ["test
 def project(tmp_path_factory):
     """A repository of four tests whose document claims things, and a full run of it by xdist."""
     root = tmp_path_factory.mktemp("project")
-    (root / "tests").mkdir()
+    (root / "tests" / "tools").mkdir(parents=True)
     (root / "tests" / "test_it.py").write_text(SUITE)
     (root / "tests" / "conftest.py").write_text(CONFTEST)
     (root / "pyproject.toml").write_text(PROJECT)
     claimed = {s: {"CAME": "passed"} for s in ("0", "1", "2", "3", "plain")}
     found = {"date": "then", "full": True, "cells": {"MiCS": claimed}, "files": {}}
-    (root / "tests" / "support.json").write_text(json.dumps(found))
+    (root / "tests" / "tools" / "support.json").write_text(json.dumps(found))
     (root / "docs").mkdir()
     (root / "docs/support.md").write_text(f"before\n{BEGIN}\n{END}\nafter\n")
     return root, pytest_in(root, "-n2"), ran(root)
@@ -202,13 +202,13 @@ def test_a_claim_without_its_test_fails_a_full_run_and_no_part_of_one(project):
 @pytest.mark.slow
 def test_the_table_is_written_between_its_marks(project):
     root, *_ = project
-    command = [sys.executable, "-m", "tests.support", str(root / "docs/support.md")]
+    command = [sys.executable, "-m", "tests.tools.support_table", str(root / "docs/support.md")]
     for _ in range(2):  # again: the same
         subprocess.run(command, cwd=ROOT, check=True)
         text = (root / "docs/support.md").read_text()
         assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter\n")
-    found = json.loads((root / "tests" / "support.json").read_text())
-    assert support.render(found) in text
+    found = json.loads((root / "tests" / "tools" / "support.json").read_text())
+    assert support_table.render(found) in text
     assert " | CAME |\n" in text
     assert "| [it](../tests/test_it.py) |" in (root / "docs/tests-by-feature.md").read_text()
     assert "an error that names the setting: ZenFlow (`zero_optimization.zenflow`)." in text

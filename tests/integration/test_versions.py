@@ -18,9 +18,9 @@ from ds_ext import contract
 from ds_ext.config import config_checks
 from ds_ext.engine import deepspeed_versions
 from ds_ext.versions import check_torch, numbers, written
-from tests import contract as recording
-from tests import versions as table
-from tests.versions import quick_tests, run_with
+from tests.tools import contract as recording
+from tests.tools import versions as table
+from tests.tools.versions import quick_tests, run_with
 
 ROOT = Path(__file__).parents[2]
 OLDEST = Path(sys.prefix) / "oldest"

@@ -24,7 +24,7 @@ from tests.common.choose import params, spread
 from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, shapes_of, sharded_error
 from tests.common.table import WORLDS, gradients, weights
 from tests.distributed import matrices, resuming, zero
-from tests.plant_faults import copied
+from tests.tools.plant_faults import copied
 
 MANY = [n for n in WORLDS if n > 1]
 ON_RANKS = list(itertools.product(OPTIMIZERS, MANY))

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.peers import __main__ as peers
+from tests.tools.peers import __main__ as peers
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="a" name="same"/><testcase classname="a" name="broken"><failure message="one

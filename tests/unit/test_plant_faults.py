@@ -1,10 +1,10 @@
-"""The faults that `python -m tests.plant_faults` plants: each can be planted in today's code."""
+"""Each fault of `tests/tools/faults` can be planted in today's code, and its tests exist."""
 
 import shlex
 
 import pytest
 
-from tests.plant_faults import FAULTS, ROOT
+from tests.tools.plant_faults import FAULTS, ROOT
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.file}: {fault.line[:40]}")

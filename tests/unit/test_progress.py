@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.snippets import ROOT
+from tests.tools.snippets import ROOT
 
 
 @pytest.fixture

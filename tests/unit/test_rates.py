@@ -14,8 +14,8 @@ from ds_ext import rates
 from ds_ext.backward import startup_log
 from ds_ext.commands import config
 from ds_ext.rules import REGISTRY
-from tests.rates import DATA, SAME, UNIT, lines, renewed, start_of
-from tests.snippets import ROOT, documents
+from tests.tools.rates import DATA, SAME, UNIT, lines, renewed, start_of
+from tests.tools.snippets import ROOT, documents
 
 MOST = 0.07  # of the gain, as docs/choosing.md says
 

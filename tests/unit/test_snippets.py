@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import snippets
+from tests.tools import snippets
 
 TEXT = """The rule:
 

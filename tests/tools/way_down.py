@@ -1,6 +1,6 @@
 """The steps of ``plan --fit`` on a small Llama: bytes that are planned, and those of real training.
 
-    python -m tests.way_down  # writes the table of docs/planning.md anew
+    python -m tests.tools.way_down  # writes the table of docs/planning.md anew
 
 Each step's config trains two steps under ``deepspeed.initialize``, on one rank, on a pretended
 device (pretend.py) that holds buckets as long as a GPU's streams do. The peak of the second step is
@@ -28,10 +28,11 @@ from ds_ext.commands.cli import main
 from ds_ext.forward import chunked_loss
 from ds_ext.ops import rounding, scratch
 from ds_ext.planner import fit, memory_plan, options
-from tests import blocks, worlds
+from tests import worlds
 from tests.common import pretend, streams
+from tests.tools import blocks
 
-PAGE = Path(__file__).parent.parent / "docs/planning.md"
+PAGE = Path(__file__).parents[2] / "docs/planning.md"
 MIB = 2**20
 SIZES: dict[str, Any] = dict(
     vocab_size=2000, hidden_size=512, intermediate_size=1024, num_hidden_layers=4,

@@ -1,6 +1,6 @@
 """Runs tests of other projects as they are, and with ds_ext's optimizers in place of torch's.
 
-    python -m tests.peers [SUITE ...]
+    python -m tests.tools.peers [SUITE ...]
 
 The tests come from source distributions of the package index, in the versions below, and are run
 on CPUs, offline. ``swapped/sitecustomize.py`` puts the optimizers in, also in the processes that a
@@ -26,10 +26,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from tests import blocks
+from tests.tools import blocks
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+ROOT = HERE.parents[2]
 BUILD = ROOT / "build" / "peers"
 PAGE = ROOT / "docs/tests.md"
 REASONS = HERE / "differences.json"
@@ -211,7 +211,7 @@ def compare(suite: Suite, reasons: dict[str, str]) -> tuple[tuple[str, ...], lis
 
 def main() -> None:
     """Compares the suites that the command line names."""
-    parser = argparse.ArgumentParser(prog="python -m tests.peers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.tools.peers", description=__doc__)
     names = [suite.name for suite in SUITES]
     parser.add_argument("names", nargs="*", metavar="SUITE", help=", ".join(names))
     given = parser.parse_args()

@@ -1,6 +1,6 @@
 """Runs some tests with the oldest and newest versions, and writes the table of docs/install.md.
 
-    python -m tests.versions [NAME==VERSION ...] [--only WORDS] [--torch-index URL]
+    python -m tests.tools.versions [NAME==VERSION ...] [--only WORDS] [--torch-index URL]
 
 Each version of torch, DeepSpeed, transformers and accelerate gets a folder under build/versions.
 The folder comes first on the path of the tests. All other packages are those of this environment.
@@ -26,9 +26,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from tests import blocks
+from tests.tools import blocks
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "versions"
 PAGE = ROOT / "docs/install.md"
 NAMES = {n.lower(): n for n in ("torch", "DeepSpeed", "transformers", "accelerate")}
@@ -137,7 +137,7 @@ def write(rows: dict[str, tuple[str, str]]) -> None:
 
 def main() -> None:
     """Runs the tests with each version and writes the table."""
-    parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.tools.versions", description=__doc__)
     parser.add_argument("oldest", nargs="*", metavar="NAME==VERSION", help="the oldest versions")
     parser.add_argument("--only", default="", help="versions whose name has these words")
     parser.add_argument("--torch-index", default="", help="an index of CPU builds of torch")

@@ -11,8 +11,8 @@ and the table of optimizers lies between ``<!-- optimizers: ... -->`` and
 ``<!-- end of optimizers -->``; likewise the keys of a config (reference.py), and the
 tables of learning rates (rates.py). The learning rates that examples set are those of
 ds_ext/rates.py.
-``make readme`` (``python -m tests.snippets``) writes all of these anew in README.md and docs/, and
-the files in configs/; tests fail while they are not what the source says.
+``make readme`` (``python -m tests.tools.snippets``) writes all of these anew in README.md and
+docs/, and the files in configs/; tests fail while they are not what the source says.
 """
 
 import ast
@@ -24,9 +24,9 @@ from pathlib import Path
 from ds_ext.commands import config
 from ds_ext.ops import schema
 from ds_ext.rules import REGISTRY
-from tests import rates, reference
+from tests.tools import rates, reference
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 _MARKED = re.compile(
     r"(?m)^<!-- code: (?P<path>\S+) (?P<name>\S+) -->\n```python\n(?P<code>.*?)^```$", re.S
 )

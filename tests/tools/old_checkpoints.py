@@ -1,7 +1,7 @@
 """Checkpoints of each released version, in tests/data/checkpoints: later versions must load them.
 
-    python -m tests.old_checkpoints [NAME]      # writes NAME.tar.xz, by default VERSION.tar.xz
-    python -m tests.old_checkpoints VERSION-states
+    python -m tests.tools.old_checkpoints [NAME]  # writes NAME.tar.xz, by default VERSION.tar.xz
+    python -m tests.tools.old_checkpoints VERSION-states
 
 An archive has a folder for each optimizer, with the checkpoints ``zero3`` (fp32) and ``zero0``
 (bf16 with masters) of DeepSpeed's engine on two ranks, and ``plain.pt``, a model's and an
@@ -28,7 +28,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import REGISTRY
 from tests import worlds
 
-FOLDER = Path(__file__).parent / "data/checkpoints"
+FOLDER = Path(__file__).parents[1] / "data/checkpoints"
 SHAPES = {"matrix": (7, 9), "vector": (11,)}
 KINDS = {"zero3": 3, "zero0": 0}  # stages of ZeRO
 HYPERS = {"lr": 0.05, "rank": 3, "update_proj_gap": 2, "ns_dtype": "fp32", "relative_step": False}
@@ -202,6 +202,6 @@ def main(name: str = ds_ext.__version__) -> None:
 
 
 if __name__ == "__main__":
-    from tests import old_checkpoints  # ranks import the jobs from there
+    from tests.tools import old_checkpoints  # ranks import the jobs from there
 
     old_checkpoints.main(*sys.argv[1:])

@@ -1,9 +1,9 @@
 """Runs each client program in a fresh environment and writes the table of docs/clients.md.
 
-    python -m tests.clients [NAME ...] [--only WORDS] [--keep] [--reuse]
+    python -m tests.tools.clients [NAME ...] [--only WORDS] [--keep] [--reuse]
 
 runs the named clients, or all of them. Each gets a virtual environment under build/clients with
-the versions below. Its script trains a tiny random model with AdaLomo on the CPU, offline. It
+the versions of table.py. Its script trains a tiny random model with AdaLomo on the CPU, offline. It
 passes if it exits with 0 and prints ``RESULT {"losses": [first, last], "ranks": 2, "stage": 3}``
 with a loss that falls. Logs are in build/clients.
 """
@@ -23,103 +23,17 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
-from tests import blocks
+from tests.tools import blocks
+from tests.tools.clients.table import CLIENTS, Client
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+ROOT = HERE.parents[2]
 BUILD = ROOT / "build" / "clients"
 PAGE = ROOT / "docs/clients.md"
 HEAD = tuple("client|run|ranks|ZeRO stage|Python|torch|DeepSpeed|loss|date".split("|"))
 INSTALL_MINUTES = 30
-
-
-class Run(NamedTuple):
-    """What to run of a program: a row of the table."""
-
-    package: str  # the distribution, whose version the table shows
-    what: str
-    command: str  # {here} stands for tests/clients
-
-
-class Client(NamedTuple):
-    """An environment: the programs to install into it, and what to run there."""
-
-    name: str  # on the command line
-    packages: tuple[str, ...]  # the arguments of one `pip install` each
-    runs: tuple[Run, ...]
-    minutes: float = 10  # the limit of each run
-    python: str = "3.11"
-    deepspeed: str = "0.19.8"
-    torch: str = "2.13.0"
-
-
-RANKS = "torchrun --nproc_per_node 2 {here}"
-CLIENTS = (
-    Client(
-        "huggingface",
-        (
-            "transformers==5.23.0 accelerate==1.15.0 datasets==5.2.0 trl==1.16.0 "
-            "sentence-transformers==6.2.0 diffusers==0.42.1",
-        ),
-        (
-            Run("trl", "SFTTrainer", f"{RANKS}/run_trl.py sft"),
-            Run("trl", "DPOTrainer", f"{RANKS}/run_trl.py dpo"),
-            Run("transformers", "Trainer, BERT", f"{RANKS}/run_trainer.py bert 3"),
-            Run("transformers", "Trainer, T5", f"{RANKS}/run_trainer.py t5 3"),
-            Run("transformers", "Trainer, ViT", f"{RANKS}/run_trainer.py vit 2"),
-            Run("sentence-transformers", "SentenceTransformerTrainer", f"{RANKS}/run_sentences.py"),
-            Run("diffusers", "UNet2DModel, accelerate's loop", f"{RANKS}/run_diffusers.py"),
-        ),
-    ),
-    Client(
-        "torchtune",
-        ("torchtune==0.6.1 torchao==0.10.0 transformers==5.23.0",),
-        (Run("torchtune", "full_finetune_single_device", "python {here}/run_torchtune.py"),),
-    ),
-    Client(
-        "axolotl",
-        ("axolotl==0.21.0 transformers==5.20.1 trl==1.14.1 peft==0.21.2 accelerate==1.15.0",),
-        (Run("axolotl", "full SFT, plugin", "python {here}/run_axolotl.py"),),
-        minutes=15,
-        python="3.12",
-    ),
-    Client(  # --no-deps: without torchaudio, torchvision and the web interface
-        "llama-factory",
-        (
-            "--no-deps llamafactory==0.9.5",
-            "transformers==5.6.0 accelerate==1.11.0 datasets==4.0.0 peft==0.18.1 trl==0.24.0",
-            "torchdata==0.11.0 tyro==0.8.14 av==16.0.0 matplotlib fire omegaconf pandas scipy",
-            "sentencepiece tiktoken protobuf",
-        ),
-        (Run("llamafactory", "full SFT, YAML", "python {here}/run_llama_factory.py"),),
-    ),
-    Client(
-        "ms-swift",
-        ("ms-swift==4.6.0 transformers==5.19.0 trl==0.29.1 peft==0.20.0 datasets==4.8.4",),
-        (Run("ms-swift", "full SFT, plugin", "python {here}/run_ms_swift.py"),),
-    ),
-    Client(  # --no-deps: without flash-attn, vllm and ray
-        "openrlhf",
-        (
-            "--no-deps openrlhf==0.11.2",
-            "transformers==5.15.0 accelerate==1.15.0 datasets==5.2.0 peft==0.21.2",
-            "torchdata==0.11.0 sympy pylatexenc tqdm aiohttp packaging",
-        ),
-        (Run("openrlhf", "SFT, CUDA calls replaced", "python {here}/run_openrlhf.py"),),
-        deepspeed="0.19.6",
-    ),
-    Client(  # --no-deps: without what its trainers need of CUDA
-        "verl",
-        (
-            "--no-deps verl==0.9.1",
-            "transformers==5.10.2 accelerate==1.15.0 tensordict==0.10.0 torchdata==0.11.0",
-            "omegaconf hydra-core ray codetiming pandas numpy<2.4",
-        ),
-        (Run("verl", "build_optimizer", "python {here}/run_verl.py"),),
-    ),
-)
 
 
 class Failed(Exception):
@@ -276,7 +190,7 @@ def write(row: tuple[str, ...]) -> None:
 
 def main() -> None:
     """Runs the clients that the command line names."""
-    parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.tools.clients", description=__doc__)
     names = [client.name for client in CLIENTS]
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
     parser.add_argument("--keep", action="store_true", help="leave the environments")

@@ -11,24 +11,17 @@ A test says what it shows:
 
 A function is called with the test's parameters that it names, and gives one value or a list (an
 empty one: nothing is shown). Features are those of ``FEATURES``, where a new one takes its place.
-What ran is in build/support.json. ``python -m tests.support docs/support.md`` writes
-tests/support.json, the table, and the list of tests in docs/tests-by-feature.md. When all tests
-have run, by `make test` and then `make test-all`, they are compared with what the tests showed.
+What ran is in build/support.json, of which support_table.py makes the pages. When all tests have
+run, by `make test` and then `make test-all`, the pages are compared with what the tests showed.
 """
 
 import inspect
 import json
 import os
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests import blocks
 
 FEATURES = (
     "fp32, each optimizer against its authors' code",
@@ -100,13 +93,10 @@ FEATURES = (
 )
 # In the table's order. A rule that is not among them yet is tested, and its name is missing here.
 OPTIMIZERS = ("LOMO", "AdaLomo", "Adafactor", "CAME", "LAMB", "GaLoreAdamW", "AdamW")
-OPTIMIZERS += ("SCALE", "SinkGD")
-OPTIMIZERS += ("FlashAdamW", "Lion")
-OPTIMIZERS += ("APOLLO", "APOLLOMini", "Muon")
+OPTIMIZERS += ("SCALE", "SinkGD", "FlashAdamW", "Lion", "APOLLO", "APOLLOMini", "Muon")
 STAGES = {None: "plain", "fsdp2": "FSDP2", 0: "0", 1: "1", 2: "2", 3: "3"}
 WHOLE, QUICK, SLOW = "", "not slow", "slow"  # the expressions of `-m` for all tests, and two parts
 REFUSED = "refused"  # in the place of a stage; the setting is in that of the optimizer
-TESTS = "docs/tests-by-feature.md"  # the page that lists the tests
 
 Cell = tuple[str, str, str]  # feature, stage, optimizer
 
@@ -121,7 +111,7 @@ def cells(args: tuple[Any, ...], told: Mapping[str, Any], params: Mapping[str, A
     told = dict(zip(("feature",), args, strict=False)) | told
     features = _values(told["feature"], params)
     if unknown := [f for f in features if f not in FEATURES]:
-        raise ValueError(f"supports: {unknown[0]!r} is not one of FEATURES of tests/support.py")
+        raise ValueError(f"supports: {unknown[0]!r} is not in FEATURES of tests/tools/support.py")
     if REFUSED in told:
         return [(f, REFUSED, told[REFUSED]) for f in features]
     stages = [STAGES[s] for s in _values(told["stage"], params)]
@@ -158,9 +148,8 @@ class Collector:
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         try:
-            shown = [
-                c for m in item.iter_markers("supports") for c in cells(m.args, m.kwargs, params)
-            ]
+            marks = item.iter_markers("supports")
+            shown = [cell for mark in marks for cell in cells(mark.args, mark.kwargs, params)]
         except (KeyError, ValueError) as error:
             raise pytest.UsageError(f"{item.nodeid}: supports: {error!r}") from error
         if shown:  # these travel with the report
@@ -189,7 +178,7 @@ class Collector:
         ran = {"full": full, "parts": sorted(parts), "tests": ran["tests"] | self.ended}
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(ran))
-        claims = root / "tests" / "support.json"
+        claims = root / "tests" / "tools" / "support.json"
         if part is None or not claims.exists():
             return
         claimed, wrong = json.loads(claims.read_text()), False
@@ -259,106 +248,3 @@ def compare(claimed: Mapping[str, Any], shown: Mapping[str, Any]) -> tuple[list[
     if wrong:
         said.append("make matrix writes into docs/support.md what this run showed.")
     return said, wrong
-
-
-def render(found: Mapping[str, Any]) -> str:
-    """The table, in Markdown."""
-    heads = list(STAGES.values())
-    when = found["date"] + ("" if found["full"] else ", not all in one run")
-    rows, refused = [], []
-    for feature, stages in _ordered(found):
-        if settings := [s for s, fared in stages.get(REFUSED, {}).items() if fared == "passed"]:
-            refused.append(f"{feature} ({', '.join(f'`{s}`' for s in settings)})")
-        if stages.keys() != {REFUSED}:
-            rows.append([_shown(feature), *(_cell(stages.get(stage, {})) for stage in heads)])
-    notes = _footnotes(cell for row in rows for cell in row[1:])
-    lines = [
-        f"Tests made this table ({when}). ✓: tested with every optimizer. "
-        + "".join(f"{mark}: with {_meaning(cell)}. " for cell, mark in notes.items())
-        + "Names: tested with these optimizers only. Blank: not tested. ✗: failed.",
-        "",
-        "| | without DeepSpeed | FSDP2 | ZeRO-0 | ZeRO-1 | ZeRO-2 | ZeRO-3 |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    lines += [f"| {' | '.join(notes.get(c, c) for c in row)} |" for row in rows]
-    if refused:
-        lines += ["", f"Refused, with an error that names the setting: {'; '.join(refused)}."]
-    return "\n".join(lines)
-
-
-def _footnotes(cells: Iterable[str]) -> dict[str, str]:
-    """The marks of long cells that the table has several times."""
-    long = Counter(c for c in cells if c.startswith(_EXCEPT) or c.count(",") >= 4 and "✗" not in c)
-    usual = [cell for cell, n in long.most_common(9) if n > 1]
-    return {cell: f"✓{mark}" for cell, mark in zip(usual, "¹²³⁴⁵⁶⁷⁸⁹", strict=False)}
-
-
-def _meaning(cell: str) -> str:
-    """What a footnote says of its cell."""
-    but = cell.removeprefix(_EXCEPT)
-    return cell if but == cell else f"every optimizer except {but}"
-
-
-def by_feature(found: Mapping[str, Any]) -> str:
-    """The page that lists the test files of each feature, in Markdown."""
-    lines = ["# Tests by feature", "", "Generated by `make matrix` from the tests that ran.", ""]
-    lines += ["| feature | test files |", "|---|---|"]
-    for feature, stages in _ordered(found):
-        if stages.keys() != {REFUSED}:
-            links = [f"[{Path(f).stem[5:]}](../{f})" for f in found["files"][feature]]
-            lines.append(f"| {_shown(feature)} | {', '.join(links)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _ordered(found: Mapping[str, Any]) -> list[tuple[str, dict[str, dict[str, str]]]]:
-    return sorted(found["cells"].items(), key=lambda f: FEATURES.index(f[0]))
-
-
-_EXCEPT = "✓ except "
-# What the table writes where the marks have another name.
-_LABELS = {
-    "nine BERT classes": "the nine BERT model classes",
-    "own settings for a parameter group": "hyper-parameters per parameter group",
-    "gradient accumulation, projected": 'gradient accumulation, `"projected"`',
-    "weight decay by the JSON config": "weight decay set in the JSON config",
-    "clipping to a norm, gradients not kept": 'clipping by norm, `"fused"`',
-    "clipping to a norm, gradients kept": 'clipping by norm, `"sharded"`',
-    "clipping by the step before": "clipping by the previous step's norm",
-    "parameters that only some ranks use": "parameters used by only some ranks",
-    "layers frozen and unfrozen on the way": "freezing and unfreezing layers",
-    "accelerate's own loop": "accelerate, your own loop",
-    "save and resume, bit for bit": "save and resume, bit-identical",
-    "resume on other ranks and another stage": "resume with other ranks and ZeRO stage",
-    "`torch.distributed.checkpoint`, on other ranks": "`torch.distributed.checkpoint`",
-    "HSDP, meshes of two dimensions": "HSDP",
-    "pipelines: 16 bits, with a loss scale for fp16": "pipelines: bf16, fp16",
-    "pipelines: resume on other stages and ranks": "pipelines: resume with other stages",
-    "groups of ranks with copies (`shard_size`)": "`shard_size`",
-}
-
-
-def _shown(feature: str) -> str:
-    return _LABELS.get(feature, feature)
-
-
-def _cell(row: Mapping[str, str]) -> str:
-    passed = [o for o in OPTIMIZERS if row.get(o) == "passed"]
-    failed = [f"✗ {o}" for o in OPTIMIZERS if row.get(o) == "failed"]
-    others = [o for o in OPTIMIZERS if row.get(o) != "passed"]
-    if failed or len(others) >= len(passed):
-        return ", ".join([*passed, *failed])
-    return f"{_EXCEPT}{', '.join(others)}" if others else "✓"
-
-
-def main() -> None:
-    document = Path(sys.argv[1])  # in a folder of the repository
-    root = document.resolve().parents[1]
-    found = summary(json.loads((root / "build" / "support.json").read_text()))
-    found = {"date": date.today().isoformat()} | found
-    (root / "tests" / "support.json").write_text(json.dumps(found, indent=1) + "\n")
-    blocks.write(document, "support", render(found))
-    (root / TESTS).write_text(by_feature(found))
-
-
-if __name__ == "__main__":
-    main()

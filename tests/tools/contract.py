@@ -1,6 +1,6 @@
 """Compares the private names that ds_ext relies on with the installed versions of their packages.
 
-    python -m tests.contract [--write]
+    python -m tests.tools.contract [--write]
 
 Prints a line for each name of ``ds_ext.contract`` that is new, missing, takes other arguments or
 has another source than in the supported versions. ``--write`` records the names as installed,

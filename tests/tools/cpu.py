@@ -1,7 +1,7 @@
 """CPU time of each test, its ranks and subprocesses included: it does not depend on the load.
 
-`pytest --cpu 30` shows the 30 tests that take the most. `python -m tests.cpu` sums up by file what
-all such runs have shown: seconds of the tests that are not slow, and of those that are.
+`pytest --cpu 30` shows the 30 tests that take the most. `python -m tests.tools.cpu` adds up by file
+what all such runs have shown: seconds of the tests that are not slow, and of those that are.
 """
 
 import json
@@ -14,7 +14,7 @@ import pytest
 
 from tests import worlds
 
-KNOWN = Path(__file__).parent.parent / "build" / "cpu.json"
+KNOWN = Path(__file__).parents[2] / "build" / "cpu.json"
 
 
 def spent() -> float:

@@ -1,7 +1,7 @@
 """Golden curves: losses of 50 steps of a small Llama on real text, recorded in tests/data/golden.
 
-    python -m tests.golden             # writes them anew
-    python -m tests.golden came lomo   # those of two optimizers
+    python -m tests.tools.golden             # writes them anew
+    python -m tests.tools.golden came lomo   # those of two optimizers
 
 There is a file for each optimizer, with a line for each of plain PyTorch, ZeRO-3 and FSDP2 (the
 latter on two ranks) in fp32 and bf16. Its first line names the machine that wrote it. On such a
@@ -31,7 +31,7 @@ from tests import worlds
 from tests.common import by_role
 from tests.common.hypers import TRAINED, changed
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests/data/golden"
 TEXT = ROOT / "examples/data/devil_train.jsonl"
 STEPS, ROWS, LENGTH, VOCAB = 50, 4, 32, 128  # rows of all ranks together
@@ -141,6 +141,6 @@ def main(rules: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    from tests import golden  # ranks import the jobs from there
+    from tests.tools import golden  # ranks import the jobs from there
 
     golden.main(sys.argv[1:])
