@@ -54,10 +54,14 @@ def execute(asked: Any, where: Any) -> Any:
     """Makes a pass by the first executor that supports it, and returns its results.
 
     Raises:
-        TypeError: ``where`` is neither a ``Shard`` nor a batch that has tables.
+        TypeError: no executor supports it: for a batch, no table reads one of its inputs.
     """
     for executor in _executors.get(type(where), ()):
         made = executor.run(asked, where)
         if made is not NotImplemented:
             return made
-    raise TypeError(f"no executor implements {type(asked).__name__} for {type(where).__name__}")
+    raise TypeError(
+        f"the pass {type(asked).__name__} cannot read its input over a batch: native code and "
+        "kernels have no form for this expression, or read tensors of other dtypes. Register the "
+        "rule with is_batched=False, and its parameters are stepped one by one."
+    )

@@ -2,9 +2,10 @@
 
 Runs form a batch if they have the same param group, dtypes, number of steps and kind of geometry
 (``batch.kind``). Experts of stacks form batches of their own. A rule that is registered as
-``is_batched`` makes one pass over the whole batch. Other rules, and parameters that no batched pass
-supports, are stepped one by one. All ranks choose the same batches, because their partial sums are
-added up in order. This holds if all ranks have devices of one kind.
+``is_batched`` makes one pass over the whole batch. Other rules, parameters that no batched pass
+supports, and rules whose state has another dtype are stepped one by one. All ranks choose the same
+batches, because their partial sums are added up in order. This holds if all ranks have devices of
+one kind.
 """
 
 import functools
@@ -25,12 +26,15 @@ from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.rounding import ROUND
 from ds_ext.ops.schema import DTYPES
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import Parts
-from ds_ext.optimizer import expert_stacks, nonfinite, sections, state_checks
+from ds_ext.ops.state import Parts, leaves
+from ds_ext.optimizer import ema, expert_stacks, nonfinite, sections, state_checks
 from ds_ext.optimizer.group_rules import are_alike
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.updates import RunUpdate, StagedBucket
 from ds_ext.rules import State
+
+# Of the state tensors that tables read: None is fp32, the others are codes and scales of 8 bits.
+STATE_DTYPES = {None, torch.float32, torch.int8, torch.uint8, torch.int16}
 
 
 class BatchItem(NamedTuple):
@@ -375,7 +379,14 @@ def are_batched(
     for own in shards:
         if is_gpu and not devices.supports_matrices(own) or not entry.batches(rule, own):
             return False
+        if not _are_read(rule.state_spec(own)):
+            return False
     return True
+
+
+def _are_read(parts: Parts) -> bool:
+    """Whether tables read the tensors of a state; averages of weights have forms of their own."""
+    return all(part.dtype in STATE_DTYPES for keys, part in leaves(parts) if keys != (ema.EMA,))
 
 
 def _pieces(

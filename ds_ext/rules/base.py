@@ -180,9 +180,10 @@ def register(
         rounds: the number of all-reduces of a bucket's partial sums in a step.
         is_batched: whether ``step`` also accepts a batch of parameters. It must then read tensors
             only by passes of ``ops`` (not ``blocks``, ``evaluate``, ``count_beyond`` or ``pad``),
-            and use formulas that hold for vectors [n]. Expressions of a rule must be dataclasses
-            whose constructors take all fields without a leading underscore. Or a function of a rule
-            and a shard that returns it, with the same result on all ranks.
+            use formulas that hold for vectors [n], and pass only expressions for which native code
+            and kernels have a form; a pass raises TypeError for others. If its state has other
+            dtypes than fp32 and those of 8-bit formats, parameters are stepped one by one anyway.
+            Or a function of a rule and a shard that returns it, with the same result on all ranks.
         sums_first: whether ``step`` yields sums of the gradient before it writes weights or state.
             The first round then detects bad gradients before they have an effect. Or a function, as
             for ``is_batched``. If it is False, gradients are read once more.

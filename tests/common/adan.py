@@ -14,9 +14,9 @@ NAME = "adan"
 
 
 def enter() -> None:
-    """Registers the rule, which is made of passes alone."""
+    """Registers the rule. Native code and kernels have no form for two of its updates."""
 
-    @register(paper="2208.06677", state="16", rounds="1", is_batched=True)
+    @register(paper="2208.06677", state="16", rounds="1")
     @dataclass(frozen=True)
     class Adan:
         """θ ← (1 − lr·wd) θ − lr · (m + (1 − β2) v) / (√n + ε), within a trust ratio.

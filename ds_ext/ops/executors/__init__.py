@@ -7,13 +7,12 @@ from types import NoneType
 
 from ds_ext.ops import dispatch
 from ds_ext.ops.executors.batched import BatchedExecutor
-from ds_ext.ops.executors.one_by_one import OneByOne
 from ds_ext.ops.executors.reference import Reference
 from ds_ext.ops.executors.single import SingleKernels
 from ds_ext.ops.executors.table_batch import TableBatch
 from ds_ext.ops.shard import Shard
 
 _reference = Reference()
-dispatch.register(TableBatch, BatchedExecutor(), OneByOne(_reference))
+dispatch.register(TableBatch, BatchedExecutor())
 dispatch.register(Shard, SingleKernels(), _reference)
 dispatch.register(NoneType, BatchedExecutor(), _reference)  # flat tensors

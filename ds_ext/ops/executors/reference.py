@@ -1,7 +1,7 @@
 """The specification of each pass, in plain torch over the run of one parameter.
 
 A pass reads the run in blocks of at most ``shard.BLOCK`` elements, so a lazy expression needs only
-a few blocks of scratch memory. ``one_by_one`` makes the passes over batches.
+a few blocks of scratch memory.
 """
 
 from collections.abc import Sequence
