@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from ds_ext import rules
 from ds_ext.optimizer.rule_optimizer import RuleOptimizer
+from ds_ext.rules import all_rules as all_rules  # registers them
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ext import rules
+from ds_ext.rules import all_rules
 
 Hypers = dict[str, Any]
 
@@ -24,14 +24,14 @@ class Row:
 
 RULES = {
     "lomo": Row(
-        rules.LOMO,
+        all_rules.LOMO,
         rounds=0,
         row_rounds=0,
         vector_rounds=0,
         settings={"defaults": {}, "decay": {"lr": 0.02, "weight_decay": 0.1}},
     ),
     "adalomo": Row(
-        rules.AdaLomo,
+        all_rules.AdaLomo,
         rounds=2,
         row_rounds=1,
         vector_rounds=1,
@@ -44,7 +44,7 @@ RULES = {
         },
     ),
     "adafactor": Row(
-        rules.Adafactor,
+        all_rules.Adafactor,
         rounds=2,
         row_rounds=1,
         vector_rounds=1,
@@ -65,7 +65,7 @@ RULES = {
         },
     ),
     "came": Row(
-        rules.CAME,
+        all_rules.CAME,
         rounds=3,
         row_rounds=2,
         vector_rounds=1,

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import ds_ext
-from ds_ext import ops, rules
+from ds_ext import ops
 from ds_ext.ops import formats
 from ds_ext.ops.shard import Shard
+from ds_ext.rules import all_rules
 from tests.common import plain, table
 from tests.common.choose import params
 from tests.common.simulated import BROKEN, EXACT, dropping, errors, stepped
@@ -31,7 +32,7 @@ def by_torch(before, steps, **hypers):
 
 
 def worst_error(setting, world, shapes=SHAPES, dtype=torch.float64):
-    ranks, rounds = stepped(rules.AdamW(**SETTINGS[setting]), shapes, world, STEPS, dtype)
+    ranks, rounds = stepped(all_rules.AdamW(**SETTINGS[setting]), shapes, world, STEPS, dtype)
     assert rounds == {0}
     before, steps = table.weights(shapes, dtype), table.gradients(STEPS, shapes, dtype)
     exact = by_torch(
@@ -69,7 +70,7 @@ def test_defaults_are_those_of_torch():
 @pytest.mark.parametrize("world", params([2, 3, 7, 64], [3, 7]))
 def test_8_bits_are_rounded_alike_on_any_number_of_ranks(world):
     pytest.importorskip("bitsandbytes")
-    rule, before = rules.AdamW(**EIGHT), table.weights(WIDE)
+    rule, before = all_rules.AdamW(**EIGHT), table.weights(WIDE)
     whole, none = stepped(rule, WIDE, 1, STEPS)
     sharded, one = stepped(rule, WIDE, world, STEPS)
     assert none == {0} and one == {1}  # a cut goes through blocks
@@ -80,8 +81,8 @@ def test_8_bits_are_rounded_alike_on_any_number_of_ranks(world):
 
 def test_8_bits_are_near_32():
     pytest.importorskip("bitsandbytes")
-    small, _ = stepped(rules.AdamW(**EIGHT), WIDE, 3, STEPS)
-    large, _ = stepped(rules.AdamW(lr=0.01), WIDE, 3, STEPS)
+    small, _ = stepped(all_rules.AdamW(**EIGHT), WIDE, 3, STEPS)
+    large, _ = stepped(all_rules.AdamW(lr=0.01), WIDE, 3, STEPS)
     found = errors(small.params, large.params, table.weights(WIDE))
     assert 1e-4 < max(found) < 0.2
     assert found[-1] <= EXACT  # 40 moments stay fp32

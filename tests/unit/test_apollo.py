@@ -12,7 +12,8 @@ from ds_ext.ops import products
 from ds_ext.ops.normal import normals
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves, saved, zeros
-from ds_ext.rules import APOLLO, APOLLOMini, apollo
+from ds_ext.rules import apollo
+from ds_ext.rules.apollo import APOLLO, APOLLOMini
 from tests.common import low_rank, plain, table
 from tests.common.choose import params
 from tests.common.low_rank import projection

@@ -231,7 +231,7 @@ FILES = {  # of tests that a new rule takes part in, and its least number of cas
     "unit/test_fuse.py": 10,
     "distributed/test_zero.py": 10,
 }
-JOINS = "\n\nfrom tests.common import newcomer\n\nnewcomer.enter({})\n"  # in rules/__init__.py
+JOINS = "\n\nfrom tests.common import newcomer\n\nnewcomer.enter({})\n"  # in rules/all_rules.py
 
 
 def said_of(tree, *args):
@@ -249,7 +249,7 @@ def said_of(tree, *args):
 @pytest.mark.slow
 def test_a_new_rule_of_the_repository_is_collected_and_run(tmp_path):
     tree = copied(tmp_path)
-    registered = tree / "ds_ext" / "rules" / "__init__.py"
+    registered = tree / "ds_ext" / "rules" / "all_rules.py"
     before = registered.read_text()
     registered.write_text(before + JOINS.format(""))
     listed = said_of(tree, "--collect-only", "-q", *(f"tests/{file}" for file in FILES))

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import ds_ext
-from ds_ext import rules
 from ds_ext.ops import companding, formats, schema
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
+from ds_ext.rules import REGISTRY, all_rules
 from tests.common import paths, plain, table
 from tests.common.choose import params
 from tests.common.companded import rounded, scale_of
@@ -60,7 +60,7 @@ def lion(p, grads, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, nbits=32):
     return p
 
 
-RULES = {"flashadamw": (rules.FlashAdamW, adamw, ADAMW), "lion": (rules.Lion, lion, LION)}
+RULES = {"flashadamw": (all_rules.FlashAdamW, adamw, ADAMW), "lion": (all_rules.Lion, lion, LION)}
 QUICK = [(("flashadamw", "decay"), 7), (("flashadamw", "betas-eps"), 2), (("lion", "betas"), 3)]
 QUICK += [(("flashadamw", "defaults"), 1), (("lion", "8 bits"), 1), (("lion", "8 bits"), 7)]
 CASES = [(rule, setting) for rule, (*_, settings) in RULES.items() for setting in settings]
@@ -107,17 +107,17 @@ def test_the_settings_and_the_rounding_matter():
 
 
 def test_rounds_are_for_groups_that_cuts_go_through():
-    rule = rules.FlashAdamW()
+    rule = all_rules.FlashAdamW()
     for shape, world, rounds in (((64, 32), 4, 0), ((64, 32), 3, 1), ((33,), 1, 0), ((33,), 2, 1)):
         assert stepped(rule, (shape,), world, 2)[1] == {rounds}
-    assert stepped(rules.Lion(), WIDE, 3, 2)[1] == {0}
+    assert stepped(all_rules.Lion(), WIDE, 3, 2)[1] == {0}
 
 
 def test_a_step_in_fp32_from_the_same_moments():
     """Of the update <= 1e-5 at each step; codes fall on the other side of a middle now and then."""
     hypers = {"lr": 0.1, "weight_decay": 0.1}
     (p,), shard = table.weights(((70, 90),), torch.float32), Shard.whole((70, 90))
-    ranks = Ranks(rules.FlashAdamW(**hypers), [p], 1)
+    ranks = Ranks(all_rules.FlashAdamW(**hypers), [p], 1)
     for t, (g,) in enumerate(table.gradients(STEPS, ((70, 90),), torch.float32), 1):
         state, before = ranks.states[0][0], ranks.params[0].double()
         m, v = (
@@ -155,7 +155,7 @@ def small_steps(scale, steps=30):
     """FlashAdamW and AdamW after gradients of a size, with an eps below all of them."""
     shape, hypers = (64, 50), {"eps": 1e-15, "weight_decay": 0.0}
     before, made = table.weights([shape]), []
-    for cls in (rules.FlashAdamW, rules.AdamW):
+    for cls in (all_rules.FlashAdamW, all_rules.AdamW):
         ranks = Ranks(cls(**hypers), before, 1)
         for grads in table.gradients(steps, [shape]):
             ranks.step([g * scale for g in grads])
@@ -174,7 +174,7 @@ def test_gradients_of_1e_9_keep_their_moments(monkeypatch):
 
 def root_after(steps):
     """A root of v after a gradient of 1 and ``steps`` of nearly 0, over what it should be."""
-    ranks = Ranks(rules.FlashAdamW(lr=0.0), [torch.zeros(32)], 1)
+    ranks = Ranks(all_rules.FlashAdamW(lr=0.0), [torch.zeros(32)], 1)
     for g in [torch.ones(32)] + [torch.full((32,), 1e-6)] * steps:
         ranks.step([g])
     block = next(Shard.whole((32,)).blocks())
@@ -205,12 +205,13 @@ def test_values_beyond_all_scales_are_bounded():
 
 
 def test_state_is_a_quarter_and_plain_tensors():
-    state = zeros(rules.FlashAdamW().state_spec(Shard.whole((70, 90))), torch.zeros(6300))
+    state = zeros(all_rules.FlashAdamW().state_spec(Shard.whole((70, 90))), torch.zeros(6300))
     assert state["m"]["code"].dtype == torch.int8 and state["v"]["code"].dtype == torch.uint8
     for moment in state.values():
         assert len(moment["code"]) == 6300 and len(moment["scale"]) == 197
         assert moment["scale"].dtype == torch.int16
-    (kept,) = zeros(rules.Lion(nbits=8).state_spec(Shard.whole((33,))), torch.zeros(33)).values()
+    spec = all_rules.Lion(nbits=8).state_spec(Shard.whole((33,)))
+    (kept,) = zeros(spec, torch.zeros(33)).values()
     assert len(kept["code"]) == 33 and len(kept["scale"]) == 2
 
 
@@ -233,10 +234,10 @@ def test_state_saved_and_loaded_goes_on_bit_for_bit(name, hypers, path, monkeypa
 
 
 def test_only_runs_of_whole_groups_are_batched():
-    entries = rules.REGISTRY
+    entries = REGISTRY
     for world, whole in ((2, True), (3, False)):
         shard = Shard.of_rank((64, 32), 0, world)
         assert formats.splits_groups(shard, 32) != whole
-        assert entries["flashadamw"].batches(rules.FlashAdamW(), shard) == whole
-        assert entries["lion"].batches(rules.Lion(nbits=8), shard) == whole
-        assert entries["lion"].batches(rules.Lion(), shard)
+        assert entries["flashadamw"].batches(all_rules.FlashAdamW(), shard) == whole
+        assert entries["lion"].batches(all_rules.Lion(nbits=8), shard) == whole
+        assert entries["lion"].batches(all_rules.Lion(), shard)

@@ -26,7 +26,8 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.optimizer import param_groups
 from ds_ext.optimizer.model_view import ModelView
-from ds_ext.rules import GaLoreAdamW, lowrank
+from ds_ext.rules import lowrank
+from ds_ext.rules.galore import GaLoreAdamW
 from tests.common import plain, table
 from tests.common.accumulated import side_of, textbook
 from tests.common.choose import params

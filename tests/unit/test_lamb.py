@@ -9,12 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ds_ext
-from ds_ext import rules
 from ds_ext.distributed import lockstep
 from ds_ext.ops import scratch
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer.bucket_step import begin_rules
 from ds_ext.optimizer.updates import RunUpdate
+from ds_ext.rules import all_rules
 from tests.common import paths, table
 from tests.common.choose import params
 from tests.common.simulated import BROKEN, EXACT, Ranks, errors, stepped
@@ -63,7 +63,7 @@ def expected(setting, before, steps):
 
 def worst_error(setting, world, shapes=SHAPES, steps=STEPS, **how):
     before, grads = table.weights(shapes), table.gradients(steps, shapes)
-    rule = rules.LAMB(**SETTINGS[setting][0])
+    rule = all_rules.LAMB(**SETTINGS[setting][0])
     ranks, rounds = stepped(rule, shapes, world, steps, **how)
     assert rounds == {1}
     return max(errors(ranks.params, expected(setting, before, grads), before))
@@ -101,7 +101,7 @@ def test_gradients_shifted_by_one_are_seen(monkeypatch):
 
 def test_fp32_equals_the_paper():
     before, grads = table.weights(dtype=torch.float32), table.gradients(STEPS, dtype=torch.float32)
-    ranks, _ = stepped(rules.LAMB(lr=0.1, weight_decay=0.1), SHAPES, 3, STEPS, torch.float32)
+    ranks, _ = stepped(all_rules.LAMB(lr=0.1, weight_decay=0.1), SHAPES, 3, STEPS, torch.float32)
     exact = [
         paper(p.double(), [g.double() for g in gs], lr=0.1, weight_decay=0.1)
         for p, gs in zip(before, zip(*grads, strict=True), strict=True)
@@ -124,7 +124,7 @@ def test_sums_of_squares_do_not_overflow_in_half_precision():
     # 40 * 300**2 is far above 65504, and the norm of the update too.
     p = torch.full((40,), 300.0, dtype=torch.float16)
     assert p.square().sum().isinf()
-    ranks = Ranks(rules.LAMB(lr=0.25), [p], 3)
+    ranks = Ranks(all_rules.LAMB(lr=0.25), [p], 3)
     ranks.step([torch.linspace(1, 60000, 40).half()])
     assert torch.equal(ranks.params[0], torch.full_like(p, 225.0))
     assert all(s["v"].dtype == torch.float32 for (s,) in ranks.states)

@@ -14,7 +14,8 @@ from ds_ext.distributed import lockstep
 from ds_ext.ops import products
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves, zeros
-from ds_ext.rules import Muon, muon, newton_schulz
+from ds_ext.rules import muon, newton_schulz
+from ds_ext.rules.muon import Muon
 from tests.common import low_rank, plain, table
 from tests.common.choose import params
 from tests.common.companded import rounded

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import ds_ext
-from ds_ext import ops, rules
+from ds_ext import ops
 from ds_ext.ops.shard import Shard
+from ds_ext.rules import all_rules
 from tests.common import authors, needs, paths, plain, table
 from tests.common.choose import params
 from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, stepped
@@ -17,7 +18,7 @@ SHAPES = ((5,), (1, 7), (7, 1), (3, 5), (16, 16), (13, 29), (64, 33), (4, 3, 5),
 STEPS = 5
 
 
-PAPERS = {"sinkgd": (rules.SinkGD, authors.sinkgd), "scale": (rules.SCALE, authors.scale)}
+PAPERS = {"sinkgd": (all_rules.SinkGD, authors.sinkgd), "scale": (all_rules.SCALE, authors.scale)}
 # Hyper-parameters, and the rounds of a bucket in which rows are divided, and are not.
 SETTINGS = {
     "sinkgd defaults": ({}, 10, 5),
@@ -178,7 +179,7 @@ def test_the_largest_singular_value_comes_to_the_target():
     g = torch.randn(48, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     for many in ({"spectral_iterations": 200}, {}):
         for spectral, target in (("unit", 1.0), ("muon", (48 / 20) ** 0.5)):
-            rule = rules.SinkGD(lr=1.0, alpha=1.0, spectral=spectral, **many)
+            rule = all_rules.SinkGD(lr=1.0, alpha=1.0, spectral=spectral, **many)
             ranks = Ranks(rule, [torch.zeros_like(g)], 3)
             for _ in range(1 if many else 200):
                 before = ranks.params[0].clone()
@@ -190,7 +191,7 @@ def test_the_largest_singular_value_comes_to_the_target():
 def test_a_gradient_of_zeros_is_no_step_and_does_not_spoil_the_next():
     """axolotl's vector would become 0, and later updates 1e8 times too large."""
     g = torch.randn(12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    ranks = Ranks(rules.SinkGD(lr=1.0, spectral="unit"), [torch.zeros_like(g)], 3)
+    ranks = Ranks(all_rules.SinkGD(lr=1.0, spectral="unit"), [torch.zeros_like(g)], 3)
     ranks.step([0 * g])
     assert not ranks.params[0].any()
     ranks.step([g])
@@ -204,8 +205,8 @@ def test_two_corrections_for_the_width_exclude_each_other():
 
 def test_nothing_is_kept_but_the_momentum_of_the_head():
     shard = Shard.of_rank((64, 32), 0, 4)
-    assert rules.SinkGD().state_spec(shard) == rules.SCALE().state_spec(shard) == {}
-    assert set(rules.SCALE(momentum=0.9).state_spec(shard)) == {"m"}
+    assert all_rules.SinkGD().state_spec(shard) == all_rules.SCALE().state_spec(shard) == {}
+    assert set(all_rules.SCALE(momentum=0.9).state_spec(shard)) == {"m"}
 
 
 @pytest.mark.parametrize("scale", [3.0, -0.5])

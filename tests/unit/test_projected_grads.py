@@ -15,7 +15,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.optimizer import projected_grads
 from ds_ext.optimizer.updates import RunUpdate
-from ds_ext.rules import GaLoreAdamW
+from ds_ext.rules.galore import GaLoreAdamW
 from tests.common import accumulated
 from tests.common.simulated import BROKEN, EXACT, dropping, errors
 

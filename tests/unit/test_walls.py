@@ -226,7 +226,7 @@ ALLOWED = [
     ("engine/adapter.py", "import deepspeed\nimport torch\ntorch.distributed.get_rank()"),
     ("engine/adapter.py", "from ds_ext.ops.shard import Shard\np.ds_shape"),
     ("rules/new.py", "from ds_ext import ops\nfrom ds_ext.hyperparams import Positive"),
-    ("rules/__init__.py", "from ds_ext.rules.came import CAME"),
+    ("rules/all_rules.py", "from ds_ext.rules.came import CAME"),
     ("ops/executors/triton/kernels/new.py", "import triton\nimport triton.language as tl"),
     ("optimizer/new.py", "from ds_ext.rules import CAME\nimport torch.distributions"),
 ]
