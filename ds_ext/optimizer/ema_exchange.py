@@ -1,8 +1,7 @@
-"""Exchanges a model's weights with their moving averages, and restores them.
+"""Replaces a model's weights by their moving averages, and restores them.
 
-Weights and averages of one dtype change places. bf16 weights and fp32 averages share the memory of
-both (``_swap``). With other dtypes this rank's weights are copied. Masters do not
-change, because leaving the context restores the weights of the last step.
+Each rank keeps a copy of its own weights meanwhile. Masters do not change, because leaving the
+context restores the weights of the last step.
 """
 
 import contextlib
@@ -45,7 +44,7 @@ def exchanged(table: ParamTable, layout: Layout | None) -> Iterator[None]:
         for p in table.number_of
         if table.rule_of(p).ema_decay and table.state.get(p, {}).get("step")
     ]
-    copies: dict[Tensor, Tensor | None] = {}  # of exchanged weights; None: in place of the average
+    copies: dict[Tensor, Tensor] = {}  # of the replaced weights
     table.is_exchanged = True
     try:
         _exchange(table, layout, averaged, copies)
@@ -60,9 +59,9 @@ def _exchange(
     table: ParamTable,
     layout: Layout | None,
     params: Iterable[Tensor],
-    copies: dict[Tensor, Tensor | None],
+    copies: dict[Tensor, Tensor],
 ) -> None:
-    """Exchanges weights and averages, bucket by bucket, or restores those in ``copies``."""
+    """Replaces weights by averages, bucket by bucket, or restores those in ``copies``."""
     for bucket in plain_step.buckets(params, BUCKET_ELEMENTS):
         for param in bucket:
             _exchange_one(table, layout, param, copies)
@@ -73,49 +72,16 @@ def _exchange(
 
 
 def _exchange_one(
-    table: ParamTable, layout: Layout | None, param: Tensor, copies: dict[Tensor, Tensor | None]
+    table: ParamTable, layout: Layout | None, param: Tensor, copies: dict[Tensor, Tensor]
 ) -> None:
     run = table.local_run(param) if layout is None else layout.run(param)
-    shard, state = table.shard(param), table.state[param]
-    pairs = [(run[at], s[ema.EMA]) for at, _, s in expert_stacks.matrices(shard, state)]
-    is_back, copy, stored = param in copies, copies.pop(param, None), None
-    dtypes = run.dtype, pairs[0][1].dtype
-    if dtypes[0] == dtypes[1] or dtypes == (torch.bfloat16, torch.float32):
-        for weight, average in pairs:
-            _swap(weight, average, is_back)
-    elif copy is not None:
+    copy = copies.pop(param, None)
+    if copy is not None:
         run.copy_(copy)
     else:
-        stored = host_offload.store(run.clone(), param.device, table.offload)
-        for weight, average in pairs:
-            weight.copy_(average)
-    if not is_back:
-        copies[param] = stored
+        copies[param] = host_offload.store(run.clone(), param.device, table.offload)
+        matrices = expert_stacks.matrices(table.shard(param), table.state[param])
+        for elements, _, state in matrices:
+            run[elements].copy_(state[ema.EMA])
     if layout is None and not param.is_contiguous():  # the run is a copy
         param.copy_(run.view_as(param))
-
-
-def _swap(weight: Tensor, average: Tensor, is_back: bool) -> None:
-    """Exchanges weights and averages, [n], in their memory.
-
-    An fp32 average is the sum of its upper 16 bits, rounded, and its lower 16 bits as a signed
-    number. During the exchange, the weight has the upper bits, and the average's memory has the
-    weight's bits in their place.
-    An average in the middle of two bf16 numbers is rounded away from zero, not to even.
-    """
-    if weight.dtype == average.dtype:
-        before = weight.clone()
-        weight.copy_(average)
-        average.copy_(before)
-        return
-    bits = weight.view(torch.int16)
-    lower, upper = average.view(torch.int16).view(-1, 2).unbind(1)  # on little-endian machines
-    rounded_up = (lower < 0).short()
-    if is_back:
-        rounded = bits.to(upper.device, copy=True)
-        bits.copy_(upper)
-        upper.copy_(rounded - rounded_up)
-    else:
-        rounded = upper + rounded_up
-        upper.copy_(bits)
-        bits.copy_(rounded)
