@@ -35,7 +35,7 @@ import transformers.trainer  # noqa: F401
 from torch.distributed.distributed_c10d import _world
 
 import ds_ext  # noqa: F401
-from tests.distributed import zero  # noqa: F401  which most jobs import
+from tests.distributed import zero_jobs  # noqa: F401  which most jobs import
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
 

@@ -15,7 +15,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
 from tests.common.companded import rounded
 from tests.common.reference import normal_numbers
-from tests.distributed.zero import Case
+from tests.distributed.zero_jobs import Case
 
 
 class Reference:

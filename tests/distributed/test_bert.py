@@ -8,8 +8,8 @@ from ds_ext.rules import REGISTRY
 from tests import worlds
 from tests.common.choose import params
 from tests.common.hypers import CLOSE
-from tests.distributed import bert
-from tests.distributed.bert import CLASSES, STAGES
+from tests.distributed import bert_jobs
+from tests.distributed.bert_jobs import CLASSES, STAGES
 
 # Every rule at every stage, with the classes in turn; of these, each class is quick once.
 PAIRS = [(rule, stage) for rule in REGISTRY for stage in STAGES]
@@ -20,5 +20,5 @@ QUICK = ALL[:: len(STAGES) + 1][: len(CLASSES)]
 @pytest.mark.supports("nine BERT classes", stage="stage", optimizer="rule")
 @pytest.mark.parametrize("name, rule, stage", params(ALL, QUICK))
 def test_bert_equals_one_process(name, rule, stage):
-    after = worlds.once(2, bert.sharded, name, rule, stage)[0]
-    assert bert.error(name, rule, after, 2) <= CLOSE.get(rule, 1e-5)
+    after = worlds.once(2, bert_jobs.sharded, name, rule, stage)[0]
+    assert bert_jobs.error(name, rule, after, 2) <= CLOSE.get(rule, 1e-5)

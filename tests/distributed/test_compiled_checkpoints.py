@@ -4,7 +4,7 @@ import pytest
 
 from tests import worlds
 from tests.common.choose import params
-from tests.distributed import compiled_jobs as jobs
+from tests.distributed import compiled_checkpoints_jobs as jobs
 
 WAYS = [("plain", "model"), ("model", "submodules"), ("submodules", "both"), ("both", "engine")]
 

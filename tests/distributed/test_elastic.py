@@ -13,7 +13,7 @@ import torch
 
 from tests import worlds
 from tests.common.updates import error
-from tests.distributed import elastic
+from tests.distributed import elastic_jobs
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ def agent(port: int, folder: Path, hosts: str, log: Path) -> subprocess.Popen:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={hosts}"]
     command += ["--nproc_per_node=1", "--max-restarts=5", "--monitor-interval=0.2"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=run"]
-    command += [f"--rdzv-conf={conf}", "-m", "tests.distributed.elastic", str(folder)]
+    command += [f"--rdzv-conf={conf}", "-m", "tests.distributed.elastic_jobs", str(folder)]
     # Torch's agents may share a store whose entries outlive a restart that only one of them counts.
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} | own_store
@@ -87,5 +87,5 @@ def test_a_run_survives_a_killed_rank_and_a_lost_host(tmp_path):
     assert sizes[0] == "2" and sizes[-1] == "1" and sizes.count("2") >= 2
     assert firsts == sorted(firsts) and firsts[-1] >= reached - 1
     found = torch.load(folder / "weights.pt")
-    alone = worlds.run(2, elastic.whole_run)[0]
+    alone = worlds.run(2, elastic_jobs.whole_run)[0]
     assert error(found, alone["after"], alone["before"]) < 1e-5

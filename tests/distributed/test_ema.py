@@ -8,19 +8,19 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests import worlds
 from tests.common.choose import params
 from tests.common.updates import error
-from tests.distributed import averaging
+from tests.distributed import ema_jobs
 
 # How a model is trained, with an optimizer whose statistics are of whole matrices.
 JOBS = {
-    "stage 0": (averaging.zero, 0, "AdamW"),
-    "stage 1": (averaging.zero, 1, "AdaLomo"),
-    "stage 2": (averaging.zero, 2, "AdamW"),
-    "stage 3": (averaging.zero, 3, "AdamW"),
-    "stage 3, AdaLomo": (averaging.zero, 3, "AdaLomo"),
-    "stage 2, Muon": (averaging.zero, 2, "Muon"),
-    "stage 3, Muon": (averaging.zero, 3, "Muon"),
-    "copies": (averaging.plain, False, "AdamW"),
-    "FSDP2": (averaging.plain, True, "AdamW"),
+    "stage 0": (ema_jobs.zero, 0, "AdamW"),
+    "stage 1": (ema_jobs.zero, 1, "AdaLomo"),
+    "stage 2": (ema_jobs.zero, 2, "AdamW"),
+    "stage 3": (ema_jobs.zero, 3, "AdamW"),
+    "stage 3, AdaLomo": (ema_jobs.zero, 3, "AdaLomo"),
+    "stage 2, Muon": (ema_jobs.zero, 2, "Muon"),
+    "stage 3, Muon": (ema_jobs.zero, 3, "Muon"),
+    "copies": (ema_jobs.plain, False, "AdamW"),
+    "FSDP2": (ema_jobs.plain, True, "AdamW"),
 }
 EMA = "moving averages of the weights (`ema_decay`)"
 ALL = [(2, name) for name in JOBS] + [(3, name) for name in JOBS]
@@ -30,7 +30,7 @@ QUICK = [(2, name) for name in JOBS if JOBS[name][2] == "AdamW"] + [(3, "stage 3
 def torchs(start, steps):
     """torch's averages of the weights that training had after each step."""
     model = nn.ParameterDict({n.replace(".", "/"): p.double() for n, p in start.items()})
-    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(averaging.DECAY))
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema_jobs.DECAY))
     for weights in steps:
         with torch.no_grad():
             for name, p in weights.items():
@@ -40,14 +40,14 @@ def torchs(start, steps):
 
 
 def loss_of(weights):
-    model = averaging.Net()
+    model = ema_jobs.Net()
     model.load_state_dict({n: p.float() for n, p in weights.items()})
     return model(torch.randn(8, 6, generator=torch.Generator().manual_seed(9))).item()
 
 
 def stage_of(name):
     job, given, _ = JOBS[name]
-    return given if job is averaging.zero else "fsdp2" if given else None
+    return given if job is ema_jobs.zero else "fsdp2" if given else None
 
 
 @pytest.mark.supports(EMA, stage=stage_of, optimizer=lambda name: JOBS[name][2])
@@ -68,7 +68,7 @@ def test_the_average_is_torchs_and_the_model_has_it_inside(ranks, name):
 @pytest.mark.supports(EMA, stage="stage", optimizer="AdamW")
 @pytest.mark.parametrize("stage", params([0, 1, 2, 3], [1, 3]))
 def test_bf16_weights_are_exchanged_with_fp32_averages(stage):
-    for got in worlds.once(2, averaging.in_16_bits, stage):
+    for got in worlds.once(2, ema_jobs.in_16_bits, stage):
         before, after = got["weights"]
         for n, average in got["averages"].items():
             assert average.dtype == torch.float32
@@ -83,8 +83,8 @@ def test_bf16_weights_are_exchanged_with_fp32_averages(stage):
 )
 def test_a_checkpoint_has_the_average_for_any_ranks_and_stage(tmp_path, stages, ranks):
     folder = str(tmp_path)
-    saved = worlds.run(ranks[0], averaging.save, stages[0], folder)[0]
-    for got in worlds.run(ranks[1], averaging.resume, stages[1], folder):
+    saved = worlds.run(ranks[0], ema_jobs.save, stages[0], folder)[0]
+    for got in worlds.run(ranks[1], ema_jobs.resume, stages[1], folder):
         start, steps = saved["start"], saved["steps"]
         assert error(got["loaded"], torchs(start, steps), start) <= 1e-6
         assert error(got["inside"], torchs(start, steps + got["steps"]), start) <= 1e-6
@@ -103,15 +103,15 @@ WAYS = [
     params(WAYS, [(3, "fused", 0.0), (2, "sharded", 1.0), (0, "fused", 1.0)]),
 )
 def test_a_step_that_overflows_does_not_move_the_average(stage, policy, clipping):
-    for got in worlds.once(2, averaging.overflow, stage, policy, clipping):
+    for got in worlds.once(2, ema_jobs.overflow, stage, policy, clipping):
         for i, (a, b) in enumerate(zip(got, got[1:], strict=False), 1):
             for n in a:
                 assert a[n].isfinite().all()
-                assert torch.equal(a[n], b[n]) == (i == averaging.OVERFLOW), (i, n)
+                assert torch.equal(a[n], b[n]) == (i == ema_jobs.OVERFLOW), (i, n)
 
 
 def test_without_a_decay_the_error_names_the_key():
-    for text in worlds.once(2, averaging.without_decay):
+    for text in worlds.once(2, ema_jobs.without_decay):
         assert '"optimizer": {"params": {"ema_decay"' in text
 
 
@@ -120,14 +120,14 @@ DIVIDED = [(2, "experts"), (2, "pipeline"), (2, "tensor"), (4, "pipeline"), (4, 
 
 @pytest.mark.parametrize("ranks, kind", params(DIVIDED, DIVIDED[:3]))
 def test_ranks_with_different_weights_average_their_own(ranks, kind):
-    for got in worlds.once(ranks, averaging.divided, kind):
+    for got in worlds.once(ranks, ema_jobs.divided, kind):
         wanted = torchs(got["start"], got["steps"])
         assert error(got["inside"], wanted, got["start"]) <= 1e-6
         assert got["restored"]
 
 
 def test_averages_of_experts_load_on_ranks_that_have_other_experts():
-    found = worlds.once(2, averaging.moved_experts)
+    found = worlds.once(2, ema_jobs.moved_experts)
     for saved, loaded in found:
         assert all(torch.equal(p, loaded[n]) for n, p in saved.items())
         assert loaded.keys() == found[0][0].keys() | found[1][0].keys() != saved.keys()

@@ -4,7 +4,7 @@ import pytest
 
 from tests import worlds
 from tests.common.choose import params
-from tests.distributed import engine_api
+from tests.distributed import engine_api_jobs
 from tests.distributed.safe_access_jobs import Pair, loss_of
 
 STAGES = params([0, 1, 2, 3], [1, 3])
@@ -12,7 +12,7 @@ STAGES = params([0, 1, 2, 3], [1, 3])
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_works_does_what_deepspeed_says(stage):
-    for got in worlds.run(2, engine_api.works, stage):
+    for got in worlds.run(2, engine_api_jobs.works, stage):
         model = Pair()
         for lr, numbers, key in (
             (0.1, (0,), ""),
@@ -35,7 +35,7 @@ def test_what_works_does_what_deepspeed_says(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_cannot_work_says_what_to_use(stage):
-    for told in worlds.run(2, engine_api.refused, stage):
+    for told in worlds.run(2, engine_api_jobs.refused, stage):
         assert "set_gradient_accumulation_boundary" in told["coalesce"]
         assert (
             "gradient_clipping" in told["clip"] and "gradient_clipping" in told["clip_grad_norm_"]
@@ -44,5 +44,5 @@ def test_what_cannot_work_says_what_to_use(stage):
         assert "engine.backward(loss)" in told["backward"]
         assert "engine.load_checkpoint" in told["load"] and "no closure" in told["step"]
         assert "NVMe" in told["nvme"] or "OffloadDeviceEnum.cpu" in told["nvme"]
-        for name, advice in engine_api.ABSENT.items():
+        for name, advice in engine_api_jobs.ABSENT.items():
             assert f"has no {name}: " in told[name] and advice in told[name]

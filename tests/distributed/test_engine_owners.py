@@ -5,14 +5,16 @@ import pytest
 from tests import worlds
 from tests.common.choose import params
 from tests.common.updates import check_each
-from tests.distributed import owner_jobs
+from tests.distributed import engine_owners_jobs
 
 WORLD = 2
 
 
 def check(got, ours):
     """Compares a job's steps with those of one process."""
-    check_each(got["after"], owner_jobs.reference(got["before"], WORLD, ours), got["before"])
+    check_each(
+        got["after"], engine_owners_jobs.reference(got["before"], WORLD, ours), got["before"]
+    )
 
 
 TAKEN_OVER = [(s, ours, begun) for s in range(4) for ours in (True, False) for begun in (0, 1)]
@@ -21,7 +23,7 @@ QUICK = [(0, True, 0), (1, False, 1), (2, True, 1), (3, True, 0), (3, False, 1)]
 
 @pytest.mark.parametrize("stage, ours, begun", params(TAKEN_OVER, QUICK))
 def test_the_newer_engine_takes_over_and_the_older_ends(stage, ours, begun):
-    results = worlds.run(WORLD, owner_jobs.second_engine, stage, ours, bool(begun))
+    results = worlds.run(WORLD, engine_owners_jobs.second_engine, stage, ours, bool(begun))
     assert [got["said"] for got in results] == [1, 0]
     for got in results:
         check(got, ours)
@@ -31,61 +33,61 @@ def test_the_newer_engine_takes_over_and_the_older_ends(stage, ours, begun):
 
 @pytest.mark.parametrize("stage", params(range(4), (0, 3)))
 def test_the_older_of_two_engines_that_share_a_layer_says_so(stage):
-    for told in worlds.run(WORLD, owner_jobs.shared_trunk, stage):
+    for told in worlds.run(WORLD, engine_owners_jobs.shared_trunk, stage):
         assert not told["newer"] and "If the two models share layers, freeze" in told["older"]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_frozen_weight_in_the_memory_of_a_trained_one_is_refused(stage):
-    for said in worlds.run(WORLD, owner_jobs.shared_memory, stage):
+    for said in worlds.run(WORLD, engine_owners_jobs.shared_memory, stage):
         assert "parameters share memory" in said
 
 
 def test_a_partitioned_model_that_was_scored_in_inference_mode_is_trained():
-    for got in worlds.run(WORLD, owner_jobs.scored_before, 3):
+    for got in worlds.run(WORLD, engine_owners_jobs.scored_before, 3):
         check(got, ours=True)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_hooks_of_an_undestroyed_engine_with_adamw_are_refused(stage):
-    for got in worlds.run(WORLD, owner_jobs.after_adamw, stage):
+    for got in worlds.run(WORLD, engine_owners_jobs.after_adamw, stage):
         assert "call destroy()" in got["refused"] and got["unmoved"]
         check(got, ours=True)
 
 
 @pytest.mark.parametrize("stage", params(range(4), (0, 3)))
 def test_a_step_in_progress_is_not_taken_over(stage):
-    for got in worlds.run(WORLD, owner_jobs.unfinished, stage):
+    for got in worlds.run(WORLD, engine_owners_jobs.unfinished, stage):
         assert "micro-batches" in got["refused"] and "engine.destroy()" in got["refused"]
         assert got["moved"] == [True, True]
 
 
 @pytest.mark.parametrize("stage", params(range(4), (1, 3)))
 def test_a_copy_of_the_module_is_an_ordinary_model(stage):
-    for got in worlds.run(WORLD, owner_jobs.copied, stage):
+    for got in worlds.run(WORLD, engine_owners_jobs.copied, stage):
         assert all(got.values()), got
 
 
 @pytest.mark.parametrize("first, second", [(1, 3), (2, 0)])
 def test_the_newer_engine_may_have_another_stage(first, second):
-    for got in worlds.run(WORLD, owner_jobs.changed_stage, first, second):
+    for got in worlds.run(WORLD, engine_owners_jobs.changed_stage, first, second):
         check(got, ours=True)
 
 
 @pytest.mark.parametrize("second", range(3))
 def test_partitions_of_another_engine_are_refused_below_stage_3(second):
-    for got in worlds.run(WORLD, owner_jobs.changed_stage, 3, second):
+    for got in worlds.run(WORLD, engine_owners_jobs.changed_stage, 3, second):
         assert f"zero_optimization.stage = {second}" in got["refused"]
         assert "set stage 3" in got["refused"]
 
 
 def test_a_second_trainer_takes_over():
-    for got in worlds.run(WORLD, owner_jobs.trainers, "ours", "trainer"):
+    for got in worlds.run(WORLD, engine_owners_jobs.trainers, "ours", "trainer"):
         assert got == {"moved": [True, True], "error": ""}
 
 
 def test_train_called_twice_fails_as_it_does_with_adamw():
     ours, adamw = (
-        worlds.run(WORLD, owner_jobs.trainers, kind, "train") for kind in ("ours", "adamw")
+        worlds.run(WORLD, engine_owners_jobs.trainers, kind, "train") for kind in ("ours", "adamw")
     )
     assert ours == adamw

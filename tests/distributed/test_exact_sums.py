@@ -11,8 +11,8 @@ import ds_ext
 from tests import worlds
 from tests.common import authors, table
 from tests.common.choose import params
-from tests.distributed import exact_sums
-from tests.distributed.exact_sums import RULES, SHAPES, STEPS
+from tests.distributed import exact_sums_jobs
+from tests.distributed.exact_sums_jobs import RULES, SHAPES, STEPS
 
 CASES = [(name, ranks, stage) for name in RULES for ranks in (2, 3) for stage in range(4)]
 PAPERS = {"FlashAdamW": authors.OTHERS["flashadamw"], "Lion": authors.OTHERS["lion"]}
@@ -30,7 +30,7 @@ def alone(name, ranks, kind):
     optimizer = kind(groups, **RULES[name])
     before = [p.detach().clone() for p in weights]
     for step in range(STEPS):
-        every = [exact_sums.gradients(step, rank) for rank in range(ranks)]
+        every = [exact_sums_jobs.gradients(step, rank) for rank in range(ranks)]
         for p, *gs in zip(weights, *every, strict=True):
             p.grad = sum(gs) / ranks
         optimizer.step()
@@ -45,7 +45,7 @@ def test_every_code_and_scale_is_that_of_one_process(name, ranks, stage):
     before, _, states = alone(name, ranks, getattr(ds_ext, name))
     _, exact, _ = alone(name, ranks, PAPERS[name])
     pieces = 0
-    for rank in worlds.run(ranks, exact_sums.train, name, stage):
+    for rank in worlds.run(ranks, exact_sums_jobs.train, name, stage):
         for i, state in enumerate(states):
             old, new, paper = before[i], rank["after"][f"weights.{i}"], exact[i]
             assert (new - paper).norm() <= 1e-6 * (paper - old).norm()

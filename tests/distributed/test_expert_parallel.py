@@ -7,8 +7,8 @@ from tests import worlds
 from tests.common import hypers
 from tests.common.choose import params
 from tests.common.updates import check_each
-from tests.distributed import expert_parallel
-from tests.distributed.expert_parallel import RUNS, STEPS, values
+from tests.distributed import expert_parallel_jobs
+from tests.distributed.expert_parallel_jobs import RUNS, STEPS, values
 from tests.tools.support import of
 
 # What `make test` runs.
@@ -23,16 +23,16 @@ CLOSE = hypers.CLOSE | {"flashadamw": 1e-3, "apollo": 1e-4}
 
 
 def _feature(name):
-    return expert_parallel.beside(RUNS[name]) or "`deepspeed.moe`, expert parallelism"
+    return expert_parallel_jobs.beside(RUNS[name]) or "`deepspeed.moe`, expert parallelism"
 
 
 @pytest.mark.supports(_feature, **of(RUNS))
 @pytest.mark.parametrize("name", params(RUNS, QUICK))
 def test_equals_one_process_that_has_all_experts(name):
     run, before = RUNS[name], values()
-    ranks = worlds.once(run.world, expert_parallel.train, run)
+    ranks = worlds.once(run.world, expert_parallel_jobs.train, run)
     streams = {n: i for rank in ranks for n, i in rank["streams"].items()}
-    model, norms, idle = expert_parallel.reference(run, streams)
+    model, norms, idle = expert_parallel_jobs.reference(run, streams)
     after = {n: p.detach() for n, p in model.named_parameters()}
     held = set()
     for rank in ranks:
@@ -55,7 +55,7 @@ def test_equals_one_process_that_has_all_experts(name):
 
 
 def test_what_is_not_supported_is_refused_on_every_rank():
-    for stage3, fused, mpu, divided in worlds.once(2, expert_parallel.refusals):
+    for stage3, fused, mpu, divided in worlds.once(2, expert_parallel_jobs.refusals):
         assert "zero_optimization.stage = 3" in stage3 and "expert_parallel" in stage3
         assert "fuse_into_backward" in fused and "deepspeed.initialize" in fused
         assert "leave out mpu" in mpu and "sequence_parallel_size" in mpu
@@ -66,7 +66,7 @@ def test_what_is_not_supported_is_refused_on_every_rank():
 def test_an_expert_whose_gradient_is_not_finite_is_skipped_on_all_ranks(stage, tensor):
     """And so is the expert that another rank has in its place."""
     for rank, ended in enumerate(
-        worlds.once(2 * tensor, expert_parallel.not_finite, stage, tensor)
+        worlds.once(2 * tensor, expert_parallel_jobs.not_finite, stage, tensor)
     ):
         assert ended["same"] == {f"layers.0.experts.{2 * (rank % 2) + 1}.0.weight"}
         assert ended["skipped"] == 1 and ended["finite"]

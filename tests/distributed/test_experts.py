@@ -7,8 +7,8 @@ from tests import worlds
 from tests.common import hypers
 from tests.common.choose import params
 from tests.common.updates import check_each, error
-from tests.distributed import expert_parallel, experts
-from tests.distributed.experts import RUNS, STEPS
+from tests.distributed import expert_parallel_jobs, experts_jobs
+from tests.distributed.experts_jobs import RUNS, STEPS
 from tests.tools.support import of
 
 # What `make test` runs.
@@ -20,7 +20,7 @@ QUICK = [
 
 def _feature(name):
     run = RUNS[name]
-    if beside := expert_parallel.beside(run):
+    if beside := expert_parallel_jobs.beside(run):
         return beside
     return "expert parallelism by AutoEP" if run.ep else "Hugging Face's mixtures of experts"
 
@@ -34,8 +34,8 @@ CLOSE = hypers.CLOSE | {"galoreadamw": 1e-4}
 @pytest.mark.parametrize("name", params(RUNS, QUICK))
 def test_equals_one_process_whose_experts_are_parameters_of_their_own(name):
     run = RUNS[name]
-    ranks = worlds.once(run.world, experts.train, run)
-    before, after, norms, idle = experts.reference(
+    ranks = worlds.once(run.world, experts_jobs.train, run)
+    before, after, norms, idle = experts_jobs.reference(
         run, {n: i for rank in ranks for n, i in rank["streams"].items()}
     )
     held = set()
@@ -63,11 +63,11 @@ def test_equals_one_process_whose_experts_are_parameters_of_their_own(name):
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3"])
 def test_routers_are_recorded_after_autoep_has_replaced_them(kind):
     """DeepSpeed 0.19.8 by itself ends in a TypeError with transformers 5.23."""
-    for shapes in worlds.once(2, experts.recorded, kind):
+    for shapes in worlds.once(2, experts_jobs.recorded, kind):
         assert shapes == [(6, 4)] * 2  # tokens and experts, of each layer
 
 
 def test_experts_beside_too_much_are_refused_on_every_rank():
-    for stage3, both in worlds.once(4, experts.refusals):
+    for stage3, both in worlds.once(4, experts_jobs.refusals):
         assert stage3.startswith("zero_optimization.stage = 3: DeepSpeed does not partition")
         assert "tensor_parallel.autotp_size or sequence_parallel_size" in both

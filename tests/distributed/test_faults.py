@@ -1,4 +1,4 @@
-"""Ranks that are killed, late, out of disk or different, and files that are damaged: faults.py.
+"""Ranks that are killed, late, out of disk or different, and files that are damaged.
 
 ``--kills 100`` makes the soak as long as that.
 """
@@ -11,9 +11,9 @@ import pytest
 from tests import worlds
 from tests.common.choose import params
 from tests.common.updates import error
-from tests.distributed import faults
-from tests.distributed.faults import FAULTS, KIND, SPOIL, TOTAL, WHEN, stage_of
-from tests.distributed.resuming import same
+from tests.distributed import faults_jobs
+from tests.distributed.faults_jobs import FAULTS, KIND, SPOIL, TOTAL, WHEN, stage_of
+from tests.distributed.resume_jobs import same
 
 LOST = "LostRankError: another rank has ended, or did not respond within the time limit"
 # What the newest complete checkpoint is after a fault in the step after WHEN, and how ranks end.
@@ -30,7 +30,7 @@ def suffered(tmp_path_factory):
 
     @functools.cache
     def suffer(fault):
-        return faults.suffer(str(tmp_path_factory.mktemp("fault")), fault, stage_of(fault))
+        return faults_jobs.suffer(str(tmp_path_factory.mktemp("fault")), fault, stage_of(fault))
 
     return suffer
 
@@ -38,7 +38,7 @@ def suffered(tmp_path_factory):
 @pytest.fixture(scope="session")
 def damage(tmp_path_factory):
     """What each rank is told of damaged checkpoints."""
-    return worlds.once(2, faults.damage, str(tmp_path_factory.mktemp("damage") / "run"))
+    return worlds.once(2, faults_jobs.damage, str(tmp_path_factory.mktemp("damage") / "run"))
 
 
 @pytest.mark.supports(
@@ -47,7 +47,7 @@ def damage(tmp_path_factory):
 @pytest.mark.parametrize("fault", params(FAULTS, QUICK))
 def test_after_a_fault_the_newest_complete_checkpoint_is_gone_on_from(suffered, fault):
     got = suffered(fault)
-    whole = worlds.once(2, faults.unbroken)
+    whole = worlds.once(2, faults_jobs.unbroken)
     assert got["found"].steps == AFTER.get(fault, WHEN)
     for rank, again in enumerate(got["again"]):
         assert again.code == 0, again.output[-2000:]
@@ -75,7 +75,7 @@ def test_the_other_ranks_end_with_a_clear_error_in_time(suffered, fault):
 
 
 def test_a_lost_rank_is_told_without_an_engine_too():
-    other, victim = worlds.fresh(2, faults.plain, timeout=60)
+    other, victim = worlds.fresh(2, faults_jobs.plain, timeout=60)
     assert (other.code, victim.code) == (1, -9)
     assert LOST in other.output and other.seconds < 30
 
@@ -140,7 +140,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_ranks_that_differ_are_told_so_at_once(case):
-    for rank in worlds.once(2, faults.differ):
+    for rank in worlds.once(2, faults_jobs.differ):
         told, seconds = rank[case]
         assert re.search(f"the ranks were started with {DIFFERENT[case]}", told), told
         assert seconds < 10
@@ -148,7 +148,7 @@ def test_ranks_that_differ_are_told_so_at_once(case):
 
 @pytest.mark.slow
 def test_a_thousand_steps_take_no_memory():
-    for rank in worlds.fresh(1, faults.endure, 1000, timeout=60):
+    for rank in worlds.fresh(1, faults_jobs.endure, 1000, timeout=60):
         assert rank.code == 0, rank.output[-2000:]
         seen = rank.result["seen"]
         assert len(seen) == 10
@@ -161,7 +161,7 @@ def test_a_thousand_steps_take_no_memory():
 @pytest.mark.soak
 def test_kills_at_random_moments_lose_nothing_that_was_saved(tmp_path, request):
     kills = request.config.getoption("kills")
-    got = faults.soak(str(tmp_path), kills)
+    got = faults_jobs.soak(str(tmp_path), kills)
     assert len(got["reached"]) == kills
     assert not got["lost"] and got["reached"] == sorted(got["reached"])
     for ranks in got["moments"]:

@@ -12,8 +12,8 @@ from tests.common.hypers import TRAINED
 from tests.common.plain import mean_step
 from tests.common.states import same
 from tests.common.updates import check_each
-from tests.distributed import fsdp2_beside
-from tests.distributed.fsdp2_beside import STEPS, WAYS, differs
+from tests.distributed import fsdp2_beside_jobs
+from tests.distributed.fsdp2_beside_jobs import STEPS, WAYS, differs
 
 MEANS = {
     "bf16 compute": "`MixedPrecisionPolicy`",
@@ -37,7 +37,7 @@ def test_adamw_is_torchs_whatever_fully_shard_is_told(way):
     "rule, rounds, how", [("adalomo", 1, "fused"), ("adafactor", 1, "plain"), ("came", 2, "fused")]
 )
 def test_whole_rows_spare_a_round(rule, rounds, how):
-    for counts in worlds.run(2, fsdp2_beside.rounds, rule, how):
+    for counts in worlds.run(2, fsdp2_beside_jobs.rounds, rule, how):
         assert counts == [rounds + (how == "fused")] * 3  # one more sum is the norm
 
 
@@ -50,8 +50,8 @@ MEANT = {"hybrid": "HSDP, meshes of two dimensions", "tensor": "tensor paralleli
 @pytest.mark.parametrize("kind, rule, how", CASES)
 def test_meshes_of_two_dimensions_equal_one_process(kind, rule, how):
     hypers = TRAINED[rule] | {"weight_decay": 0.1}
-    first, *others = worlds.run(4, fsdp2_beside.spread, kind, rule, hypers, how)
-    model, norms = fsdp2_beside.Ladder(), []
+    first, *others = worlds.run(4, fsdp2_beside_jobs.spread, kind, rule, hypers, how)
+    model, norms = fsdp2_beside_jobs.Ladder(), []
     hypers = dict(hypers)
     group = {"params": list(model.parameters()), "weight_decay": hypers.pop("weight_decay")}
     optimizer = ordinary(rule, [group], hypers)
@@ -72,7 +72,7 @@ def test_bf16_weights_are_rounded_alike_on_any_number_of_ranks(ranks):
     shapes = [(7, 5), (16, 12), (3,), (4, 3, 5), (1, 9)]
     grads, weights = table.gradients(3, shapes), table.weights(shapes)
     assert OPTIMIZERS["lomo"].hypers().weight_update == "stochastic"
-    alone = fsdp2_beside.rounded(grads, weights)
-    for got in worlds.run(ranks, fsdp2_beside.rounded, grads, weights):
+    alone = fsdp2_beside_jobs.rounded(grads, weights)
+    for got in worlds.run(ranks, fsdp2_beside_jobs.rounded, grads, weights):
         assert all(map(torch.equal, got, alone))
     assert not any(torch.equal(p, w.bfloat16()) for p, w in zip(alone, weights, strict=True))

@@ -11,9 +11,9 @@ from tests.common import by_role, hypers, models, updates
 from tests.common.authors import INDEPENDENT, Reference
 from tests.common.choose import params
 from tests.common.hypers import FOR_ALL, TRAINED, changed
-from tests.distributed import fully_sharded, zero
-from tests.distributed.fully_sharded import BY_STEP, STEPS, Case
-from tests.distributed.matrices import TYPES
+from tests.distributed import fully_shard_jobs, zero_jobs
+from tests.distributed.fully_shard_jobs import BY_STEP, STEPS, Case
+from tests.distributed.matrices_jobs import TYPES
 from tests.distributed.test_matrices import CLOSE as OF_MATRICES
 from tests.distributed.test_matrices import train_by_authors
 from tests.distributed.test_zero import CLOSE
@@ -52,9 +52,9 @@ UNTOUCHED = {"unused.weight", "unused.bias", "frozen.weight", "frozen.bias"}
 @pytest.mark.parametrize("ranks, name", params(ALL, QUICK.__contains__))
 def test_equals_the_authors(ranks, name):
     case = CASES[name]
-    got = worlds.once(ranks, fully_sharded.train, case)[0]
+    got = worlds.once(ranks, fully_shard_jobs.train, case)[0]
     reference = Reference(
-        zero.Case(case.rule, case.hypers),
+        zero_jobs.Case(case.rule, case.hypers),
         dict.fromkeys(got["before"], case.hypers.get("weight_decay", 0.0)),
     )
     for step in range(STEPS):
@@ -105,9 +105,9 @@ def shown_by_role(name: str) -> list[str]:
 )
 def test_rules_of_matrices_equal_their_authors(ranks, name):
     case = ROLES[name]
-    got = worlds.run(ranks, fully_sharded.train, case)[0]
+    got = worlds.run(ranks, fully_shard_jobs.train, case)[0]
     assert got["identical"]
-    model = fully_sharded.zoo()
+    model = fully_shard_jobs.zoo()
     train_by_authors(case.rule, got, model, ranks, STEPS)
     check(got, dict(model.named_parameters()), OF_MATRICES[case.rule])
 
@@ -151,8 +151,8 @@ def means(name: str, micro: int, checkpointing: str | None) -> list[str]:
 def test_micro_batches_are_one_step_and_clipped_exactly(name, by_fsdp, micro, checkpointing, rule):
     ranks, how = 2, BY_STEP[name]
     case = name, by_fsdp, micro, checkpointing, rule
-    got = worlds.run(ranks, fully_sharded.accumulate, *case)[0]
-    model, norms = fully_sharded.apart(), []
+    got = worlds.run(ranks, fully_shard_jobs.accumulate, *case)[0]
+    model, norms = fully_shard_jobs.apart(), []
     if rule == "muon":
         named = dict(model.named_parameters())
         optimizer = by_role.as_told(rule, {}, got["told"], named)
@@ -194,10 +194,10 @@ POISONED = {
 )
 def test_a_gradient_that_is_not_finite_is_left_out_by_all_ranks(ranks, name):
     rule, how = POISONED[name]
-    for got in worlds.run(ranks, fully_sharded.poisoned, rule, how):
+    for got in worlds.run(ranks, fully_shard_jobs.poisoned, rule, how):
         bad, good = got["steps"]
         assert bad["finite"] and good["finite"] and bad["identical"] and good["identical"]
-        everything = {n for n, _ in fully_sharded.zoo().named_parameters()} - UNTOUCHED
+        everything = {n for n, _ in fully_shard_jobs.zoo().named_parameters()} - UNTOUCHED
         assert good["moved"] == everything
         left = everything - {"odd.weight", "up.weight"} if name.endswith("fused") else set()
         assert bad["moved"] == left
@@ -205,7 +205,7 @@ def test_a_gradient_that_is_not_finite_is_left_out_by_all_ranks(ranks, name):
 
 
 def test_what_comes_too_late_is_refused_before_a_weight_moves():
-    for got in worlds.run(2, fully_sharded.misused):
+    for got in worlds.run(2, fully_shard_jobs.misused):
         assert "GradScaler" in got["scaler"] and "bfloat16" in got["scaler"]
         assert "set_requires_gradient_sync(True)" in got["kept"]
         assert not got["moved"]
@@ -234,12 +234,12 @@ def test_a_run_goes_on_on_other_ranks_from_torchs_checkpoints(rule, fused, tmp_p
     """2 -> 3 -> 1 ranks, against 2 that are not broken off."""
     hypers = RESUMED[rule]
     one, two = str(tmp_path / "whole"), str(tmp_path / "broken")
-    run = functools.partial(worlds.run, 2, fully_sharded.resume, rule, hypers, fused)
+    run = functools.partial(worlds.run, 2, fully_shard_jobs.resume, rule, hypers, fused)
     expected = run(one, 0, 3)[0]
     assert expected["spread"]
     first = run(two, 0, 1)[0]
-    second = worlds.run(3, fully_sharded.resume, rule, hypers, fused, two, 1, 2)[0]
-    got = worlds.run(1, fully_sharded.resume, rule, hypers, fused, two, 2, 3)[0]
+    second = worlds.run(3, fully_shard_jobs.resume, rule, hypers, fused, two, 1, 2)[0]
+    got = worlds.run(1, fully_shard_jobs.resume, rule, hypers, fused, two, 2, 3)[0]
     for run_before, run_after in ((first, second), (second, got)):
         same(run_before["saved"], run_after["loaded"])
     # where sums are added up in another order, codes of 8 bits jump, and Muon amplifies the change
@@ -248,5 +248,5 @@ def test_a_run_goes_on_on_other_ranks_from_torchs_checkpoints(rule, fused, tmp_p
 
 
 def test_each_function_of_a_state_dict_that_fails_on_one_rank_fails_on_all():
-    for number, wrong in worlds.run(2, fully_sharded.failing, "flashadamw"):
+    for number, wrong in worlds.run(2, fully_shard_jobs.failing, "flashadamw"):
         assert number > 50 and wrong == []

@@ -14,8 +14,8 @@ import torch
 from tests import worlds
 from tests.common import updates
 from tests.common.choose import params
-from tests.distributed import hosts, training
-from tests.distributed.hosts import RUNS
+from tests.distributed import hosts_jobs, training_jobs
+from tests.distributed.hosts_jobs import RUNS
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +28,7 @@ def torchs(host: int, port: int) -> list[str]:
         "--master_addr=127.0.0.1",
         f"--master_port={port}",
         "-m",
-        "tests.distributed.hosts",
+        "tests.distributed.hosts_jobs",
     ]
 
 
@@ -37,11 +37,11 @@ def deepspeeds(host: int, port: int) -> list[str]:
     world = base64.urlsafe_b64encode(json.dumps({"first": [0], "second": [0]}).encode()).decode()
     command = ["deepspeed.launcher.launch", f"--world_info={world}", f"--node_rank={host}"]
     command += ["--master_addr=127.0.0.1", f"--master_port={port}", "--no_local_rank"]
-    return [*command, "--module", "tests.distributed.hosts"]
+    return [*command, "--module", "tests.distributed.hosts_jobs"]
 
 
 def launch(launcher, folder: Path, *cases: str):
-    """Runs both hosts -> what hosts.py found."""
+    """Runs both hosts -> what hosts_jobs.py found."""
     port = worlds.free_port()
     shared, out = folder / "shared", folder / "results.pt"
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK")}
@@ -72,7 +72,7 @@ def seen(tmp_path_factory):
 
 def error(got, run, world: int) -> float:
     """‖difference‖ / ‖update‖ to one process with the global batch."""
-    expected = training.Reference(run).train(world)
+    expected = training_jobs.Reference(run).train(world)
     return updates.error(got["after"], expected, got["before"])
 
 
@@ -81,10 +81,10 @@ def error(got, run, world: int) -> float:
 )
 @pytest.mark.parametrize("name", params(RUNS, ["stage 3"]))
 def test_local_ranks_that_are_not_the_ranks_change_nothing(name):
-    got = worlds.once(4, hosts.on_two_hosts, name)[0]
+    got = worlds.once(4, hosts_jobs.on_two_hosts, name)[0]
     assert error(got, RUNS[name], 4) <= 1e-5
     first, *others = got["orders"]
-    assert len(first) >= 4 * training.STEPS and others == [first] * 3
+    assert len(first) >= 4 * training_jobs.STEPS and others == [first] * 3
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_two_hosts_equal_one_process(seen, name):
 @pytest.mark.parametrize("name", RUNS)
 def test_buckets_travel_in_the_same_order_on_every_rank(seen, name):
     first, *others = seen[name]["orders"]
-    assert len(first) >= 4 * training.STEPS and others == [first] * 3
+    assert len(first) >= 4 * training_jobs.STEPS and others == [first] * 3
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from tests import worlds
 from tests.common.choose import params
 from tests.common.int8_model import STORED, made
 from tests.common.states import same
-from tests.distributed import storing_int8 as jobs
+from tests.distributed import int8_engines_jobs as jobs
 
 
 @pytest.fixture(scope="session")

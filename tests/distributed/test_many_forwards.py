@@ -6,7 +6,7 @@ import pytest
 
 from tests import worlds
 from tests.common.choose import params
-from tests.distributed import many_forwards as job
+from tests.distributed import many_forwards_jobs as job
 
 WORLD = 2
 WAYS = (("fused", 1), ("sharded", 1), ("sharded", 2), ("sharded", 4))

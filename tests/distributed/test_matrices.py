@@ -8,8 +8,8 @@ from tests.common import by_role, hypers, models
 from tests.common.choose import params
 from tests.common.plain import mean_step
 from tests.common.updates import check, error
-from tests.distributed import matrices
-from tests.distributed.matrices import STEPS, TYPES
+from tests.distributed import matrices_jobs
+from tests.distributed.matrices_jobs import STEPS, TYPES
 
 STAGES = (None, 0, 1, 2, 3)
 CASES = [(n, ranks, at, "as it is") for n in TYPES for ranks in (2, 3) for at in STAGES]
@@ -45,7 +45,7 @@ def shown(stage, how):
 @pytest.mark.supports(shown, stage="stage", optimizer=lambda name: key_of(name))
 @pytest.mark.parametrize("name, ranks, stage, how", params(CASES, QUICK))
 def test_equals_the_authors(name, ranks, stage, how):
-    got = worlds.run(ranks, matrices.train, name, stage, how)[0]
+    got = worlds.run(ranks, matrices_jobs.train, name, stage, how)[0]
     assert got["identical"]
     # An engine has groups of frozen parameters too, which may be unfrozen.
     linear = LINEAR - {"frozen.weight"} if stage is None else LINEAR
@@ -68,10 +68,10 @@ ELSEWHERE = [(name, stage) for name in TYPES for stage in range(4)]
 def test_a_run_goes_on_on_other_ranks_and_another_stage(name, stage, tmp_path):
     """2 -> 3 -> 1 ranks, against 2 that are not broken off; a projection is kept across both."""
     one, two = str(tmp_path / "whole"), str(tmp_path / "broken")
-    whole = worlds.run(2, matrices.resume, name, stage, one, 0, 6)[0]
-    worlds.run(2, matrices.resume, name, stage, two, 0, 2)
-    worlds.run(3, matrices.resume, name, (stage + 1) % 4, two, 2, 5)
-    (last,) = worlds.run(1, matrices.resume, name, (stage + 3) % 4, two, 5, 6)
+    whole = worlds.run(2, matrices_jobs.resume, name, stage, one, 0, 6)[0]
+    worlds.run(2, matrices_jobs.resume, name, stage, two, 0, 2)
+    worlds.run(3, matrices_jobs.resume, name, (stage + 1) % 4, two, 2, 5)
+    (last,) = worlds.run(1, matrices_jobs.resume, name, (stage + 3) % 4, two, 5, 6)
     assert error(last["after"], whole["after"], whole["before"]) <= CLOSE[name] / 10
 
 
@@ -82,10 +82,11 @@ HALVES = [(name, stage) for name in TYPES for stage in range(4)]
 @pytest.mark.parametrize("name, stage", params(HALVES, [("ds_ext.Muon", 1)]))
 def test_bf16_weights_are_clipped_and_accumulated_as_in_fp32(name, stage):
     """With 24 bits, and rounded at random; as at stage 0, where no rank has a part."""
-    exact = worlds.once(2, matrices.accumulate, name, 0, None)[0]
+    exact = worlds.once(2, matrices_jobs.accumulate, name, 0, None)[0]
     for weight_update in ("master24", "stochastic"):
         alone, got = (
-            worlds.once(2, matrices.accumulate, name, at, weight_update)[0] for at in (0, stage)
+            worlds.once(2, matrices_jobs.accumulate, name, at, weight_update)[0]
+            for at in (0, stage)
         )
         assert got["identical"]
         assert error(got["after"], alone["after"], alone["before"]) <= 0.05

@@ -9,8 +9,8 @@ from ds_ext.planner import fsdp2
 from ds_ext.planner import memory as planner
 from tests import worlds
 from tests.common.choose import params
-from tests.distributed import memory
-from tests.distributed.memory import DTYPES, REAL_BUCKET
+from tests.distributed import memory_jobs
+from tests.distributed.memory_jobs import DTYPES, REAL_BUCKET
 from tests.unit.test_memory import close, shapes_of
 
 RANKS = 2
@@ -22,14 +22,14 @@ QUICK += [("flashadamw", 3, "bf16")]
 
 @pytest.mark.parametrize("kind, stage, dtype", params(CASES, QUICK))
 def test_deepspeed_holds_what_is_planned(kind, stage, dtype):
-    shapes = shapes_of(memory.network())
+    shapes = shapes_of(memory_jobs.network())
     if kind == "adamw":
         planned = planner.adamw(shapes, stage, RANKS, DTYPES[dtype], REAL_BUCKET).total
     else:  # between steps no gradient is alive
         rule = OPTIMIZERS[kind].hypers()
         ours = planner.optimizer_memory(rule, shapes, stage, RANKS, DTYPES[dtype], REAL_BUCKET)
         planned = ours.total - ours.gradients
-    assert close(planned, worlds.once(RANKS, memory.measure, kind, stage, dtype)[0])
+    assert close(planned, worlds.once(RANKS, memory_jobs.measure, kind, stage, dtype)[0])
 
 
 FSDP2 = list(itertools.product(KINDS, (2, 3), DTYPES))
@@ -39,18 +39,18 @@ FSDP2 = list(itertools.product(KINDS, (2, 3), DTYPES))
     "kind, ranks, dtype", params(FSDP2, [("adamw", 2, "bf16"), ("came", 3, "fp32")])
 )
 def test_fsdp2_holds_what_is_planned(kind, ranks, dtype):
-    shapes = shapes_of(memory.network())
+    shapes = shapes_of(memory_jobs.network())
     if kind == "adamw":
         planned = fsdp2.torchs_adamw(shapes, ranks, DTYPES[dtype])
     else:
         rule = OPTIMIZERS[kind].hypers()
         planned = fsdp2.optimizer_memory(rule, shapes, ranks, DTYPES[dtype], REAL_BUCKET)
-    weights, state = worlds.run(ranks, memory.measure_fsdp2, kind, dtype)[0]
+    weights, state = worlds.run(ranks, memory_jobs.measure_fsdp2, kind, dtype)[0]
     assert close(planned.weights, weights) and close(planned.state + planned.master, state)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpointed_block_releases_its_frozen_weights(reentrant):
-    for gathered, error in worlds.run(RANKS, memory.frozen_in_backward, reentrant):
+    for gathered, error in worlds.run(RANKS, memory_jobs.frozen_in_backward, reentrant):
         assert gathered == [1] * 12  # that of the block which is recomputed, in each of 3 steps
         assert error < 1e-5

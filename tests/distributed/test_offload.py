@@ -17,15 +17,15 @@ from ds_ext.planner import memory
 from tests import worlds
 from tests.common import pretend
 from tests.common.choose import params
-from tests.distributed import offloading
-from tests.distributed.offloading import Case
+from tests.distributed import offload_jobs
+from tests.distributed.offload_jobs import Case
 
 HOST, DEVICE = str(pretend.HOST), str(pretend.DEVICE)
 WITH_STATE = ("adafactor beta1", "lamb", "flash", "galore", "galore right", "galore 8-bit")
 OTHERS = ("fp32", "bf16", "projected")
 CASES: list[Case] = [
     ("came", 3, "bf16", ("param", "state", "both")),
-    *(("came", 3, how, ("both",)) for how in offloading.HOW if how not in OTHERS),
+    *(("came", 3, how, ("both",)) for how in offload_jobs.HOW if how not in OTHERS),
     ("lomo", 3, "bf16", ("param", "param, not pinned")),
     *((name, 3, "bf16", ("param",)) for name in ("adalomo", "adafactor")),
     *((name, 3, "bf16", ("both",)) for name in WITH_STATE),
@@ -38,7 +38,7 @@ CASES: list[Case] = [
 ]
 SAVED = [("came", "bf16 master"), ("galore", "fp32")]
 WEIGHTS, STATES = "weights offloaded to the host", "states offloaded to the host"
-NAMES = {name: made for name, (made, _) in offloading.HYPERS.items()}
+NAMES = {name: made for name, (made, _) in offload_jobs.HYPERS.items()}
 FEW: list[Case] = [
     ("lomo", 3, "bf16", ("param",)),
     ("came", 3, "clipped", ("both",)),
@@ -69,7 +69,7 @@ def is_quick(checked: tuple[Any, ...]) -> bool:
 def found(world: str, *case: Any) -> list[dict[str, Any]]:
     """What each rank of a world finds of a case."""
     ranks, _, pretended = WORLDS[world]
-    return worlds.once(ranks, offloading.compared, case, pretended)
+    return worlds.once(ranks, offload_jobs.compared, case, pretended)
 
 
 def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -114,7 +114,7 @@ def test_memory_of_the_device(optimizer, stage, how, kinds):
             freed = without["kept"] - ours["kept"]
             assert freed > 0
             for run in (ours, without):
-                assert 0 <= run["alive"] - run["kept"] <= offloading.SLACK
+                assert 0 <= run["alive"] - run["kept"] <= offload_jobs.SLACK
 
 
 @pytest.mark.parametrize("optimizer, stage, how, kinds", params(FEW, FEW[:1]))
@@ -131,11 +131,13 @@ def test_bytes_that_travel(optimizer, stage, how, kinds):
         for kind in kinds:
             ours, without = runs[kind], runs["none"]["copied"]
             more = {way: ours["copied"][way] - without[way] for way in ("in", "out")}
-            left = offloading.STEPS * (ours["stepped"] + ours["states"])
-            scalars = offloading.SLACK * offloading.STEPS if "apollo" in optimizer else 0
+            left = offload_jobs.STEPS * (ours["stepped"] + ours["states"])
+            scalars = offload_jobs.SLACK * offload_jobs.STEPS if "apollo" in optimizer else 0
             bases = ours["states"] if how == "projected" else 0  # a new basis is stored at once
             assert left - scalars <= more["out"] <= left + scalars + bases and left > 0
-            stepped = offloading.STEPS * ours["stepped"] + (offloading.STEPS - 1) * ours["states"]
+            stepped = (
+                offload_jobs.STEPS * ours["stepped"] + (offload_jobs.STEPS - 1) * ours["states"]
+            )
             gathered = more["in"] - stepped  # by DeepSpeed
             assert gathered > 0 if ours["stepped"] else gathered == 0
 
@@ -200,7 +202,7 @@ def test_a_pretended_device_keeps_to_itself():
 def test_the_planner_counts_what_stays(monkeypatch):
     """Beside the share of a bucket, the largest parameter here, of what is offloaded."""
     monkeypatch.setattr(memory, "PERSIST", 45)
-    shapes = {n: tuple(p.shape) for n, p in offloading.Tower().named_parameters()}
+    shapes = {n: tuple(p.shape) for n, p in offload_jobs.Tower().named_parameters()}
     rule = OPTIMIZERS["came"].hypers()
     plain, one, both = (
         memory.optimizer_memory(rule, shapes, 3, 2, torch.bfloat16, 1, offloads=offloads)
@@ -226,7 +228,7 @@ def test_the_planner_counts_what_stays(monkeypatch):
 
 
 def test_an_optimizer_without_state_is_refused_on_every_rank():
-    for told in worlds.once(2, offloading.refused):
+    for told in worlds.once(2, offload_jobs.refused):
         assert "offload_optimizer.device" in told and "AdaLomo" in told
 
 
@@ -306,14 +308,14 @@ def test_states_are_offloaded_where_there_are_any(optimizer):
 @pytest.mark.parametrize("optimizer, how", params(SAVED, SAVED[:1]))
 @pytest.mark.parametrize("way", ["to", "from", "param"])
 def test_runs_are_gone_on_from_with_and_without_offload(optimizer, how, way):
-    for runs in worlds.once(2, offloading.resumed, optimizer, how):
+    for runs in worlds.once(2, offload_jobs.resumed, optimizer, how):
         assert same_bits(runs["none"], runs[way])
         places = {"to": (HOST, HOST), "from": (DEVICE, DEVICE), "param": (HOST, DEVICE)}[way]
         assert runs[f"where {way}"] == {"runs": {places[0]}, "states": {places[1]}}
 
 
 def test_a_run_saved_between_micro_batches_is_gone_on_from():
-    for runs in worlds.once(2, offloading.midway):
+    for runs in worlds.once(2, offload_jobs.midway):
         assert same_bits(runs["none"], runs["both"])
 
 
@@ -322,7 +324,7 @@ LENT = [(stage, how) for stage in (0, 2, 3) for how in ("bf16 master", "accumula
 
 @pytest.mark.parametrize("stage, how", params(LENT, [(3, "accumulated")]))
 def test_states_are_lent_to_the_host_and_come_back(stage, how):
-    for got in worlds.run(2, offloading.lent, stage, how):
+    for got in worlds.run(2, offload_jobs.lent, stage, how):
         for name, p in got["weights False"].items():
             assert torch.equal(got["weights True"][name], p), name
         assert got["before"] == got["after"] == {"runs": {DEVICE}, "states": {DEVICE}}

@@ -14,8 +14,8 @@ from tests.common.choose import params, spread
 from tests.common.hypers import FOR_ALL, TRAINED, changed
 from tests.common.plain import mean_step
 from tests.common.updates import check, error
-from tests.distributed import pipelines
-from tests.distributed.pipelines import ROWS, STEPS, Chain, Run
+from tests.distributed import pipelines_jobs
+from tests.distributed.pipelines_jobs import ROWS, STEPS, Chain, Run
 
 HYPERS = changed(TRAINED, galoreadamw={"nbits": 32})
 CLIP = 0.7
@@ -64,7 +64,7 @@ def chain(before: dict[str, torch.Tensor], is_tied: bool = True) -> Chain:
 def test_equals_the_authors(rule, ranks, stages, zero):
     client = bool(REGISTRY[rule].roles)  # a config would let another rule step some parameters
     run = replace(run_of(rule, stages, zero), client=client)
-    results = worlds.once(ranks, pipelines.train, run)
+    results = worlds.once(ranks, pipelines_jobs.train, run)
     before, after = merged(results, "before"), merged(results, "after")
     model = chain(before)
     named = dict(model.named_parameters())
@@ -76,7 +76,7 @@ def test_equals_the_authors(rule, ranks, stages, zero):
     hypers = {k: v for k, v in HYPERS[rule].items() if k != "weight_decay"}
     optimizer = ordinary(rule, groups, hypers)
     for step in range(STEPS):
-        losses = [model(own) for own in pipelines.rows(step).split(ROWS // 4)]
+        losses = [model(own) for own in pipelines_jobs.rows(step).split(ROWS // 4)]
         norm = mean_step(optimizer, losses, CLIP)
         for result in results:
             assert result["losses"][step] == pytest.approx(
@@ -107,7 +107,7 @@ def test_a_run_goes_on_with_other_stages_and_ranks(rule, way, tmp_path):
     def go_on(way, folder, first, last):
         ranks, stages, zero = way
         run = run_of(rule, stages, zero, scheduler=SCHEDULE)
-        return worlds.run(ranks, pipelines.go_on, run, str(tmp_path / folder), first, last)
+        return worlds.run(ranks, pipelines_jobs.go_on, run, str(tmp_path / folder), first, last)
 
     whole = go_on((2, 2, 1), "whole", 0, 6)
     for i, own in enumerate(WAYS_ON[way]):
@@ -139,7 +139,7 @@ def test_what_is_not_finite_on_one_stage_skips_the_step_on_all(ranks, stages, ze
     run = run_of("adalomo", stages, zero, **DTYPES[dtype])
     for bad_stage in range(2 if stages == 2 else 1):
         data = ranks // stages - 1
-        results = worlds.run(ranks, pipelines.faulty, run, bad_stage, data)
+        results = worlds.run(ranks, pipelines_jobs.faulty, run, bad_stage, data)
         for got in results:
             assert got["skipped"] == got["metrics"]["skipped_steps"] == 1
             assert not got["moved"][1] and all(got["moved"][i] for i in (0, 2, 3))
@@ -171,7 +171,7 @@ SOON = 25  # seconds; who waits for a rank that has raised is told after 30
 
 
 def test_what_pipelines_cannot_do_is_refused_on_every_rank():
-    for told in worlds.run(2, pipelines.refusals):
+    for told in worlds.run(2, pipelines_jobs.refusals):
         assert told.keys() == REFUSED.keys()
         for name, parts in REFUSED.items():
             text, seconds = told[name]
@@ -179,7 +179,7 @@ def test_what_pipelines_cannot_do_is_refused_on_every_rank():
 
 
 def test_what_one_stage_cannot_do_is_refused_on_every_rank():
-    for told in worlds.run(2, pipelines.one_stage_refusals):
+    for told in worlds.run(2, pipelines_jobs.one_stage_refusals):
         assert told.keys() == OF_ONE_STAGE.keys()
         for name, parts in OF_ONE_STAGE.items():
             text, seconds = told[name]
@@ -187,7 +187,7 @@ def test_what_one_stage_cannot_do_is_refused_on_every_rank():
 
 
 def test_ranks_of_one_stage_that_differ_are_told_to_all_stages():
-    for text, seconds in worlds.run(4, pipelines.unlike):
+    for text, seconds in worlds.run(4, pipelines_jobs.unlike):
         assert "ranks 2, 3: " in text and "rank 2 and rank 3 differ in" in text, text
         assert "different parameters" in text and seconds < SOON
 
@@ -200,8 +200,8 @@ def test_ranks_of_one_stage_that_differ_are_told_to_all_stages():
     "ranks, stages, zero", params([(2, 2, 1), (4, 2, 1), (3, 3, 0)], [(2, 2, 1)])
 )
 def test_sixteen_bits_follow_fp32(ranks, stages, zero, dtype):
-    exact = worlds.once(ranks, pipelines.train, run_of("adalomo", stages, zero))
-    got = worlds.run(ranks, pipelines.train, run_of("adalomo", stages, zero, **DTYPES[dtype]))
+    exact = worlds.once(ranks, pipelines_jobs.train, run_of("adalomo", stages, zero))
+    got = worlds.run(ranks, pipelines_jobs.train, run_of("adalomo", stages, zero, **DTYPES[dtype]))
     after, before = merged(exact, "after"), merged(exact, "before")
     assert got[0]["norms"] == pytest.approx(exact[0]["norms"], rel=0.1)
     for n, p in merged(got, "after").items():  # tied weights have the same noise on both stages
@@ -213,7 +213,7 @@ def test_sixteen_bits_follow_fp32(ranks, stages, zero, dtype):
 
 def test_the_noise_of_rounding_does_not_depend_on_stages():
     one, two, three = (
-        merged(worlds.run(n, pipelines.train, run), "after")
+        merged(worlds.run(n, pipelines_jobs.train, run), "after")
         for n in (1, 2, 3)
         for run in [
             replace(run_of("adalomo", n, 1, **DTYPES["bf16"], gradient_clipping=0), is_tied=False)
@@ -235,9 +235,9 @@ ALIKE = {
 @pytest.mark.parametrize("name", params(ALIKE, ["checkpointed", "offloaded"]))
 def test_what_changes_no_bits(name):
     rule, more, checkpointing = ALIKE[name]
-    usual = worlds.once(2, pipelines.train, run_of(rule, 2, 1))
+    usual = worlds.once(2, pipelines_jobs.train, run_of(rule, 2, 1))
     run = replace(run_of(rule, 2, 1, **more), checkpointing=checkpointing)
-    got = worlds.run(2, pipelines.train, run)
+    got = worlds.run(2, pipelines_jobs.train, run)
     for key in ("before", "after"):
         expected = merged(usual, key)
         for n, p in merged(got, key).items():
@@ -245,12 +245,12 @@ def test_what_changes_no_bits(name):
 
 
 def test_a_stage_may_have_nothing_to_train():
-    losses, *others = worlds.run(3, pipelines.without_parameters)
+    losses, *others = worlds.run(3, pipelines_jobs.without_parameters)
     assert losses[-1] < losses[0] and others == [losses, losses]
 
 
 def test_what_is_told_is_of_the_whole_model():
-    results = worlds.once(2, pipelines.train, run_of("adalomo", 2, 1))
+    results = worlds.once(2, pipelines_jobs.train, run_of("adalomo", 2, 1))
     for got in results:
         assert got["losses"] == results[0]["losses"] and got["norms"] == results[0]["norms"]
         assert got["averaged by DeepSpeed"] == 0
@@ -274,12 +274,12 @@ BY_ROLE += [c for rule in MATRICES for z in (0, 1) if (c := (rule, 2, 2, z)) not
 def test_a_config_steps_the_layers_of_all_stages_by_their_roles(rule, ranks, stages, zero):
     """As ``for_model`` does in one process, which other tests hold against the authors."""
     run = run_of(rule, stages, zero, gradient_clipping=0)
-    results = worlds.run(ranks, pipelines.train, run)
+    results = worlds.run(ranks, pipelines_jobs.train, run)
     before, after = merged(results, "before"), merged(results, "after")
     model = chain(before)
     optimizer = OPTIMIZERS[rule].for_model(model, **run.hypers)
     for step in range(STEPS):
-        mean_step(optimizer, [model(own) for own in pipelines.rows(step).split(ROWS // 4)])
+        mean_step(optimizer, [model(own) for own in pipelines_jobs.rows(step).split(ROWS // 4)])
     assert error(after, dict(model.named_parameters()), before) <= CLOSE.get(rule, 1e-5)
     steps = {name: n for got in results for name, n in got["steps"].items()}
     assert steps == dict.fromkeys(before.keys() - FROZEN, STEPS)
@@ -289,7 +289,7 @@ def test_a_config_steps_the_layers_of_all_stages_by_their_roles(rule, ranks, sta
 def test_tied_weights_have_the_same_bits_on_stages_of_three_ranks():
     """Sums of three depend on their order, which depends on what travels with them."""
     run = replace(run_of("lamb", 2, 1), micro_batches=6)
-    after = merged(worlds.run(6, pipelines.train, run), "after")
+    after = merged(worlds.run(6, pipelines_jobs.train, run), "after")
     assert {name for name in after if "tied" in name} == {
         "tied_modules.tokens.weight",
         "tied_modules.tokens.offset",

@@ -7,12 +7,12 @@ from tests import worlds
 from tests.common import accumulated, models
 from tests.common.choose import params
 from tests.common.updates import error
-from tests.distributed import fully_sharded, pipelines, projecting
-from tests.distributed.pipelines import ROWS, Run
-from tests.distributed.projecting import HYPERS, PASSES, STEPS
+from tests.distributed import fully_shard_jobs, pipelines_jobs, projected_grads_jobs
+from tests.distributed.pipelines_jobs import ROWS, Run
+from tests.distributed.projected_grads_jobs import HYPERS, PASSES, STEPS
 from tests.distributed.test_pipelines import chain, merged
 
-HOW = ("plain", "FSDP2", *projecting.ZERO)
+HOW = ("plain", "FSDP2", *projected_grads_jobs.ZERO)
 CASES = [(how, ranks) for how in HOW for ranks in (2, 3)]
 QUICK = [("FSDP2", 2), ("stage 2", 3), ("stage 3", 2)]
 
@@ -47,18 +47,20 @@ def reference(ranks, groups, model):
 
 
 def stage_of(how):
-    return {"plain": None, "FSDP2": "fsdp2"}.get(how, projecting.ZERO.get(how, {}).get("stage"))
+    return {"plain": None, "FSDP2": "fsdp2"}.get(
+        how, projected_grads_jobs.ZERO.get(how, {}).get("stage")
+    )
 
 
 @pytest.mark.supports("gradient accumulation, projected", stage=stage_of, optimizer="GaLoreAdamW")
 @pytest.mark.parametrize("how, ranks", params(CASES, QUICK))
 def test_equals_the_textbook(how, ranks):
-    got = worlds.run(ranks, projecting.train, how)[0]
+    got = worlds.run(ranks, projected_grads_jobs.train, how)[0]
     assert got["identical"]
     projected = {n for n, (rank, _) in got["groups"].items() if rank is not None and "weight" in n}
     assert {"up.weight", "down.weight", "shared.weight", "odd.weight"} <= projected
     assert "embed.weight" not in projected
-    model = fully_sharded.apart() if how == "FSDP2" else models.make()
+    model = fully_shard_jobs.apart() if how == "FSDP2" else models.make()
     expected, norms = reference(ranks, got["groups"], model)
     for name in ("up.weight", "odd.weight"):
         assert error(got["after"], {name: expected[name]}, got["before"]) <= 1e-4
@@ -72,9 +74,9 @@ def test_equals_the_textbook(how, ranks):
 @pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_pipelines_equal_the_textbook(zero):
     """Tied weights, whose gradients come from two stages, are kept whole."""
-    more = {"ds_ext": projecting.POLICY, "gradient_clipping": 0}
+    more = {"ds_ext": projected_grads_jobs.POLICY, "gradient_clipping": 0}
     run = Run("galoreadamw", HYPERS, 2, zero, more, client=True)
-    results = worlds.run(2, pipelines.train, run)
+    results = worlds.run(2, pipelines_jobs.train, run)
     before, after = merged(results, "before"), merged(results, "after")
     model = chain(before).double()
     given = {key: HYPERS[key] for key in ("lr", "weight_decay", "eps")}
@@ -83,8 +85,8 @@ def test_pipelines_equal_the_textbook(zero):
         n: accumulated.Textbook(p, HYPERS["rank"], HYPERS["update_proj_gap"], **given)
         for n, p in named.items()
     }
-    for step in range(pipelines.STEPS):
-        losses = [model(own) / 4 for own in pipelines.rows(step).split(ROWS // 4)]
+    for step in range(pipelines_jobs.STEPS):
+        losses = [model(own) / 4 for own in pipelines_jobs.rows(step).split(ROWS // 4)]
         grads = [torch.autograd.grad(x, list(named.values()), allow_unused=True) for x in losses]
         for (name, book), micro in zip(books.items(), zip(*grads, strict=True), strict=True):
             if micro[0] is not None:

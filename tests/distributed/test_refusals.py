@@ -9,8 +9,8 @@ from tests.common.choose import params
 from tests.common.hypers import CLOSE
 from tests.common.plain import mean_step
 from tests.common.updates import error
-from tests.distributed import training, unusual
-from tests.distributed.unusual import COMPILED
+from tests.distributed import refusals_jobs, training_jobs
+from tests.distributed.refusals_jobs import COMPILED
 
 # Ranks, rule, parameters of up to so many elements stay gathered.
 HPZ = {"hpz adalomo": (4, "adalomo", 0), "hpz came": (2, "came", 30)}
@@ -24,8 +24,10 @@ QUICK = [(case,) for case in COMPILED if case[0] in (None,)]  # at stage 3 it ta
 @pytest.mark.parametrize("name", params(HPZ, ["hpz adalomo"]))
 def test_second_copies_of_the_weights_never_go_stale(name):
     world, rule, persist = HPZ[name]
-    found = worlds.once(world, unusual.second_copies, rule, persist)
-    expected = training.Reference(training.Training(rule, 3), found[0]["told"]).train(world)
+    found = worlds.once(world, refusals_jobs.second_copies, rule, persist)
+    expected = training_jobs.Reference(training_jobs.Training(rule, 3), found[0]["told"]).train(
+        world
+    )
     for rank in found:
         assert error(rank["after"], expected, rank["before"]) <= CLOSE.get(rule, 1e-5)
         for held, parts, left, frozen in rank["copies"]:
@@ -36,13 +38,13 @@ def test_second_copies_of_the_weights_never_go_stale(name):
 @pytest.mark.supports("`torch.compile`", stage=lambda case: case[0], optimizer="AdaLomo")
 @pytest.mark.parametrize("case", params([(case,) for case in COMPILED], QUICK), ids=str)
 def test_a_compiled_model_is_trained_exactly(case):
-    model, max_norm = unusual.net(), case[3]
+    model, max_norm = refusals_jobs.net(), case[3]
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     optimizer = transformers.Adafactor(model.parameters(), lr=0.01, relative_step=False)
-    for step in range(unusual.STEPS):
-        losses = [model(unusual.data(step, rank)) for rank in (0, 1)]
+    for step in range(refusals_jobs.STEPS):
+        losses = [model(refusals_jobs.data(step, rank)) for rank in (0, 1)]
         assert mean_step(optimizer, losses, max_norm) > 1.5 * max_norm  # or it would show nothing
-    for got in worlds.once(2, unusual.compiled, *case):
+    for got in worlds.once(2, refusals_jobs.compiled, *case):
         assert got["graphs"] > 0
         assert error(got["after"], dict(model.named_parameters()), before) <= 1e-5
 
@@ -80,7 +82,7 @@ FEATURES = {
 
 
 def test_each_refusal_has_its_words():
-    assert TOLD.keys() == unusual.REFUSED.keys()
+    assert TOLD.keys() == refusals_jobs.REFUSED.keys()
 
 
 def refused(name: str) -> list[pytest.MarkDecorator]:
@@ -90,6 +92,6 @@ def refused(name: str) -> list[pytest.MarkDecorator]:
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=refused(n)) for n in TOLD])
 def test_what_is_not_supported_is_refused_on_every_rank(name):
-    for rank in worlds.once(3, unusual.refusals):
+    for rank in worlds.once(3, refusals_jobs.refusals):
         assert all(part in rank[name] for part in TOLD[name]), rank[name]
         assert rank[name].count(". ") <= 1  # one sentence

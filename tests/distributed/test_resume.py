@@ -8,8 +8,8 @@ from tests.common.by_role import MATRICES
 from tests.common.choose import params
 from tests.common.hypers import CLOSE
 from tests.common.updates import error
-from tests.distributed import resuming
-from tests.distributed.resuming import IN_BITS, KINDS, STAGES, TRAINERS, same
+from tests.distributed import resume_jobs
+from tests.distributed.resume_jobs import IN_BITS, KINDS, STAGES, TRAINERS, same
 
 EXACT = 1e-6  # of the update of the whole model
 ALL = [(kind, stage) for kind in KINDS for stage in STAGES]
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 @pytest.mark.supports("save and resume, bit for bit", stage="stage", optimizer=optimizer)
 @pytest.mark.parametrize("kind, stage", params(ALL, QUICK))
 def test_gone_on_from_on_the_same_ranks_bit_for_bit(folder, kind, stage):
-    for got in worlds.once(2, resuming.write, folder(kind, stage), kind, stage):
+    for got in worlds.once(2, resume_jobs.write, folder(kind, stage), kind, stage):
         assert got["same"]
         assert got["lr"][0] == got["lr"][1] and got["counts"] == (6, 6)
         assert got["client"] == {"told": stage}
@@ -54,11 +54,11 @@ def test_gone_on_from_on_the_same_ranks_bit_for_bit(folder, kind, stage):
 def test_gone_on_from_on_another_number_of_ranks_and_stage(folder, kind, stage):
     """2 -> 3 -> 1 ranks, each at another stage; 2 -> 2."""
     two, three = folder(kind, stage), folder(kind, stage, "on three")
-    whole = worlds.once(2, resuming.write, two, kind, stage)[0]
+    whole = worlds.once(2, resume_jobs.write, two, kind, stage)[0]
 
     def on(ranks, source, target, shift, numbers):
         return worlds.run(
-            ranks, resuming.elsewhere, source, target, kind, (stage + shift) % 4, numbers
+            ranks, resume_jobs.elsewhere, source, target, kind, (stage + shift) % 4, numbers
         )
 
     first, *others = on(3, two, three, 1, range(3, 5))
@@ -73,15 +73,15 @@ def test_gone_on_from_on_another_number_of_ranks_and_stage(folder, kind, stage):
 def test_parameters_that_were_frozen_when_saved_keep_their_state(folder, kind, stage):
     """2 -> 3 ranks, 2 -> 1: frozen at the save and one step longer, then trained again."""
     at = folder("frozen", kind, stage)
-    whole = worlds.once(2, resuming.frozen, at, kind, stage, range(6))[0]
+    whole = worlds.once(2, resume_jobs.frozen, at, kind, stage, range(6))[0]
     for ranks in (3, 1):
-        got = worlds.run(ranks, resuming.frozen, at, kind, (stage + 1) % 4, range(3, 6))[0]
+        got = worlds.run(ranks, resume_jobs.frozen, at, kind, (stage + 1) % 4, range(3, 6))[0]
         assert error(got["after"], whole["after"], whole["before"]) <= EXACT
 
 
 @pytest.mark.parametrize("way, kind, stage", params(IN_BITS, QUICK_BITS))
 def test_weights_of_16_bits_and_their_masters_bit_for_bit(way, kind, stage):
-    for got in worlds.once(2, resuming.bits, way, kind, stage):
+    for got in worlds.once(2, resume_jobs.bits, way, kind, stage):
         assert got["same"] and got["held"]
         if way.startswith("master"):  # what is held is more than bf16
             assert got["residual"]
@@ -95,11 +95,11 @@ WAITING += [("apollo", 1), ("apollomini", 2)]
 @pytest.mark.parametrize("kind, stage", params(WAITING, [("came", 3)]))
 def test_gradients_that_wait_are_gone_on_from(folder, kind, stage):
     at = folder("kept", kind, stage)
-    two = worlds.once(2, resuming.accumulate, at, kind, stage, "write")
+    two = worlds.once(2, resume_jobs.accumulate, at, kind, stage, "write")
     for got in two:
         assert got["same"] and got["kept"] > 10
         assert "1 of 3 micro-batches" in got["message"]
-    whole, one = two[0], worlds.once(1, resuming.accumulate, at, kind, stage, "")[0]
+    whole, one = two[0], worlds.once(1, resume_jobs.accumulate, at, kind, stage, "")[0]
     close = CLOSE.get(kind, EXACT)
     assert error(one["after"], whole["after"], whole["before"]) <= close
     assert whole["micro"] == one["micro"] == 3
@@ -107,7 +107,7 @@ def test_gradients_that_wait_are_gone_on_from(folder, kind, stage):
 
 @pytest.mark.parametrize("stage", params(STAGES, [2, 3]))
 def test_a_load_between_micro_batches_drops_the_step_and_says_so(stage):
-    for rank, got in enumerate(worlds.run(2, resuming.load_over, stage)):
+    for rank, got in enumerate(worlds.run(2, resume_jobs.load_over, stage)):
         for is_fresh, lines in got:
             assert is_fresh and len(lines) == (rank == 0)
 
@@ -119,11 +119,11 @@ def test_a_load_between_micro_batches_drops_the_step_and_says_so(stage):
 )
 @pytest.mark.parametrize("name", params(TRAINERS, []))
 def test_hf_trainer_resumes_unchanged(folder, name):
-    two = worlds.once(2, resuming.trainer, folder("trainer", name), name, "write")
+    two = worlds.once(2, resume_jobs.trainer, folder("trainer", name), name, "write")
     for got in two:
         assert same(got["first"], got["second"])
         assert got["steps"] == list(range(1, 9))
-    (one,) = worlds.once(1, resuming.trainer, folder("trainer", name), name, "one")
+    (one,) = worlds.once(1, resume_jobs.trainer, folder("trainer", name), name, "one")
     off = error(one["second"], two[0]["first"], two[0]["before"])  # of twice the batch
     # Small steps: next to the weights' own resolution in fp32, 1e-6 of such an update.
     assert off <= 2 * EXACT
@@ -134,7 +134,7 @@ def test_hf_trainer_resumes_unchanged(folder, name):
 )
 @pytest.mark.parametrize("way, stage", params(TOOLS, [("master", 3)]))
 def test_tools_of_deepspeed_read_our_checkpoints(way, stage):
-    got = worlds.once(2, resuming.tools, way, stage)[0]
+    got = worlds.once(2, resume_jobs.tools, way, stage)[0]
     weights = got["weights"]
     assert all(got["plain"])  # torch.load(weights_only=True)
     assert same(got["16bit"], weights)
@@ -152,8 +152,8 @@ def test_tools_of_deepspeed_read_our_checkpoints(way, stage):
 
 @pytest.mark.parametrize("dtype, stage", params(ADAMW, [("bf16", 1)]))
 def test_weights_of_a_model_trained_by_deepspeeds_adamw(folder, dtype, stage):
-    trained = worlds.once(2, resuming.adamw, folder("adamw", stage, dtype), stage, dtype)[0]
-    (got,) = worlds.once(1, resuming.from_adamw, folder("adamw", stage, dtype), stage, dtype)
+    trained = worlds.once(2, resume_jobs.adamw, folder("adamw", stage, dtype), stage, dtype)[0]
+    (got,) = worlds.once(1, resume_jobs.from_adamw, folder("adamw", stage, dtype), stage, dtype)
     assert same(trained, got["weights"])
     assert got["states"] == 0
     told = f"{got['path']}: only weights are loaded, the state of CAME starts from zero"

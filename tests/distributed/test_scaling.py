@@ -6,8 +6,8 @@ import torch
 from tests import worlds
 from tests.common.choose import params
 from tests.common.updates import check_each
-from tests.distributed import scaling
-from tests.distributed.scaling import PLANTED, RUNS, STEPS
+from tests.distributed import scaling_jobs
+from tests.distributed.scaling_jobs import PLANTED, RUNS, STEPS
 from tests.tools.support import of
 
 RANKS = (1, 2, 3)
@@ -31,7 +31,7 @@ QUICK = [
 
 
 def results_of(ranks, name):
-    return worlds.once(ranks, scaling.train, RUNS[name])[0]
+    return worlds.once(ranks, scaling_jobs.train, RUNS[name])[0]
 
 
 @pytest.mark.supports(
@@ -41,7 +41,7 @@ def results_of(ranks, name):
 @pytest.mark.parametrize("ranks, name", params(ALL, QUICK))
 def test_a_step_that_overflows_is_as_if_it_had_not_been(ranks, name):
     got, without = results_of(ranks, name), results_of(ranks, name.replace("True", "False"))
-    start = scaling.Net().state_dict()
+    start = scaling_jobs.Net().state_dict()
     for n, p in got["after"].items():
         assert p.shape == start[n].shape and p.isfinite().all()
         if RUNS[name].static:
@@ -78,7 +78,7 @@ def test_all_ways_end_at_the_same_weights(ranks):
 
 @pytest.mark.parametrize("ranks", params(RANKS, (2,)))
 def test_a_loss_that_is_not_scaled_is_an_error_before_anything_moves(ranks):
-    message = worlds.once(ranks, scaling.unscaled)[0]
+    message = worlds.once(ranks, scaling_jobs.unscaled)[0]
     assert "engine.backward(loss)" in message and "current scale 64" in message
 
 
@@ -91,9 +91,9 @@ QUICK_AUTOCAST = [(2, stage, "adalomo") for stage in range(4)]
 @pytest.mark.parametrize("dtype, error", [("bfloat16", 1e-2), ("float16", 2e-3)])
 @pytest.mark.parametrize("ranks, stage, rule", params(AUTOCAST, QUICK_AUTOCAST))
 def test_autocast_follows_torch_in_one_process(ranks, stage, rule, dtype, error):
-    got = worlds.once(ranks, scaling.autocast, stage, dtype, rule)[0]
+    got = worlds.once(ranks, scaling_jobs.autocast, stage, dtype, rule)[0]
     assert got["dtypes"] == {"torch.float32"} and got["comm"] == {getattr(torch, dtype)}
     assert got["scale"] == (2**16 if dtype == "float16" else 1)
-    model = scaling.autocast_reference(ranks, getattr(torch, dtype), rule, got["told"])
+    model = scaling_jobs.autocast_reference(ranks, getattr(torch, dtype), rule, got["told"])
     # gradients are rounded once more to be sent
     check_each(got["after"], dict(model.named_parameters()), got["before"], close=error)

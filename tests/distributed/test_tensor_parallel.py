@@ -8,8 +8,8 @@ from ds_ext.engine import autotp, parameters
 from tests import worlds
 from tests.common import hypers
 from tests.common.choose import params
-from tests.distributed import tensor_parallel
-from tests.distributed.tensor_parallel import CASES
+from tests.distributed import tensor_parallel_jobs
+from tests.distributed.tensor_parallel_jobs import CASES
 from tests.tools.support import of
 
 # FlashAdamW steps the output head beside SinkGD, and its codes of 8 bits jump.
@@ -30,7 +30,7 @@ def _feature(name):
 @pytest.mark.supports(_feature, **of(CASES))
 @pytest.mark.parametrize("name", params(CASES, QUICK))
 def test_four_ranks_equal_one_process(name):
-    result = worlds.once(4, tensor_parallel.error, name)[0]
+    result = worlds.once(4, tensor_parallel_jobs.error, name)[0]
     assert result["alike"]  # replicated parameters on all ranks, others where the same is held
     assert len(result["time limits"]) == 1  # the forward pass waits for lost ranks no longer
     if not CASES[name].dropout:
@@ -41,7 +41,7 @@ def test_four_ranks_equal_one_process(name):
 
 @pytest.mark.parametrize("name", params(ALONE, ["llama-came-2"]))
 def test_two_ranks_without_data_parallelism_equal_one_process(name):
-    result = worlds.once(2, tensor_parallel.error, name)[0]
+    result = worlds.once(2, tensor_parallel_jobs.error, name)[0]
     assert result["alike"]
     assert result["error"] <= CLOSE.get(CASES[name].rule, 1e-5), result
     close = CLOSE.get(CASES[name].rule, 1e-5)
@@ -52,7 +52,7 @@ def test_the_cases_divide_unevenly_and_in_every_way():
     """Rows, columns, a fused matrix, biases of both kinds, a vocabulary."""
     boxes = {}
     for name in ("llama-came-1", "bert-lamb-3", "fused-0", "tied-1"):
-        boxes |= worlds.once(4, tensor_parallel.error, name)[0]["held"]
+        boxes |= worlds.once(4, tensor_parallel_jobs.error, name)[0]["held"]
     sizes = {n: [sum(b.numel for b in part) for part in parts] for n, parts in boxes.items()}
     assert any(a != b for a, b in sizes.values())
     assert any(len(part) > 1 for parts in boxes.values() for part in parts)

@@ -8,8 +8,8 @@ from tests import worlds
 from tests.common.choose import params
 from tests.common.plain import mean_step
 from tests.common.updates import check_each
-from tests.distributed import tiling
-from tests.distributed.tiling import Case
+from tests.distributed import tiling_jobs
+from tests.distributed.tiling_jobs import Case
 
 CLIP = 0.3
 CASES = [
@@ -31,21 +31,21 @@ QUICK = [(case,) for case in (*CASES[::3], CASES[20])]
 @pytest.mark.parametrize("case", params([(case,) for case in CASES], QUICK), ids=str)
 def test_tiled_functions_train_exactly(case):
     world = 2
-    plain = tiling.make(case, tiled=False)
-    for step in range(tiling.STEPS):
+    plain = tiling_jobs.make(case, tiled=False)
+    for step in range(tiling_jobs.STEPS):
         parts = range(step * case.accumulation, (step + 1) * case.accumulation)
-        losses = [tiling.loss_of(plain, part, rank) for part in parts for rank in range(world)]
+        losses = [tiling_jobs.loss_of(plain, part, rank) for part in parts for rank in range(world)]
         norm = mean_step(torch.optim.SGD(plain.parameters(), lr=0.5), losses, case.max_norm)
         assert norm > 1.1 * case.max_norm  # or it would show nothing
-    for got in worlds.run(world, tiling.train, case):
+    for got in worlds.run(world, tiling_jobs.train, case):
         check_each(got["after"], dict(plain.named_parameters()), got["before"])
         assert not got["held"]  # none waits for the end of backward because of its tiles
 
 
 @pytest.mark.parametrize("outside, name", [(True, "TiledMLP"), (False, "TiledFusedLogitsLoss")])
 def test_a_gradient_penalty_is_refused(outside, name):
-    model = tiling.make(Case(None, outside=outside), tiled=True)
+    model = tiling_jobs.make(Case(None, outside=outside), tiled=True)
     ds_ext.fuse_into_backward(model, ds_ext.LOMO(model.parameters(), lr=0.5))
-    found = model(*tiling.batch(0, 0)).sum()
+    found = model(*tiling_jobs.batch(0, 0)).sum()
     with pytest.raises(RuntimeError, match=f"{name}: its gradients cannot be differentiated"):
         torch.autograd.grad(found, model.embed.weight, create_graph=True)

@@ -10,8 +10,8 @@ from tests.common.choose import params
 from tests.common.hypers import CLOSE
 from tests.common.states import same
 from tests.common.updates import check, check_each
-from tests.distributed import routing, training
-from tests.distributed.training import RUNS, STEPS
+from tests.distributed import training_jobs, unused_parameters_jobs
+from tests.distributed.training_jobs import RUNS, STEPS
 from tests.tools.support import of
 
 ON_THREE = re.compile(
@@ -22,9 +22,16 @@ ROUTED_ON_THREE = re.compile(r"-(60|reentrant|clip|muon)$")
 ALL = [(n, name) for n in (1, 2, 3) for name in RUNS if n == 2 or ON_THREE.search(name)]
 ALL = [(n, name) for n, name in ALL if n > 1 or RUNS[name].rule not in MATRICES]
 ROUTED = [
-    (n, name) for n in (1, 2, 3) for name in routing.RUNS if n == 2 or ROUTED_ON_THREE.search(name)
+    (n, name)
+    for n in (1, 2, 3)
+    for name in unused_parameters_jobs.RUNS
+    if n == 2 or ROUTED_ON_THREE.search(name)
 ]
-ROUTED = [(n, name) for n, name in ROUTED if n > 1 or routing.RUNS[name].rule not in MATRICES]
+ROUTED = [
+    (n, name)
+    for n, name in ROUTED
+    if n > 1 or unused_parameters_jobs.RUNS[name].rule not in MATRICES
+]
 
 
 # What `make test` runs: both policies at all stages and kinds of checkpointing, two by two.
@@ -62,8 +69,8 @@ def shown(name: str) -> str | list[str]:
 @pytest.mark.parametrize("ranks, name", params(ALL, QUICK))
 def test_equals_one_process_with_the_global_batch(ranks, name):
     how = RUNS[name]
-    got = worlds.once(ranks, training.train, how)[0]
-    reference = training.Reference(how, got["told"])
+    got = worlds.once(ranks, training_jobs.train, how)[0]
+    reference = training_jobs.Reference(how, got["told"])
     expected, before = reference.train(ranks), reference.before
     assert same(got["before"], before)
     check(got["after"], expected, before, STEPS, CLOSE.get(how.rule, 1e-5))
@@ -74,13 +81,13 @@ def test_equals_one_process_with_the_global_batch(ranks, name):
         assert 0.01 < got["metrics"]["clipped_fraction"] < 1
 
 
-@pytest.mark.supports("parameters that only some ranks use", **of(routing.RUNS))
+@pytest.mark.supports("parameters that only some ranks use", **of(unused_parameters_jobs.RUNS))
 @pytest.mark.parametrize("ranks, name", params(ROUTED, QUICK_ROUTED))
 def test_ranks_that_use_different_parameters_neither_hang_nor_drift(ranks, name):
-    how = routing.RUNS[name]
-    got = worlds.once(ranks, routing.train, how)[0]
-    model, steps = routing.reference(how, ranks, got["told"])
+    how = unused_parameters_jobs.RUNS[name]
+    got = worlds.once(ranks, unused_parameters_jobs.train, how)[0]
+    model, steps = unused_parameters_jobs.reference(how, ranks, got["told"])
     assert got["identical"]
     assert got["steps"] == {n: number for n, number in steps.items() if number}
     expected, close = dict(model.named_parameters()), CLOSE.get(how.rule, 1e-5)
-    check_each(got["after"], expected, got["before"], routing.STEPS, close)
+    check_each(got["after"], expected, got["before"], unused_parameters_jobs.STEPS, close)

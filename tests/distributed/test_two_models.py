@@ -5,7 +5,7 @@ import torch
 
 import ds_ext
 from tests import worlds
-from tests.distributed import two_models
+from tests.distributed import two_models_jobs
 
 
 def assert_equal_updates(got, wanted, start) -> None:
@@ -18,50 +18,51 @@ def assert_equal_updates(got, wanted, start) -> None:
 @pytest.mark.parametrize("detach", [True, False])
 @pytest.mark.parametrize("policy", ["fused", "sharded"])
 def test_a_gan_as_usual(policy, detach, is_checkpointed):
-    g, d = two_models.make()
+    g, d = two_models_jobs.make()
     if is_checkpointed:  # what a segment's own backward pass reaches ends with the segment
-        d = two_models.Checkpointed(d)
-    optimizers = [ds_ext.LOMO(m.parameters(), lr=two_models.LR) for m in (g, d)]
+        d = two_models_jobs.Checkpointed(d)
+    optimizers = [ds_ext.LOMO(m.parameters(), lr=two_models_jobs.LR) for m in (g, d)]
     fused = [
         ds_ext.fuse_into_backward(m, optimizer, gradient_policy=policy)
         for m, optimizer in zip((g, d), optimizers, strict=True)
     ]
-    for step in range(two_models.STEPS):
+    for step in range(two_models_jobs.STEPS):
         optimizers[1].zero_grad()
-        two_models.discriminating(g, d, step, 0, detach).backward()
+        two_models_jobs.discriminating(g, d, step, 0, detach).backward()
         if not is_checkpointed:
             assert bool(fused[1].state.kept) == (policy == "sharded" or not detach)
         optimizers[1].step()
         optimizers[0].zero_grad()
-        two_models.generating(g, d, step, 0).backward()
+        two_models_jobs.generating(g, d, step, 0).backward()
         optimizers[0].step()
     for each in fused:
         each.remove()
     params = [*g.parameters(), *d.parameters()]
-    start = [p for m in two_models.make() for p in m.parameters()]
-    assert_equal_updates(params, two_models.reference(1, detach), start)
+    start = [p for m in two_models_jobs.make() for p in m.parameters()]
+    assert_equal_updates(params, two_models_jobs.reference(1, detach), start)
 
 
 @pytest.mark.parametrize("policy", ["fused", "sharded"])
 def test_two_models_of_one_loss_are_both_stepped(policy):
-    models, plain = two_models.make(), two_models.make()
-    optimizers = [ds_ext.LOMO(m.parameters(), lr=two_models.LR) for m in models]
+    models, plain = two_models_jobs.make(), two_models_jobs.make()
+    optimizers = [ds_ext.LOMO(m.parameters(), lr=two_models_jobs.LR) for m in models]
     fused = [
         ds_ext.fuse_into_backward(m, optimizer, gradient_policy=policy)
         for m, optimizer in zip(models, optimizers, strict=True)
     ]
-    sgd = torch.optim.SGD([p for m in plain for p in m.parameters()], two_models.LR)
-    for step in range(two_models.STEPS):
+    sgd = torch.optim.SGD([p for m in plain for p in m.parameters()], two_models_jobs.LR)
+    for step in range(two_models_jobs.STEPS):
         sgd.zero_grad()
-        two_models.generating(*plain, step, 0).backward()
+        two_models_jobs.generating(*plain, step, 0).backward()
         sgd.step()
-        two_models.generating(*models, step, 0).backward()
+        two_models_jobs.generating(*models, step, 0).backward()
         for optimizer in optimizers:
             optimizer.step()
     for each in fused:
         each.remove()
     params, wanted, start = (
-        [p for m in both for p in m.parameters()] for both in (models, plain, two_models.make())
+        [p for m in both for p in m.parameters()]
+        for both in (models, plain, two_models_jobs.make())
     )
     assert_equal_updates(params, wanted, start)
 
@@ -77,16 +78,16 @@ def test_two_models_of_one_loss_are_both_stepped(policy):
     ],
 )
 def test_a_gan_of_two_engines(stage, policy, max_norm):
-    wanted = two_models.reference(2, True, max_norm or torch.inf)
-    for got in worlds.run(2, two_models.engines, stage, policy, max_norm):
+    wanted = two_models_jobs.reference(2, True, max_norm or torch.inf)
+    for got in worlds.run(2, two_models_jobs.engines, stage, policy, max_norm):
         assert_equal_updates(got["after"], wanted, got["before"])
 
 
 def test_ranks_end_the_backward_passes_of_many_engines_in_the_same_order():
-    wanted = two_models.first_of_many_alone(2)
-    for before, after in worlds.run(2, two_models.first_of_many):
+    wanted = two_models_jobs.first_of_many_alone(2)
+    for before, after in worlds.run(2, two_models_jobs.first_of_many):
         assert_equal_updates(after, wanted, before)
 
 
 def test_an_engine_whose_backward_pass_has_failed_takes_no_part_in_another_engines():
-    assert worlds.run(2, two_models.beside_a_failed_pass) == [0, 0]
+    assert worlds.run(2, two_models_jobs.beside_a_failed_pass) == [0, 0]

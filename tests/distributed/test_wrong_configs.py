@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.distributed.wrong_configs import WRONG
+from tests.distributed.wrong_configs_jobs import WRONG
 from tests.worlds import ROOT, free_port
 
 pytestmark = pytest.mark.slow
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 def start(rank, port):
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu"}
     own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "tests.distributed.wrong_configs"]
+    command = [sys.executable, "-m", "tests.distributed.wrong_configs_jobs"]
     return subprocess.Popen(
         command, cwd=ROOT, env=os.environ | own, stderr=subprocess.PIPE, text=True
     )

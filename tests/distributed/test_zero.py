@@ -19,8 +19,8 @@ from tests.common.choose import params
 from tests.common.hypers import FOR_ALL
 from tests.common.states import same
 from tests.common.updates import check, check_each
-from tests.distributed import zero
-from tests.distributed.zero import CASES, RULES, STEPS
+from tests.distributed import zero_jobs
+from tests.distributed.zero_jobs import CASES, RULES, STEPS
 from tests.tools.support import of
 
 # Three ranks on two cores are slow: what is run there is one case of each kind, and what awkward
@@ -86,7 +86,7 @@ def shown(name: str) -> list[str]:
 @pytest.mark.supports(shown, **of(CASES))
 @pytest.mark.parametrize("ranks, name", params(EXACT, QUICK.__contains__))
 def test_equals_the_authors(ranks, name):
-    got, case = worlds.once(ranks, zero.train, name)[0], CASES[name]
+    got, case = worlds.once(ranks, zero_jobs.train, name)[0], CASES[name]
     reference = Reference(case, got["decays"])
     before = {n: p.detach().clone() for n, p in reference.model.named_parameters()}
     for step in range(STEPS):
@@ -104,13 +104,13 @@ def test_equals_the_authors(ranks, name):
 
 @pytest.mark.parametrize("ranks, name", params(ALL, QUICK))
 def test_gradients_come_go_and_step_once(ranks, name):
-    got, case = worlds.once(ranks, zero.train, name)[0], CASES[name]
+    got, case = worlds.once(ranks, zero_jobs.train, name)[0], CASES[name]
     assert got["identical"]  # all ranks hold the same bits
     for param, steps in got["steps"].items():
         assert steps == (STEPS // 2 if param == "odd.weight" else STEPS), param
     assert len(got["steps"]) == sum(map(case.is_used, got["before"]))
     assert got["kept"] == 0
-    assert 0 < got["alive"] <= zero.most_alive(case, ranks)
+    assert 0 < got["alive"] <= zero_jobs.most_alive(case, ranks)
     if case.checkpointing is None:
         check_traffic(got["sent"], case, ranks)
 
@@ -158,7 +158,7 @@ def check_traffic(sent: list[tuple[str, int]], case, ranks: int) -> None:
 @pytest.mark.supports("own settings for a parameter group", stage=3, optimizer="AdaLomo")
 @pytest.mark.parametrize("ranks", params(RANKS, (2,)))
 def test_groups_have_their_own_hyper_parameters(ranks):
-    got = worlds.once(ranks, zero.train, "adalomo-groups")[0]
+    got = worlds.once(ranks, zero_jobs.train, "adalomo-groups")[0]
     model = models.make()
     params = list(model.parameters())
     settings = [{"lr": 0.02}, {"lr": 0.01, "weight_decay": 0.2}, {"lr": 0.005}]
@@ -180,8 +180,8 @@ BF16 = [(n, stage) for n in (1, 2) for stage in range(4)] + [(3, 3)]
 @pytest.mark.supports("bf16 weights", stage="stage", optimizer="AdaLomo")
 @pytest.mark.parametrize("ranks, stage", params(BF16, [(2, stage) for stage in range(4)]))
 def test_bf16_follows_fp32(ranks, stage):
-    got = worlds.once(ranks, zero.train, f"adalomo-bf16-stage{stage}")[0]
-    exact = worlds.once(ranks, zero.train, "adalomo-authors")[0]
+    got = worlds.once(ranks, zero_jobs.train, f"adalomo-bf16-stage{stage}")[0]
+    exact = worlds.once(ranks, zero_jobs.train, "adalomo-authors")[0]
     for n, p in got["after"].items():
         assert p.dtype == torch.bfloat16
         update = (exact["after"][n] - exact["before"][n]).norm()
@@ -205,7 +205,7 @@ MESSAGES = {
 @pytest.mark.parametrize("ranks", params(RANKS, (2,)))
 @pytest.mark.parametrize("case", MESSAGES)
 def test_bad_configs_are_refused_on_every_rank(ranks, case):
-    for told in worlds.once(ranks, zero.refusals):
+    for told in worlds.once(ranks, zero_jobs.refusals):
         assert all(part in told[case] for part in MESSAGES[case]), told[case]
 
 
@@ -217,9 +217,9 @@ QUICK_POISONED = [(2, "adalomo", 3), (2, "sinkgd", 2), (2, "lomo", 0)]
 
 @pytest.mark.parametrize("ranks, rule, stage", params(POISONED, QUICK_POISONED))
 def test_a_gradient_that_is_not_finite_is_as_if_it_had_not_come(ranks, rule, stage):
-    for got in worlds.once(ranks, zero.not_finite, rule, stage):
-        assert got["skipped"] == len(zero.POISONED) and got["same"]
-        skipped = [step in zero.POISONED for step in range(5)]
+    for got in worlds.once(ranks, zero_jobs.not_finite, rule, stage):
+        assert got["skipped"] == len(zero_jobs.POISONED) and got["same"]
+        skipped = [step in zero_jobs.POISONED for step in range(5)]
         assert got["changed"] == ["other twice" if x else "bad other twice" for x in skipped]
         assert got["steps"] == {"bad": 2, "other": 5, "twice": 5}
 
@@ -227,19 +227,19 @@ def test_a_gradient_that_is_not_finite_is_as_if_it_had_not_come(ranks, rule, sta
 @needs.triton
 @pytest.mark.parametrize("rule", params(["adalomo", "lamb"], []))
 def test_so_it_is_where_kernels_judge(rule):
-    for got in worlds.once(2, zero.not_finite_by_kernels, rule, 3):
-        assert got["skipped"] == len(zero.POISONED) and got["same"]
+    for got in worlds.once(2, zero_jobs.not_finite_by_kernels, rule, 3):
+        assert got["skipped"] == len(zero_jobs.POISONED) and got["same"]
         assert got["steps"] == {"bad": 2, "other": 5, "twice": 5}
 
 
 @pytest.mark.parametrize("ranks", params(RANKS, (2,)))
 def test_a_trainable_parameter_outside_the_optimizer_keeps_its_gradient(ranks):
-    assert worlds.once(ranks, zero.outside)[0] == {"kept": 1, "changed": {"weight"}}
+    assert worlds.once(ranks, zero_jobs.outside)[0] == {"kept": 1, "changed": {"weight"}}
 
 
 @pytest.mark.parametrize("ranks", params(RANKS, (2,)))
 def test_target_modules_choose_what_galore_projects(ranks):
-    got = worlds.once(ranks, zero.galore_json)[0]
+    got = worlds.once(ranks, zero_jobs.galore_json)[0]
     assert {n for n, rank in got["ranks"].items() if rank == 3} == {"up.weight", "down.weight"}
     assert {rank for rank in got["ranks"].values()} == {3, None}
     assert "target_modules" in got["message"] and "upp" in got["message"]
@@ -248,12 +248,12 @@ def test_target_modules_choose_what_galore_projects(ranks):
 @pytest.mark.parametrize("one_forward", [False, True])
 @pytest.mark.parametrize("ranks, stage", params([(n, s) for n in RANKS for s in (1, 3)], [(2, 3)]))
 def test_a_second_backward_before_step_is_an_error(ranks, stage, one_forward):
-    for told in worlds.once(ranks, zero.second_backward, stage, one_forward):
+    for told in worlds.once(ranks, zero_jobs.second_backward, stage, one_forward):
         assert "second gradient" in told and "before engine.step()" in told
 
 
 @pytest.mark.parametrize("ranks", params(RANKS, (2,)))
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(ranks):
-    got = worlds.once(ranks, zero.resume)[0]
+    got = worlds.once(ranks, zero_jobs.resume)[0]
     assert got["equal"]
     assert "CAME" in got["message"] and "LOMO" in got["message"]

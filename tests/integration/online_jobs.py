@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from tests.common.ranks import whole
-from tests.integration import trainer_jobs
-from tests.integration.trainer import config, load
+from tests.integration import trainer_runs
+from tests.integration.trainer_jobs import config, load
 
 PROMPTS, GROUP, TOKENS, STEPS = 2, 4, 6, 3  # a step, completions of each, their length; steps
 WORDS = [f"w{i}" for i in range(63)]
@@ -131,7 +131,7 @@ def make(job: Job, folder: str, watch: Watch, ranks: int = 1, **more: Any) -> An
     is_dpo = job.trainer == "OnlineDPO"
     lengths = {"max_new_tokens": TOKENS, "max_length": 64}
     groups = {"max_completion_length": TOKENS, "num_generations": GROUP, "shuffle_dataset": False}
-    settings = trainer_jobs.ARGUMENTS | {
+    settings = trainer_runs.ARGUMENTS | {
         "output_dir": f"{folder}/out",
         "learning_rate": job.lr,
         "max_steps": STEPS,
@@ -165,7 +165,7 @@ def drawn(kind: str, rank: int = 0, ranks: int = 1) -> Iterator[None]:
 
 def model(job: Job, folder: str) -> nn.Module:
     made = load(folder)
-    return trainer_jobs.adapted(made) if job.lora else made
+    return trainer_runs.adapted(made) if job.lora else made
 
 
 def train(folder: str, name: str) -> dict[str, Any]:

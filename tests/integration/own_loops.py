@@ -19,7 +19,7 @@ from transformers import BitsAndBytesConfig, LlamaForCausalLM
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common.ranks import message, whole
-from tests.integration.trainer_jobs import adapted, data
+from tests.integration.trainer_runs import adapted, data
 
 EPOCHS = 4
 ROWS = 12  # of an epoch: three batches a rank, so that of two at a time one is left over

@@ -21,9 +21,9 @@ from ds_ext.optimizer import OPTIMIZERS
 from tests import worlds
 from tests.common.choose import params
 from tests.common.cli import refused
-from tests.distributed import unusual, wrong_configs
-from tests.distributed.wrong_configs import JUDGED, SIZES
-from tests.distributed.wrong_configs import WRONG as WRONG_CONFIGS
+from tests.distributed import refusals_jobs, wrong_configs_jobs
+from tests.distributed.wrong_configs_jobs import JUDGED, SIZES
+from tests.distributed.wrong_configs_jobs import WRONG as WRONG_CONFIGS
 
 ROOT = Path(__file__).parents[2]
 
@@ -510,15 +510,15 @@ def test_what_needs_no_model_is_found_without_one(what, tmp_path, capsys):
 ELSEWHERE = {"compiled model", "compiled backward"}
 
 
-@pytest.mark.parametrize("name", sorted(unusual.REFUSED.keys() - ELSEWHERE))
+@pytest.mark.parametrize("name", sorted(refusals_jobs.REFUSED.keys() - ELSEWHERE))
 def test_what_an_engine_refuses_is_found(name, tmp_path, capsys):
-    config = unusual.REFUSED[name] | unusual.ADALOMO
+    config = refusals_jobs.REFUSED[name] | refusals_jobs.ADALOMO
     assert checked(config, tmp_path, capsys, "--ranks", 3)[0]
 
 
 @pytest.mark.parametrize("name", WRONG_CONFIGS)
 def test_what_ends_all_ranks_is_found(name, tmp_path, capsys):
-    config = SIZES | unusual.ADALOMO | WRONG_CONFIGS[name]
+    config = SIZES | refusals_jobs.ADALOMO | WRONG_CONFIGS[name]
     errors, _ = checked(config, tmp_path, capsys, "--ranks", 2)
     assert any(name in error for error in errors), errors
 
@@ -526,8 +526,8 @@ def test_what_ends_all_ranks_is_found(name, tmp_path, capsys):
 @pytest.mark.parametrize("number", range(len(JUDGED)))
 def test_check_and_a_run_judge_alike(number, tmp_path, capsys):
     key, changes = JUDGED[number]
-    (run,) = worlds.once(1, wrong_configs.judged)
-    errors, _ = checked(SIZES | wrong_configs.RIGHT | changes, tmp_path, capsys, "--ranks", 1)
+    (run,) = worlds.once(1, wrong_configs_jobs.judged)
+    errors, _ = checked(SIZES | wrong_configs_jobs.RIGHT | changes, tmp_path, capsys, "--ranks", 1)
     assert bool(errors) == bool(run[number]) == (key is not None), (errors, run[number])
     if key is not None:
         assert key in run[number] and any(key in error for error in errors), (errors, run[number])

@@ -9,7 +9,7 @@ import types
 import pytest
 
 from tests.common import apart
-from tests.integration.example_jobs import EXAMPLES
+from tests.integration.examples_jobs import EXAMPLES
 
 
 @pytest.fixture

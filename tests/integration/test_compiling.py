@@ -132,7 +132,7 @@ def test_kernels_compile_and_read_vectors_where_runs_are_aligned(monkeypatch, tm
         *("measured_apply", "noting_apply", "recall", "copy_checked_values"),
     }
     written = [[label, warps, {k: plain(x) for k, x in of.items()}] for label, warps, of in asked]
-    compiling(tmp_path, "-m", "tests.integration.compile_kernels", given=json.dumps(written))
+    compiling(tmp_path, "-m", "tests.integration.compiling_jobs", given=json.dumps(written))
 
 
 def compiling(cache, *args, given=None):

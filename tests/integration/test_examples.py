@@ -11,8 +11,8 @@ import torch
 import yaml
 
 from tests import worlds
-from tests.integration import example_jobs
-from tests.integration.example_jobs import EXAMPLES
+from tests.integration import examples_jobs
+from tests.integration.examples_jobs import EXAMPLES
 
 STEPS = 6
 
@@ -37,7 +37,7 @@ def options(model, steps=STEPS):
 
 def test_a_loop_of_plain_pytorch(model, tmp_path):
     printed, other = worlds.run(
-        2, example_jobs.run, "plain_pytorch.py", str(tmp_path), *options(model)
+        2, examples_jobs.run, "plain_pytorch.py", str(tmp_path), *options(model)
     )
     found = losses(printed)
     assert len(found) == STEPS and found[-1] < found[0] - 0.1 and not losses(other)
@@ -45,14 +45,14 @@ def test_a_loop_of_plain_pytorch(model, tmp_path):
 
 
 def test_a_loop_with_fsdp2(model, tmp_path):
-    printed, other = worlds.run(2, example_jobs.run, "fsdp2.py", str(tmp_path), *options(model))
+    printed, other = worlds.run(2, examples_jobs.run, "fsdp2.py", str(tmp_path), *options(model))
     found = losses(printed)
     assert len(found) == STEPS and found[-1] < found[0] - 0.1 and not losses(other)
     assert (tmp_path / "out" / ".metadata").is_file()
 
 
 def test_a_pipeline(model, tmp_path):
-    printed, other = worlds.run(2, example_jobs.run, "pipeline.py", str(tmp_path), *options(model))
+    printed, other = worlds.run(2, examples_jobs.run, "pipeline.py", str(tmp_path), *options(model))
     found = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
     assert len(found) == STEPS and found[-1] < found[0] - 0.1 and "step 0: loss" not in other
     assert (tmp_path / "out" / f"global_step{STEPS}" / "layer_05-model_states.pt").is_file()
@@ -60,11 +60,11 @@ def test_a_pipeline(model, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_with_the_weights_of_a_whole_one(model, tmp_path):
-    job, name = example_jobs.run, "resume_after_kill.py"
+    job, name = examples_jobs.run, "resume_after_kill.py"
     given = [*options(model, 18), "--save-every", "10"]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     killed.mkdir(), whole.mkdir()
-    first, last = worlds.fresh(2, example_jobs.first_life, name, str(killed), *given)
+    first, last = worlds.fresh(2, examples_jobs.first_life, name, str(killed), *given)
     assert last.code == -signal.SIGKILL and first.code != 0
     printed = worlds.run(2, job, name, str(killed), *given)[0]
     assert re.findall(r"step (\d+)", printed) == [str(i) for i in range(10, 18)]
@@ -81,7 +81,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_weights_of_a_whole_one(model, tm
 @pytest.mark.parametrize("name", ["trl_sft.py", "trl_grpo.py", "trl_fsdp2.py"])
 def test_trl(name, model, tmp_path):
     pytest.importorskip("trl", reason="TRL, which needs Python 3.11, is not installed")
-    printed = worlds.run(2, example_jobs.run, name, str(tmp_path), *options(model, 5))[0]
+    printed = worlds.run(2, examples_jobs.run, name, str(tmp_path), *options(model, 5))[0]
     assert len(losses(printed)) == 2  # of five steps, and their mean at the end
     assert "reward" in printed or losses(printed)[0] < 7.6
     assert (tmp_path / "out" / "model.safetensors").is_file()

@@ -5,11 +5,11 @@ import torch
 
 from tests import worlds
 from tests.common.choose import params
-from tests.integration import fsdp2_jobs, trainer_jobs
-from tests.integration.fsdp2_jobs import RUNS
+from tests.integration import fsdp2_trainer_jobs, trainer_runs
+from tests.integration.fsdp2_trainer_jobs import RUNS
 from tests.integration.own_loops import LOOPS
 from tests.integration.test_trainer import build, check_loop, compare, of, reference, weights
-from tests.integration.trainer_jobs import STEPS
+from tests.integration.trainer_runs import STEPS
 
 pytest.importorskip("transformers.distributed", reason="transformers 5 cuts models by FSDP2")
 
@@ -18,15 +18,15 @@ pytest.importorskip("transformers.distributed", reason="transformers 5 cuts mode
 def folder(tmp_path_factory):
     """A folder with models, by the size of their vocabulary."""
     made = tmp_path_factory.mktemp("fsdp2")
-    for vocab in (fsdp2_jobs.ODD, fsdp2_jobs.EVEN):
-        trainer_jobs.model(vocab).save_pretrained(made / str(vocab))
+    for vocab in (fsdp2_trainer_jobs.ODD, fsdp2_trainer_jobs.EVEN):
+        trainer_runs.model(vocab).save_pretrained(made / str(vocab))
     return str(made)
 
 
 @pytest.mark.supports("HF Trainer", stage="fsdp2", optimizer=lambda name: RUNS[name].rule)
 @pytest.mark.parametrize("name", params(RUNS, ["came-both"]))
 def test_trainer_equals_one_process(folder, name):
-    got, run = worlds.run(2, fsdp2_jobs.train, folder, name)[0], RUNS[name]
+    got, run = worlds.run(2, fsdp2_trainer_jobs.train, folder, name)[0], RUNS[name]
     after, log = reference(run.rule, run.max_norm, False, vocab=run.vocab)
     compare(got["after"], after, weights(build(vocab=run.vocab)), STEPS)
     assert of(got["log"], "loss") == pytest.approx(of(log, "loss"), rel=1e-3)
@@ -49,13 +49,13 @@ def test_trainer_equals_one_process(folder, name):
     ),
 )
 def test_a_run_that_is_resumed_goes_on_bit_for_bit(folder, rule, kind):
-    for got in worlds.run(2, fsdp2_jobs.resume, folder, rule, kind):
+    for got in worlds.run(2, fsdp2_trainer_jobs.resume, folder, rule, kind):
         for n, p in got["unbroken"].items():
             assert torch.equal(p, got["resumed"][n]) and not torch.equal(p, got["before"][n]), n
 
 
 def test_what_trainer_cannot_do_is_refused_before_a_weight_moves(folder):
-    for told in worlds.run(2, fsdp2_jobs.refused, folder):
+    for told in worlds.run(2, fsdp2_trainer_jobs.refused, folder):
         assert "lm_head.weight" in told["tied"] and "tie_word_embeddings" in told["tied"]
         assert "max_grad_norm = 1 would need a second" in told["clipping"]
         assert "several ranks train a model that FSDP2 has not cut" in told["whole"]
@@ -67,4 +67,4 @@ def test_what_trainer_cannot_do_is_refused_before_a_weight_moves(folder):
 )
 @pytest.mark.parametrize("name", params(LOOPS, ["lomo-both"]))
 def test_accelerates_loop_equals_one_process(folder, name):
-    check_loop(worlds.run(2, fsdp2_jobs.accelerate, folder, name)[0], LOOPS[name])
+    check_loop(worlds.run(2, fsdp2_trainer_jobs.accelerate, folder, name)[0], LOOPS[name])

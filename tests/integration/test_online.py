@@ -6,7 +6,7 @@ import pytest
 from tests import worlds
 from tests.common import authors
 from tests.common.choose import params
-from tests.integration import online_jobs, trainer_jobs
+from tests.integration import online_jobs, trainer_runs
 from tests.integration.online_jobs import JOBS, STEPS
 from tests.integration.test_trainer import compare, of, split, weights
 
@@ -17,7 +17,7 @@ pytest.importorskip("trl", reason="TRL, which needs Python 3.11, is not installe
 def folder(tmp_path_factory):
     """A folder with the model."""
     made = tmp_path_factory.mktemp("online")
-    trainer_jobs.model().save_pretrained(made / "model")
+    trainer_runs.model().save_pretrained(made / "model")
     return str(made)
 
 
@@ -31,7 +31,7 @@ def test_generation_between_steps_equals_one_process(folder, name):
     job = JOBS[name]
 
     def optimizer_of(model):
-        groups = split(model, trainer_jobs.ARGUMENTS["weight_decay"])
+        groups = split(model, trainer_runs.ARGUMENTS["weight_decay"])
         return authors.ordinary(job.optimizer, groups, {"lr": job.lr})
 
     model, log = online_jobs.train_alone(folder, name, optimizer_of)

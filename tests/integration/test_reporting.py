@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests import worlds
-from tests.integration import trainer, trainer_jobs
+from tests.integration import trainer_jobs, trainer_runs
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with the model."""
     made = tmp_path_factory.mktemp("reporting")
-    trainer_jobs.model().save_pretrained(made / "model")
+    trainer_runs.model().save_pretrained(made / "model")
     return str(made)
 
 
@@ -67,7 +67,7 @@ GROUPS = ("AdaLomo", "AdaLomo_no_decay", "mlp")
 
 @pytest.mark.slow
 def test_the_callback_reports_to_tensorboard_and_wandb(folder):
-    got = worlds.fresh(2, trainer.reported, folder)[0].result
+    got = worlds.fresh(2, trainer_jobs.reported, folder)[0].result
     assert sorted(got["names"]) == sorted(GROUPS)
     entries = [entry for entry in got["log"] if "loss" in entry]
     assert [entry["step"] for entry in entries] == [2, 4]
@@ -86,8 +86,8 @@ def test_the_callback_reports_to_tensorboard_and_wandb(folder):
 
 @pytest.mark.slow
 def test_the_monitors_of_deepspeed_write_the_names_of_groups(folder, tmp_path):
-    trainer_jobs.model().save_pretrained(tmp_path / "model")
-    told = worlds.fresh(2, trainer.monitored, str(tmp_path))[0].result
+    trainer_runs.model().save_pretrained(tmp_path / "model")
+    told = worlds.fresh(2, trainer_jobs.monitored, str(tmp_path))[0].result
     seen, sent = tensorboard(tmp_path), wandb(tmp_path)
     for name in ("update_rms/AdaLomo", "weight_rms/AdaLomo_no_decay", "grad_norm"):
         file = tmp_path / "monitored" / f"Train_Samples_{name.replace('/', '_')}.csv"

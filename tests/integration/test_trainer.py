@@ -16,9 +16,9 @@ import ds_ext
 from tests import worlds
 from tests.common import authors, by_role, hypers, updates
 from tests.common.choose import params
-from tests.integration import own_loops, trainer, trainer_jobs
+from tests.integration import own_loops, trainer_jobs, trainer_runs
 from tests.integration.own_loops import GROUPED, LOOPS
-from tests.integration.trainer_jobs import BATCH, JOBS, STEPS
+from tests.integration.trainer_runs import BATCH, JOBS, STEPS
 
 LORA = [name for name, job in JOBS.items() if job.lora]
 OTHER = [name for name, job in JOBS.items() if job.refused or job.half or job.changes]
@@ -34,17 +34,17 @@ QUICK = ["lomo-both-nonreentrant", "lora-adalomo-stage3"]
 def folder(tmp_path_factory):
     """A folder with the model; runs save theirs beside it."""
     made = tmp_path_factory.mktemp("trainer")
-    trainer_jobs.model().save_pretrained(made / "model")
+    trainer_runs.model().save_pretrained(made / "model")
     return str(made)
 
 
 def result(folder, name):
-    return worlds.once(2, trainer.train, folder, name)[0]
+    return worlds.once(2, trainer_jobs.train, folder, name)[0]
 
 
 def build(lora=False, vocab=67):
-    model = trainer_jobs.model(vocab)
-    return trainer_jobs.adapted(model) if lora else model
+    model = trainer_runs.model(vocab)
+    return trainer_runs.adapted(model) if lora else model
 
 
 def weights(model):
@@ -65,7 +65,7 @@ CONFIGURED = {"muon": {"adjust_lr_fn": "match_rms_adamw"}}  # by the shipped con
 @functools.cache  # runs that differ in accumulation, checkpointing or stage have the same reference
 def reference(config, max_norm, lora, streams=(), vocab=67):
     """The same training by HF Trainer in one process, of whole batches -> (weights, log)."""
-    job = trainer_jobs.Job(config, {"max_grad_norm": max_norm})
+    job = trainer_runs.Job(config, {"max_grad_norm": max_norm})
     model = build(lora, vocab)
     groups = split(model, job.all_arguments["weight_decay"])
     # The last name of a tied matrix, which is the head's.
@@ -74,12 +74,12 @@ def reference(config, max_norm, lora, streams=(), vocab=67):
     given = {"lr": job.all_arguments["learning_rate"]} | CONFIGURED.get(config, {})
     optimizer = optimizer_of(config, groups, given)
     with tempfile.TemporaryDirectory() as folder:
-        sequential = trainer_jobs.Sequential(
+        sequential = trainer_runs.Sequential(
             model=model,
             args=transformers.TrainingArguments(
                 output_dir=folder, per_device_train_batch_size=BATCH, **job.all_arguments
             ),
-            train_dataset=trainer_jobs.data(),
+            train_dataset=trainer_runs.data(),
             optimizers=(optimizer, None),
         )
         sequential.train()
@@ -107,7 +107,7 @@ ALONE["accumulated"] = {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}
 @pytest.mark.parametrize("case", ALONE)
 def test_one_process_without_deepspeed_steps_inside_backward(case, tmp_path):
     """FuseCallback against the authors' AdaLomo in HF Trainer; no gradient is left in ``.grad``."""
-    told = {**trainer_jobs.ARGUMENTS, **ALONE[case]}
+    told = {**trainer_runs.ARGUMENTS, **ALONE[case]}
     accumulation = told.get("gradient_accumulation_steps", 1)
     model = build()
     before, left = weights(model), []
@@ -116,35 +116,35 @@ def test_one_process_without_deepspeed_steps_inside_backward(case, tmp_path):
         def on_pre_optimizer_step(self, *_, **__):
             left.extend(p for p in model.parameters() if p.grad is not None)
 
-    trainer = trainer_jobs.Sequential(
+    trainer_jobs = trainer_runs.Sequential(
         model=model,
         args=transformers.TrainingArguments(
             output_dir=tmp_path, per_device_train_batch_size=BATCH // accumulation, **told
         ),
-        train_dataset=trainer_jobs.data(),
+        train_dataset=trainer_runs.data(),
         optimizer_cls_and_kwargs=(ds_ext.AdaLomo, {"lr": told["learning_rate"]}),
         callbacks=[ds_ext.FuseCallback(), Look()],
     )
-    trainer.train()
+    trainer_jobs.train()
     expected, log = reference("adalomo", told["max_grad_norm"], False)
     compare(weights(model), expected, before, STEPS)
-    assert of(trainer.state.log_history, "loss") == pytest.approx(of(log, "loss"), rel=1e-4)
+    assert of(trainer_jobs.state.log_history, "loss") == pytest.approx(of(log, "loss"), rel=1e-4)
     assert not left
 
 
 @pytest.mark.parametrize("case", ["clipped", "accumulated"])
 def test_fused_is_refused_where_trainer_needs_gradients(case, tmp_path):
-    trainer = trainer_jobs.Sequential(
+    trainer_jobs = trainer_runs.Sequential(
         model=build(),
         args=transformers.TrainingArguments(
-            output_dir=tmp_path, **{**trainer_jobs.ARGUMENTS, **ALONE[case]}
+            output_dir=tmp_path, **{**trainer_runs.ARGUMENTS, **ALONE[case]}
         ),
-        train_dataset=trainer_jobs.data(),
+        train_dataset=trainer_runs.data(),
         optimizer_cls_and_kwargs=(ds_ext.AdaLomo, {"lr": 1e-3}),
         callbacks=[ds_ext.FuseCallback(gradient_policy="fused")],
     )
     with pytest.raises(ValueError, match="Set (max_grad_norm=0|gradient_accumulation_steps=1), or"):
-        trainer.train()
+        trainer_jobs.train()
 
 
 def of(log, key):
@@ -184,14 +184,14 @@ def test_the_saved_model_is_the_trained_one(folder, name):
 
 
 def test_a_type_that_nobody_has_is_told_with_the_nearest(folder):
-    for told in worlds.run(2, trainer.misspelt, folder):
+    for told in worlds.run(2, trainer_jobs.misspelt, folder):
         assert len(told) == 2
         for error in told:
             assert "optimizer.type is 'Lomoo'" in error and 'Did you mean "LOMO"?' in error
 
 
 def test_a_norm_that_only_trainer_is_told_of_is_warned_of(folder):
-    said = worlds.run(2, trainer.unclipped, folder)[0]
+    said = worlds.run(2, trainer_jobs.unclipped, folder)[0]
     (line,) = [line for line in said if "has no effect under DeepSpeed" in line]
     assert "max_grad_norm = 0.125" in line and 'Set "gradient_clipping": 0.125 in' in line
 
@@ -202,7 +202,7 @@ def test_lora_changes_the_adapters_alone_and_they_load(folder, name):
     changed = {n for n in before if not torch.equal(got["after"][n], before[n])}
     assert changed == {n for n in before if "lora_" in n}
     assert got["state"] == len(changed)
-    loaded = peft.PeftModel.from_pretrained(trainer_jobs.model(), f"{folder}/{name}")
+    loaded = peft.PeftModel.from_pretrained(trainer_runs.model(), f"{folder}/{name}")
     assert all(torch.equal(p, got["after"][n]) for n, p in loaded.named_parameters())
 
 
@@ -254,7 +254,7 @@ def test_a_scheduler_that_deepspeed_would_give_no_metric_is_refused(folder):
 
 @pytest.mark.slow
 def test_arguments_that_name_another_optimizer_are_refused(folder):
-    for told in worlds.run(2, trainer.ignored, folder):
+    for told in worlds.run(2, trainer_jobs.ignored, folder):
         own, galore, targets, settings, default = told
         assert "TrainingArguments.optim = 'adalomo' would be ignored" in own
         assert "optim = 'galore_adamw' would be ignored" in galore
@@ -264,7 +264,7 @@ def test_arguments_that_name_another_optimizer_are_refused(folder):
 
 
 def test_an_optimizer_that_trainer_would_drop_is_refused(folder):
-    for rank, told in enumerate(worlds.run(2, trainer.dropped, folder)):
+    for rank, told in enumerate(worlds.run(2, trainer_jobs.dropped, folder)):
         theirs, kind, ours, taken, replaced = told
         assert "Trainer(optimizers=...): SGD would be ignored" in theirs
         assert "Trainer(optimizer_cls_and_kwargs=...) would be ignored" in kind
@@ -303,14 +303,14 @@ def check_loop(got, loop):
 @pytest.mark.parametrize("name", params(LOOPS, ["lomo-both"]))
 def test_accelerate_loop_equals_one_process(folder, name):
     loop = LOOPS[name]
-    norms = check_loop(worlds.once(2, trainer.accelerate, folder, name)[0], loop)
+    norms = check_loop(worlds.once(2, trainer_jobs.accelerate, folder, name)[0], loop)
     assert min(norms) > 1.2 * loop.max_norm
 
 
 @pytest.mark.supports("own settings for a parameter group", stage=3, optimizer="name")
 @pytest.mark.parametrize("name", params(GROUPED, ["came"]))
 def test_groups_keep_their_settings_and_schedules(folder, name):
-    got, model = worlds.once(2, trainer.grouped, folder, name)[0], build()
+    got, model = worlds.once(2, trainer_jobs.grouped, folder, name)[0], build()
     optimizer = authors.ordinary(name, own_loops.groups(model, name), {"lr": 1.0})
     rates = own_loops.grouped_reference(model, optimizer)
     compare(got["after"], weights(model), weights(build()), len(rates))

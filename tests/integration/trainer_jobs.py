@@ -1,150 +1,231 @@
-"""The HF Trainer runs of trainer.py, their data, and a model small enough to repeat them."""
+"""HF Trainer and accelerate runs with the shipped configs: jobs of test_trainer.py."""
 
-from dataclasses import dataclass, field
+import json
+import os
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import peft
+import deepspeed
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from transformers import AutoModelForCausalLM, TrainingArguments
 
-STEPS = 10
-BATCH = 4  # rows a step, over all ranks and micro-batches
+import ds_ext  # noqa: F401 (registers the optimizers, all that a script has to do)
+from tests.common import by_role
+from tests.common.ranks import logged, message, whole
+from tests.integration import own_loops
+from tests.integration.trainer_runs import ARGUMENTS, BATCH, JOBS, Job, Sequential, adapted, data
 
-
-@dataclass(frozen=True)
-class Job:
-    config: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-    changes: dict[str, Any] = field(default_factory=dict)  # to the shipped config
-    stage: int = 3
-    lora: bool = False
-    refused: bool = False
-
-    @property
-    def all_arguments(self) -> dict[str, Any]:
-        return ARGUMENTS | RATES.get(self.config, {}) | self.arguments
-
-    @property
-    def max_norm(self) -> float:
-        return self.all_arguments.get("max_grad_norm", 1.0)  # the Trainer's default
-
-    @property
-    def half(self) -> bool:
-        return self.arguments.get("fp16", False)
-
-    @property
-    def accumulation(self) -> int:
-        return self.arguments.get("gradient_accumulation_steps", 1)
+ROOT = Path(__file__).parents[2]
 
 
-def _checkpointing(use_reentrant: bool) -> dict[str, Any]:
-    return {
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant},
+def config(name: str, stage: int = 3) -> dict[str, Any]:
+    """A shipped config, with buckets and partitions of a small model's size."""
+    made = json.loads((ROOT / "configs" / f"{name}_zero3.json").read_text())
+    made["zero_optimization"] |= {
+        "stage": stage,
+        "stage3_param_persistence_threshold": 100,
+        "reduce_bucket_size": 5000,
     }
-
-
-ARGUMENTS: dict[str, Any] = {
-    "max_steps": STEPS,
-    "average_tokens_across_devices": True,  # the default since transformers 4.52
-    "learning_rate": 1e-2,
-    "weight_decay": 0.1,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 3,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "use_cpu": True,
-    "disable_tqdm": True,
-}
-RATES = {"came": {"learning_rate": 1e-3}, "lomo": {"learning_rate": 0.1}}
-RATES |= {name: {"learning_rate": 1e-3} for name in ("flashadamw", "apollomini", "muon")}
-FREE = {"max_grad_norm": 0.0}
-TIGHT = {"max_grad_norm": 0.1}
-TIGHTER = {"max_grad_norm": 0.03}  # the norm of adapters' gradients is small
-TWICE = {"gradient_accumulation_steps": 2}
-WARMUP_DECAY = {
-    "type": "WarmupDecayLR",
-    "params": {
-        "total_num_steps": "auto",
-        "warmup_min_lr": "auto",
-        "warmup_max_lr": "auto",
-        "warmup_num_steps": "auto",
-    },
-}
-
-
-def _jobs() -> dict[str, Job]:
-    made = {name: Job(name, FREE) for name in ("adalomo", "adafactor", "came", "lomo")}
-    made["flashadamw"] = Job("flashadamw", FREE)
-    made["apollomini-clip"] = Job("apollomini", TIGHT)
-    made["apollo"] = Job("apollo", FREE)
-    made["muon-both"] = Job("muon", TIGHT | TWICE)
-    made["lora-muon-stage3"] = Job("muon", TIGHTER, lora=True)
-    for name in ("adalomo", "lomo"):
-        made[f"{name}-clip"] = Job(name)  # to the Trainer's default, 1.0
-    made["came-clip"] = Job("came", TIGHT)
-    made["came-accumulation"] = Job("came", FREE | TWICE)
-    made["lomo-accumulation"] = Job("lomo", FREE | TWICE)
-    made["lomo-both"] = Job("lomo", TIGHT | TWICE)
-    for use_reentrant in (True, False):
-        kind = "reentrant" if use_reentrant else "nonreentrant"
-        checkpointing = _checkpointing(use_reentrant)
-        made[f"adalomo-{kind}"] = Job("adalomo", FREE | checkpointing)
-        made[f"lomo-clip-{kind}"] = Job("lomo", TIGHT | checkpointing)
-        made[f"lomo-both-{kind}"] = Job("lomo", TIGHT | TWICE | checkpointing)
-    for stage in (2, 3):
-        for name in ("adalomo", "came"):
-            made[f"lora-{name}-stage{stage}"] = Job(name, TIGHTER | TWICE, stage=stage, lora=True)
-    made["lora-lomo-nonreentrant"] = Job("lomo", TIGHTER | _checkpointing(False), lora=True)
-    made["scheduler"] = Job("adalomo", FREE, {"scheduler": WARMUP_DECAY})
-    for name, power in (("fp16", 8), ("fp16-overflow", 19)):
-        fp16 = {"enabled": "auto", "initial_scale_power": power, "hysteresis": 1}
-        made[f"lomo-{name}"] = Job("lomo", TIGHT | {"fp16": True}, {"fp16": fp16})
-    plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}
-    made["plateau"] = Job("adalomo", FREE | plateau, refused=True)
     return made
 
 
-JOBS = _jobs()
+def load(folder: str) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(f"{folder}/model")
 
 
-class Sequential(Trainer):
-    """A Trainer that takes the data in order, so that any number of ranks sees the same batches."""
+def train(folder: str, name: str) -> dict[str, Any]:
+    """HF Trainer, unchanged, with a config from configs/; saves to ``folder``/``name``."""
+    # Some CPUs do not hurry with fp16, that is all.
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
+        return _train(folder, name, JOBS[name])
 
-    def _get_train_sampler(self, train_dataset=None):
-        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+def _train(folder: str, name: str, job: Job) -> dict[str, Any]:
+    ranks = dist.get_world_size()
+    arguments = TrainingArguments(
+        output_dir=f"{folder}/{name}",
+        per_device_train_batch_size=BATCH // (ranks * job.accumulation),
+        deepspeed=config(job.config, job.stage) | job.changes,
+        **job.all_arguments,
+    )
+    model = load(folder)
+    if job.lora:
+        model = adapted(model)
+    trainer = Sequential(
+        model=model, args=arguments, train_dataset=data(), eval_dataset=data()[:BATCH]
+    )
+    with logged() as said:
+        trainer.train()
+    trainer.save_model(f"{folder}/{name}")
+    engine = trainer.model_wrapped
+    return {
+        "after": whole(engine.module),
+        "said": said,
+        "log": trainer.state.log_history,
+        "streams": tuple(by_role.streams_of(engine.optimizer, dict(engine.param_names)).items()),
+        "decays": {
+            engine.param_names[p]: group["weight_decay"]
+            for group in engine.optimizer.param_groups
+            for p in group["params"]
+        },
+        "kept": sum(p.grad is not None for p in model.parameters()),
+        "policy": engine.optimizer.fused.grad_config.policy,
+        "state": len(engine.optimizer.state),
+        "scale": engine.optimizer.loss_scale,
+        "skipped": engine.skipped_steps,
+    }
 
 
-def data() -> list[dict[str, torch.Tensor]]:
-    """40 sequences of 16 tokens, of which differently many are to be learnt."""
-    generator = torch.Generator().manual_seed(5)
-    rows = torch.randint(0, 64, (40, 16), generator=generator)
+def accelerate(folder: str, name: str) -> dict[str, Any]:
+    """A loop of accelerate's."""
+    loop = own_loops.LOOPS[name]
+    return own_loops.accelerated(loop, config(loop.config), lambda: load(folder))
+
+
+def grouped(folder: str, name: str) -> dict[str, Any]:
+    """An engine's loop with an optimizer of several parameter groups."""
+    return own_loops.grouped(name, config(name), lambda: load(folder))
+
+
+def ignored(folder: str) -> list[str]:
+    """The errors of TrainingArguments that say something of the optimizer, as the config does."""
+    cases: list[dict[str, Any]] = [
+        {"optim": "adalomo"},
+        {"optim": "galore_adamw", "optim_target_modules": ["attn"]},
+        {"optim_target_modules": "all-linear"},
+        {"optim_args": "rank=64"},
+        {"optim": "adamw_torch"},
+    ]
+    return [_message(_trainer(folder, given)) for given in cases]
+
+
+def dropped(folder: str) -> list[str]:
+    """The errors of a Trainer that is given an optimizer itself.
+
+    torch's object and class beside a config that names ours; an object of ours beside it; a class
+    of ours beside one that names none, which trains; and an object of ours beside that.
+    """
+    cls_and_kwargs = {"optimizer_cls_and_kwargs": (ds_ext.LOMO, {"lr": 1e-3})}
+    model = load(folder)
+    theirs, ours = torch.optim.SGD(model.parameters()), ds_ext.LOMO(model.parameters(), lr=1e-3)
+    told = [
+        _message(_trainer(folder, {}, model, **given))
+        for given in (
+            {"optimizers": (theirs, None)},
+            cls_and_kwargs,
+            {"optimizers": (ours, None)},
+        )
+    ]
+    trainer = _trainer(folder, {}, model, False, **cls_and_kwargs)
+    told.append(_message(trainer))
+    assert isinstance(trainer.model_wrapped.optimizer.optimizer, ds_ext.LOMO)
+    with logged() as said:
+        _trainer(folder, {}, model, False, optimizers=(ours, None)).train()
+    return [*told, "\n".join(said)]
+
+
+def misspelt(folder: str) -> list[str]:
+    """The errors of HF Trainer, and of accelerate, with a config whose type nobody has."""
+    made = config("lomo", 2)
+    made["optimizer"]["type"] = "Lomoo"
     return [
-        {"input_ids": row, "labels": row.where(torch.arange(16) >= i % 7, -100)}
-        for i, row in enumerate(rows)
+        _message(_trainer(folder, {"deepspeed": made})),
+        message(lambda: own_loops.prepared(made, load(folder)), ValueError),
     ]
 
 
-def model(vocab: int = 67) -> LlamaForCausalLM:
-    """A Llama of two layers with tied embeddings."""
-    torch.manual_seed(1)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocab,
-            hidden_size=32,
-            intermediate_size=50,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            tie_word_embeddings=True,
-        )
+def unclipped(folder: str) -> list[str]:
+    """What is said where Trainer is asked to clip by what the config does not say."""
+    trainer = _trainer(folder, {"max_grad_norm": 0.125})
+    del trainer.accelerator.state.deepspeed_plugin.deepspeed_config["gradient_clipping"]
+    with logged() as said:
+        trainer.train()
+    return said
+
+
+def _trainer(
+    folder: str,
+    arguments: dict[str, Any],
+    model: torch.nn.Module | None = None,
+    is_named: bool = True,
+    **given: Any,
+) -> Sequential:
+    """A Trainer of one step at stage 2 whose config names LOMO, or no optimizer."""
+    made = config("lomo", 2)
+    if not is_named:
+        del made["optimizer"]
+    args = TrainingArguments(
+        output_dir=f"{folder}/ignored",
+        per_device_train_batch_size=2,
+        **{"deepspeed": made} | ARGUMENTS | {"max_steps": 1, "warmup_steps": 0} | arguments,
     )
+    return Sequential(model=model or load(folder), args=args, train_dataset=data(), **given)
 
 
-def adapted(base: LlamaForCausalLM) -> peft.PeftModel:
-    """The model with LoRA adapters, all else frozen."""
-    torch.manual_seed(2)
-    targets = ["q_proj", "v_proj", "down_proj"]
-    return peft.get_peft_model(base, peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets))
+def _message(trainer: Sequential) -> str:
+    """The error of a Trainer, which must not have changed a weight; or ""."""
+    model = trainer.model
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    told = message(trainer.train, ValueError, TypeError)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters()) == bool(told)
+    return told
+
+
+def reported(folder: str) -> dict[str, Any]:
+    """A Trainer with the callback of metrics, reporting to TensorBoard and to W&B offline."""
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": folder, "WANDB_SILENT": "true"}
+    os.environ["TENSORBOARD_LOGGING_DIR"] = f"{folder}/tensorboard"
+    made = config("adalomo", 3)
+    mixture = [{"match": "mlp", "type": "AdamW", "lr": 1e-3}]
+    made["optimizer"]["params"]["param_groups"] = mixture
+    more = {"max_steps": 4, "logging_steps": 2, "report_to": ["tensorboard", "wandb"]}
+    arguments = TrainingArguments(
+        output_dir=f"{folder}/reported",
+        per_device_train_batch_size=2,
+        deepspeed=made,
+        **ARGUMENTS | more,
+    )
+    trainer = Sequential(
+        model=load(folder),
+        args=arguments,
+        train_dataset=data(),
+        callbacks=[ds_ext.MetricsCallback()],
+    )
+    trainer.train()
+    _finish_wandb()
+    return {
+        "log": trainer.state.log_history,
+        "told": trainer.model_wrapped.optimizer.metrics(),
+        "names": [group["name"] for group in trainer.model_wrapped.optimizer.param_groups],
+    }
+
+
+def monitored(folder: str) -> dict[str, Any]:
+    """An engine with DeepSpeed's own monitors of TensorBoard, W&B and CSV."""
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": folder, "WANDB_SILENT": "true"}
+    where = {"enabled": True, "output_path": folder, "job_name": "monitored"}
+    made = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdaLomo", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": 2},
+        "tensorboard": where,
+        "csv_monitor": where,
+        "wandb": {"enabled": True, "project": "monitored"},
+    }
+    engine = deepspeed.initialize(model=load(folder), config=made)[0]
+    rows = torch.stack([row["input_ids"] for row in data()[:2]])
+    engine.backward(engine(input_ids=rows, labels=rows).loss)
+    engine.step()
+    _finish_wandb()
+    return engine.optimizer.metrics()
+
+
+def _finish_wandb() -> None:
+    """Ends W&B's run, as a script's end does, which ranks of tests do not come to."""
+    if dist.get_rank() == 0:
+        import wandb
+
+        wandb.finish()

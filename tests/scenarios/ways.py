@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ds_ext
 from tests.common.ranks import whole
-from tests.distributed.fully_sharded import full
+from tests.distributed.fully_shard_jobs import full
 from tests.scenarios.sides import KINDS, Failure, Side, tensors
 
 

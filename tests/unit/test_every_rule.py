@@ -23,7 +23,7 @@ from tests.common import hypers, needs, newcomer, paths, plain, table
 from tests.common.choose import params, spread
 from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, shapes_of, sharded_error
 from tests.common.table import WORLDS, gradients, weights
-from tests.distributed import matrices, resuming, zero
+from tests.distributed import matrices_jobs, resume_jobs, zero_jobs
 from tests.tools.plant_faults import copied
 
 MANY = [n for n in WORLDS if n > 1]
@@ -201,7 +201,7 @@ def joined():
 def test_a_new_rule_has_rows_in_the_tables(joined):
     assert hypers.SIMULATED[joined] == {"lr": 0.02, "weight_decay": 0.1}
     assert hypers.TRAINED[joined] == {"lr": 0.01} and hypers.NEEDED[joined] == {"lr": 1e-3}
-    assert joined in {*hypers.SIMULATED} & {*zero.HYPERS} & {*OPTIMIZERS}
+    assert joined in {*hypers.SIMULATED} & {*zero_jobs.HYPERS} & {*OPTIMIZERS}
     assert hypers.changed(hypers.TRAINED, newcomer={"lr": 3.0})[joined] == {"lr": 3.0}
 
 
@@ -274,5 +274,5 @@ def test_a_new_rule_of_the_repository_is_collected_and_run(tmp_path):
 
 
 def test_the_kinds_of_runs_that_are_resumed_are_of_every_rule():
-    kinds = {name for name, _ in resuming.KINDS.values()} | {*map(key_of, matrices.TYPES)}
+    kinds = {name for name, _ in resume_jobs.KINDS.values()} | {*map(key_of, matrices_jobs.TYPES)}
     assert kinds == set(OPTIMIZERS)

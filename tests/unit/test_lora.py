@@ -4,15 +4,15 @@ import pytest
 import torch
 
 import ds_ext
-from tests.integration import trainer_jobs
+from tests.integration import trainer_runs
 
 STEPS = 60
 
 
 def losses(optimizer_of) -> list[float]:
-    model = trainer_jobs.adapted(trainer_jobs.model())
+    model = trainer_runs.adapted(trainer_runs.model())
     optimizer = optimizer_of(model)
-    rows = torch.stack([row["input_ids"] for row in trainer_jobs.data()[:4]])
+    rows = torch.stack([row["input_ids"] for row in trainer_runs.data()[:4]])
     found = []
     for _ in range(STEPS):
         optimizer.zero_grad()

@@ -41,7 +41,7 @@ from ds_ext.rules import REGISTRY, lowrank
 from tests.common import apart
 from tests.common.choose import params, spread
 from tests.common.hypers import FOR_ALL
-from tests.distributed.fsdp2_beside import Matrices
+from tests.distributed.fsdp2_beside_jobs import Matrices
 
 SMALL = (256, 48, 132, 2, 4, 2, False)
 STACK = (4, 6, 8)  # of experts; a rank of 2 or 4 holds whole ones, one of 8 or 16 a part of one

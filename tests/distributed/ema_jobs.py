@@ -1,0 +1,263 @@
+"""Moving averages of the weights of models on several ranks: jobs."""
+
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import ds_ext
+from tests.common.ranks import identical, message, shared_folder, whole
+from tests.distributed import experts_jobs, pipelines_jobs, tensor_parallel_jobs
+from tests.distributed.fully_shard_jobs import whole as whole_dtensors
+
+DECAY, STEPS = 0.9, 5
+# Small updates would be close to the resolution of fp32.
+LR = {"AdamW": 1e-2, "AdaLomo": 5e-2, "Muon": 5e-2}
+OVERFLOW = 3  # the step of ``overflow`` whose gradients are not finite
+
+
+class Net(nn.Module):
+    """Sizes that two and three ranks do not divide evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 13)
+        self.down = nn.Linear(13, 5)
+
+    def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        return self.down(torch.tanh(self.up(x))).float().square().mean() * factor
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(0)
+    return Net().to(dtype)
+
+
+def batch(step: int) -> Tensor:
+    """This rank's rows."""
+    g = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(4, 6, generator=g)
+
+
+def engine_of(stage: int, rule: str, **more: Any) -> deepspeed.DeepSpeedEngine:
+    params = {"lr": LR[rule], "ema_decay": DECAY} | more.pop("params", {})
+    section = {"stage": stage, "stage3_param_persistence_threshold": 20} | more.pop("zero", {})
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
+        "zero_optimization": section,
+        "optimizer": {"type": f"ds_ext.{rule}", "params": params},
+    } | more
+    return deepspeed.initialize(model=model_of(), config=config)[0]
+
+
+def run(engine: deepspeed.DeepSpeedEngine, steps: range) -> list[dict[str, Tensor]]:
+    """Trains; returns the weights after each step."""
+    found = []
+    for step in steps:
+        engine.backward(engine(batch(step)))
+        engine.step()
+        found.append(whole(engine.module))
+    return found
+
+
+def exchanged(model: nn.Module, stepper: Any, weights: Any) -> dict[str, Any]:
+    """The weights inside ``ema()``, and the losses of a batch of rank 0 before, inside and after.
+
+    Weights of small units stay gathered in and after forward passes.
+    """
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(9))
+
+    def loss() -> float:
+        with torch.no_grad():
+            return float(model(x))
+
+    losses = [loss()]
+    before = weights(model)
+    with stepper.ema():
+        losses.append(loss())
+        inside = weights(model)
+    losses.append(loss())
+    after = weights(model)
+    restored = all(torch.equal(before[n], after[n]) for n in before)
+    return {"inside": inside, "losses": losses, "restored": restored, "same": identical(inside)}
+
+
+def zero(stage: int, rule: str, **more: Any) -> dict[str, Any]:
+    """Training by an engine: the weights of each step, and what ``ema()`` makes of them."""
+    engine = engine_of(stage, rule, **more)
+    start = whole(engine.module)
+    steps = run(engine, range(STEPS))
+    found = exchanged(engine, engine.optimizer, lambda _: whole(engine.module))
+    param = next(engine.module.parameters())
+    with engine.optimizer.ema(), shared_folder() as folder:
+        refused = [
+            message(lambda: engine.backward(engine(batch(0))), RuntimeError),
+            message(engine.step, RuntimeError),
+            message(lambda: engine.save_checkpoint(folder), RuntimeError),
+            message(lambda: engine.load_checkpoint(folder), RuntimeError),
+            message(engine.optimizer.ema, RuntimeError),
+            message(lambda: safe_get_full_fp32_param(param), RuntimeError),
+            message(lambda: safe_get_full_optimizer_state(param, "ema"), RuntimeError),
+        ]
+    after = whole(engine.module)
+    found["restored"] &= all(torch.equal(after[n], p) for n, p in steps[-1].items())
+    return found | {"start": start, "steps": steps, "refused": refused}
+
+
+def plain(cut: bool, rule: str) -> dict[str, Any]:
+    """The same without an engine: copies, or parts of ``fully_shard``."""
+    model = model_of()
+    if cut:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(model.up, mesh=mesh)
+        fully_shard(model, mesh=mesh)  # keeps ``down`` gathered after a forward pass
+    optimizer = getattr(ds_ext, rule)(model.parameters(), lr=1e-2, ema_decay=DECAY)
+    fused = ds_ext.fuse_into_backward(model, optimizer)
+    weights = whole_dtensors
+    start, steps = weights(model), []
+    for step in range(STEPS):
+        model(batch(step)).backward()
+        optimizer.step()
+        steps.append(weights(model))
+    return exchanged(model, fused, weights) | {"start": start, "steps": steps}
+
+
+def in_16_bits(stage: int) -> dict[str, Any]:
+    """bf16 weights: what ``ema()`` makes of them, and the fp32 averages."""
+    engine = engine_of(stage, "AdamW", bf16={"enabled": True})
+    for step in range(STEPS):
+        engine.backward(engine(batch(step).bfloat16()))
+        engine.step()
+    get = deepspeed.utils.safe_get_full_optimizer_state
+
+    def averages() -> dict[str, Tensor]:
+        return {n: get(p, "ema").clone() for n, p in engine.module.named_parameters()}
+
+    before, weights = averages(), whole(engine.module)
+    with engine.optimizer.ema():
+        inside = whole(engine.module)
+    return {
+        "averages": before,
+        "inside": inside,
+        "weights": (weights, whole(engine.module)),
+        "after": averages(),
+    }
+
+
+def save(stage: int, folder: str) -> dict[str, Any]:
+    """Trains and saves: the weights of each step."""
+    engine = engine_of(stage, "AdamW")
+    start, steps = whole(engine.module), run(engine, range(STEPS))
+    engine.save_checkpoint(folder)
+    return {"start": start, "steps": steps}
+
+
+def resume(stage: int, folder: str) -> dict[str, Any]:
+    """Loads what ``save`` has saved, on any ranks, and goes on."""
+    engine = engine_of(stage, "AdamW", params={"ema_decay": 0.5})  # the checkpoint brings its own
+    engine.load_checkpoint(folder)
+    with engine.optimizer.ema():
+        loaded = whole(engine.module)
+    steps = run(engine, range(STEPS, 2 * STEPS))
+    with engine.optimizer.ema():
+        return {"loaded": loaded, "steps": steps, "inside": whole(engine.module)}
+
+
+def overflow(stage: int, policy: str, clipping: float) -> list[dict[str, Tensor]]:
+    """fp16 training in which a step overflows on one rank: the averages after each step."""
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "min_loss_scale": 1}
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
+        engine = engine_of(
+            stage,
+            "AdamW",
+            params={"weight_update": "master"},
+            fp16=fp16,
+            gradient_clipping=clipping,
+            ds_ext={"gradient_policy": policy},
+        )
+    found = []
+    for step in range(6):
+        is_bad = step == OVERFLOW and dist.get_rank() == 1
+        engine.backward(engine(batch(step).half(), 1e8 if is_bad else 1.0))
+        engine.step()
+        get = deepspeed.utils.safe_get_full_optimizer_state
+        found.append({n: get(p, "ema") for n, p in engine.module.named_parameters()})
+    return found
+
+
+def without_decay() -> str:
+    """The error if nothing is averaged."""
+    engine = engine_of(2, "AdamW", params={"ema_decay": 0.0})
+    return message(lambda: engine.optimizer.ema().__enter__(), ValueError)
+
+
+class Mixture(experts_jobs.Run):
+    """A mixture of experts whose weights are averaged."""
+
+    @property
+    def hypers(self) -> dict[str, Any]:
+        return {"lr": 1e-2, "ema_decay": DECAY}
+
+
+def local(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of what this rank has of the weights."""
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def divided(kind: str) -> dict[str, Any]:
+    """Training of a model whose ranks have different weights: what this rank has of them."""
+    params = {"lr": 1e-2, "ema_decay": DECAY}
+    if kind == "pipeline":
+        engine = pipelines_jobs.start(pipelines_jobs.Run("adamw", params | {"lr": 0.1}, zero=1))
+    elif kind == "tensor":
+        optimizer = {"type": "ds_ext.adamw", "params": params}
+        case = tensor_parallel_jobs.Case("llama", "adamw", 1, {"optimizer": optimizer})
+        engine = tensor_parallel_jobs.start(case)
+    else:
+        run = Mixture("mixtral", "adamw", 2, ep=2, json=True)
+        engine = experts_jobs.start(run, experts_jobs.make(run.kind), run.stage, run.ep)
+    start, steps = local(engine.module), []
+    for step in range(STEPS):
+        if kind == "pipeline":
+            engine.train_batch(pipelines_jobs.batches(engine, step))
+        elif kind == "tensor":
+            tensor_parallel_jobs.train(engine, case, [step])
+        else:
+            engine.backward(experts_jobs.loss_of(engine, step, dist.get_rank()))
+            engine.step()
+        steps.append(local(engine.module))
+    with engine.optimizer.ema():
+        inside = local(engine.module)
+    after = local(engine.module)
+    found = {"start": start, "steps": steps, "inside": inside}
+    return found | {"restored": all(torch.equal(after[n], p) for n, p in steps[-1].items())}
+
+
+def moved_experts() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The averages of experts spread over two ranks, and what a rank with all of them loads."""
+    found = []
+    with shared_folder() as folder:
+        for stage, ep in ((2, 2), (1, 1)):
+            run = Mixture("mixtral", "adamw", stage, ep=ep, json=True)
+            engine = experts_jobs.start(run, experts_jobs.make(run.kind), stage, ep)
+            if not found:
+                for step in range(3):
+                    engine.backward(experts_jobs.loss_of(engine, step, dist.get_rank()))
+                    engine.step()
+                engine.save_checkpoint(folder)
+            else:
+                engine.load_checkpoint(folder)
+            with engine.optimizer.ema():
+                found.append(
+                    experts_jobs.by_matrix(engine.module, experts_jobs.assembled(engine.module))
+                )
+            engine.destroy()
+    return found[0], found[1]

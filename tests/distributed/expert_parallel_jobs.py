@@ -1,0 +1,330 @@
+"""Runs of deepspeed.moe's layers on real ranks, some of whose experts get no token."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.moe import mappings
+from deepspeed.moe.layer import MoE
+from deepspeed.runtime.sequence_parallel import parallel_state_sp as sequences
+from deepspeed.utils import groups
+from torch import nn
+
+import ds_ext
+from ds_ext.engine import parameters
+from ds_ext.optimizer import OPTIMIZERS
+from tests.common import authors, by_role
+from tests.common.ranks import message, shared_folder
+from tests.distributed.tensor_parallel_jobs import rebuilt
+from tests.distributed.training_jobs import HYPERS
+
+STEPS = 4
+WIDTH, INNER, EXPERTS, LAYERS = 8, 7, 4, 2
+
+
+@dataclass(frozen=True)
+class Run:
+    rule: str
+    stage: int
+    world: int
+    size: int  # ranks that the experts are spread over
+    max_norm: float = 0.0
+    policy: str = "fused"
+    json: bool = False
+    then: tuple[int, int] | None = None  # stage and size that a checkpoint is gone on from with
+    tensor: int = 1  # ranks that layers beside the experts are divided over
+    sequence: int = 1  # ranks that share the tokens of one mean loss
+
+    @property
+    def hypers(self) -> dict[str, Any]:
+        return HYPERS[self.rule] | {"weight_decay": 0.1}
+
+
+def _runs() -> dict[str, Run]:
+    made = {}
+    for stage, world, size in (
+        *((0, 2, 2), (0, 4, 1), (0, 4, 2), (1, 2, 1), (1, 4, 2)),
+        *((2, 2, 2), (2, 4, 1), (2, 4, 2)),
+    ):
+        made[f"came-stage{stage}-ranks{world}-ep{size}"] = Run("came", stage, world, size)
+    for rule in ("lomo", "adalomo", "adafactor", "lamb", "galoreadamw"):
+        made[f"{rule}-ranks2-ep2"] = Run(rule, 1, 2, 2)
+    made["adalomo-ranks4-ep4"] = Run("adalomo", 2, 4, 4)
+    made["clip-stage0"] = Run("adalomo", 0, 4, 2, max_norm=0.05)
+    made["clip-sharded-stage2"] = Run("came", 2, 2, 2, 0.05, "sharded")
+    for rule in ("flashadamw", "lion"):
+        made[f"{rule}-ranks2-ep2"] = Run(rule, 2, 2, 2)
+    made["json"] = Run("adalomo", 1, 2, 2, json=True)
+    for i, rule in enumerate(("apollo", "apollomini", "muon")):
+        made[f"json-{rule}"] = Run(rule, i, 2, 2, json=True)
+        made[f"tensor-{rule}"] = Run(rule, 2 - i, 4, 2, tensor=2, json=True)
+        made[f"sequence-{rule}"] = Run(rule, i, 4, 2, sequence=2, json=True)
+    made["json-apollo-1"] = Run("apollo", 1, 2, 2, json=True)
+    for rule, stage in (("apollo", 1), ("apollo", 2), ("apollomini", 2)):
+        made[f"sequence-{rule}-{stage}"] = Run(rule, stage, 4, 2, sequence=2, json=True)
+    for stage in (0, 1):
+        made[f"json-muon-{stage}"] = Run("muon", stage, 4, 2, max_norm=0.05, json=True)
+        made[f"tensor-muon-{stage + 1}"] = Run("muon", stage + 1, 4, 2, tensor=2, json=True)
+        made[f"sequence-muon-{stage}"] = Run("muon", stage, 4, 2, sequence=2, json=True)
+    made["json-muon-resumed"] = Run("muon", 1, 2, 2, then=(0, 2), json=True)
+    made["resumed"] = Run("came", 1, 2, 2, then=(1, 2))
+    made["resumed-ep4"] = Run("came", 2, 4, 2, then=(0, 4))
+    made["resumed-ep1"] = Run("lamb", 0, 4, 4, then=(1, 1))
+    for i, rule in enumerate(("lomo", "came", "galoreadamw")):
+        for size in (1, 2, 4)[i:]:
+            made[f"tensor-{rule}-stage{i}-ep{size}"] = Run(rule, i, 4, size, tensor=2)
+        made[f"sequence-{rule}-stage{i}"] = Run(rule, i, 4, 2, sequence=2)
+    made["tensor-clip"] = Run("adalomo", 1, 4, 2, max_norm=0.05, tensor=2)
+    made["tensor-resumed"] = Run("came", 2, 4, 2, then=(1, 4), tensor=2)
+    made["sequence-resumed"] = Run("adalomo", 1, 4, 2, 0.05, then=(0, 4), sequence=2)
+    return made
+
+
+RUNS = _runs()
+DIVIDED = [
+    {"patterns": [r"wide\.weight$"], "partition_type": "column"},
+    {"patterns": [r"narrow\.weight$"], "partition_type": "row"},
+]
+
+
+def expert() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, INNER), nn.Tanh(), nn.Linear(INNER, WIDTH))
+
+
+def beside(run: Any) -> str:
+    """The feature that a run of experts beside other parallelism shows; empty for experts alone."""
+    if run.tensor > 1:
+        return "expert parallelism with tensor parallelism"
+    return "expert parallelism with sequence parallelism" if run.sequence > 1 else ""
+
+
+def values() -> dict[str, torch.Tensor]:
+    """All weights, by the names of ``Whole``."""
+    torch.manual_seed(5)
+    made = {n: torch.randn_like(p) * 0.4 for n, p in Whole().named_parameters()}
+    made["narrow.weight"] *= 0.2  # or LOMO would diverge
+    for layer in range(LAYERS):
+        gate = made[f"layers.{layer}.gate"]
+        gate[3] = gate[2] - 0.05  # is seldom the first
+    return made
+
+
+class Mixture(nn.Module):
+    """All experts in one process: y = Σ p(e) · expert_e(x) over the k first of p = softmax(G·x).
+
+    With k = 2 the probabilities of the two are divided by their sum.
+    """
+
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        self.k = k
+        self.gate = nn.Parameter(torch.empty(EXPERTS, WIDTH))
+        self.experts = nn.ModuleList(expert() for _ in range(EXPERTS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        p, chosen = (x @ self.gate.T).softmax(-1).topk(self.k)
+        if self.k > 1:
+            p = p / p.sum(-1, keepdim=True)
+        every = torch.stack([e(x) for e in self.experts], -2)  # [..., experts, width]
+        picked = every.gather(-2, chosen.unsqueeze(-1).expand(*chosen.shape, x.shape[-1]))
+        return (picked * p.unsqueeze(-1)).sum(-2)
+
+
+class Spread(nn.Module):
+    """The same by deepspeed.moe."""
+
+    def __init__(self, k: int, size: int) -> None:
+        super().__init__()
+        how = {"drop_tokens": False, "use_rts": False, "min_capacity": 0}
+        self.moe = MoE(WIDTH, expert(), EXPERTS, size, k, top2_2nd_expert_sampling=False, **how)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.moe(x)[0]
+
+
+class Whole(nn.Module):
+    def __init__(self, size: int | None = None) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, WIDTH)
+        self.layers = nn.ModuleList(
+            Mixture(1 + i) if size is None else Spread(1 + i, size) for i in range(LAYERS)
+        )
+        self.down = nn.Linear(WIDTH, 3)
+        self.wide, self.narrow = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        # Of two probabilities divided by their sum, the gradient of other experts' rows is 0 but
+        # for rounding, and statistics would make updates of that.
+        [*self.layers[1].parameters()][0].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.up(x))
+        h = h + self.narrow(torch.tanh(self.wide(h)))
+        for layer in self.layers:
+            h = h + layer(h)
+        return (self.down(h) - x[:, :3]).square().mean()
+
+
+def named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """A rank's parameters by the names that they have in one process."""
+    found = {}
+    for name, p in model.named_parameters():
+        name = name.replace("moe.deepspeed_moe.gate.wg.weight", "gate")
+        if match := re.match(r"(.*)moe.deepspeed_moe.experts.deepspeed_experts.(\d+)(.*)", name):
+            first, own, rest = match.groups()
+            count = EXPERTS // dist.get_world_size(groups._get_expert_parallel_group(p.group_name))
+            number = count * groups._get_expert_parallel_rank(p.group_name) + int(own)
+            name = f"{first}experts.{number}{rest}"
+        found[name] = p
+    return found
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """Of few tokens; in some steps they are nearly the same."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(4, 5, generator=generator)  # as many as two ranks can share
+    if step % 3 == 2:
+        x = 0.1 * x + torch.arange(5)
+    return model(x if step else torch.randn(400, 5, generator=generator))
+
+
+def gather(output: torch.Tensor, part: torch.Tensor, group: Any) -> None:
+    """DeepSpeed gathers tokens of ranks of tensor parallelism into a flat tensor; gloo wants both
+    to be flat."""
+    dist.all_gather_into_tensor(output, part.view(-1), group=group)
+
+
+def start(run: Run, stage: int, size: int, mpu: Any = None, **more: Any):
+    model = Whole(size)
+    if f"ep_size_{size}" not in groups._get_expert_parallel_group_dict():
+        groups._create_expert_and_data_parallel(size)  # which tell what experts these are
+    with torch.no_grad():
+        for name, p in named(model).items():
+            p.copy_(values()[name])
+    made = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": run.max_norm,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 200},
+        "ds_ext": {"gradient_policy": run.policy},
+    }
+    if run.tensor > 1:
+        plan = {"use_default_specs": False, "layer_specs": DIVIDED}
+        made["tensor_parallel"] = {"autotp_size": run.tensor, "partition_config": plan}
+    if run.sequence > 1:
+        made["sequence_parallel_size"] = run.sequence
+    if run.json:
+        made["optimizer"] = {"type": f"ds_ext.{run.rule}", "params": run.hypers}
+        return deepspeed.initialize(model=model, config=made)[0]
+    optimizer = OPTIMIZERS[run.rule](model.parameters(), **run.hypers)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=made | more, mpu=mpu)[0]
+
+
+def backward(engine, run: Run, step: int) -> None:
+    """This rank's part of a step."""
+    with mock.patch.object(mappings.deepspeed.comm, "all_gather_into_tensor", gather):
+        loss = loss_of(engine, step, dist.get_rank() // run.tensor)
+        engine.backward(loss / run.sequence)
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Runs on this rank -> its weights, how often they were stepped, and norms."""
+    engine = start(run, run.stage, run.size)
+    norms = []
+    for step in range(STEPS):
+        if run.then and step == STEPS // 2:
+            engine = moved(engine, run)
+        backward(engine, run, step)
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    state = engine.optimizer.optimizer.state
+    own = named(engine.module)
+    return {
+        "after": {n: rebuilt(p, p.detach().clone()) for n, p in own.items()},
+        "steps": {n: state[p]["step"] for n, p in own.items() if p.requires_grad},
+        "norms": norms,
+        "divided": [n for n, p in own.items() if parameters.is_divided(p)],
+        "metrics": engine.optimizer.metrics(),
+        "streams": by_role.streams_of(engine.optimizer, {p: n for n, p in own.items()}),
+    }
+
+
+def moved(engine, run: Run):
+    """What goes on from a checkpoint of ``engine``, its experts spread in another way."""
+    stage, size = run.then
+    with shared_folder() as folder:
+        engine.save_checkpoint(folder)
+        other = start(run, stage, size)
+        with torch.no_grad():
+            for p in other.module.parameters():
+                p.zero_()
+        other.load_checkpoint(folder)
+    return other
+
+
+def reference(run: Run, streams: dict[str, int]) -> tuple[nn.Module, list[float], torch.Tensor]:
+    """One process with all experts and the global batch -> the model, norms, idle experts."""
+    model = Whole()
+    optimizer_of = authors.ordinary
+    if run.json:  # all matrices here are those of linear layers
+        names = {p: n for n, p in model.named_parameters()}
+        optimizer_of = by_role.optimizer(names, "(weight|gate)$", streams)
+    model.load_state_dict(values())
+    spared = {p for p in model.parameters() if run.json and p.ndim < 2}
+    split = [
+        {"params": [p for p in model.parameters() if p not in spared], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p in spared], "weight_decay": 0.0},
+    ]
+    hypers = {k: v for k, v in run.hypers.items() if k != "weight_decay"}
+    optimizer = optimizer_of(run.rule, [g for g in split if g["params"]], hypers)
+    norms, idle = [], []
+    for step in range(STEPS):
+        model.zero_grad()
+        seen = []
+        for rank in range(run.world // run.tensor):
+            (loss_of(model, step, rank) * run.tensor / run.world).backward()
+            sums = [e[0].weight.grad.abs().sum() for layer in model.layers for e in layer.experts]
+            seen.append(torch.stack(sums))
+        grown = torch.stack([seen[0], *(b - a for a, b in zip(seen, seen[1:], strict=False))])
+        idle.append(grown == 0)
+        params = [p for p in model.parameters() if p.requires_grad]
+        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in params])))
+        if run.max_norm:
+            torch.nn.utils.clip_grad_norm_(params, run.max_norm)
+        optimizer.step()
+    return model, norms, torch.stack(idle)
+
+
+def refusals() -> list[str]:
+    """The errors of what is not supported."""
+    sequences.initialize_sequence_parallel(2)
+    experts = {"patterns": [r".*experts\..*weight$"], "partition_type": "column"}
+    plan = {"use_default_specs": False, "layer_specs": [experts]}
+    divided = {"tensor_parallel": {"autotp_size": 2, "partition_config": plan}}
+    attempts = (
+        lambda: start(Run("lomo", 3, 2, 2), 3, 2),
+        lambda: ds_ext.fuse_into_backward(m := Whole(2), ds_ext.LOMO(m.parameters())),
+        lambda: start(Run("lomo", 1, 2, 2), 1, 2, mpu=sequences),
+        lambda: start(Run("lomo", 1, 2, 2), 1, 2, **divided),
+    )
+    return [message(attempt, ValueError) for attempt in attempts]
+
+
+def not_finite(stage: int, tensor: int) -> dict[str, Any]:
+    """A step in which one expert, the second of rank 1, has a gradient that is not finite."""
+    run = Run("adalomo", stage, 2 * tensor, 2, tensor=tensor)
+    engine = start(run, stage, 2)
+    own = named(engine.module)
+    before = {n: p.detach().clone() for n, p in own.items()}
+    if dist.get_rank() == 1:
+        own["layers.0.experts.3.0.weight"].register_hook(lambda g: g / 0)
+    backward(engine, run, 0)
+    engine.step()
+    same = {n for n, p in own.items() if p.requires_grad and torch.equal(p, before[n])}
+    skipped = engine.optimizer.metrics()["skipped_parameters"]
+    return {
+        "same": same,
+        "skipped": skipped,
+        "finite": all(p.isfinite().all() for p in own.values()),
+    }

@@ -1,0 +1,348 @@
+"""Runs of Hugging Face's mixtures of experts on real ranks, whose routing leaves experts idle."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import set_z3_leaf_modules
+from torch import nn
+from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM, MixtralSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
+
+import ds_ext
+from ds_ext.engine import expert_parallel, parameters
+from ds_ext.optimizer import expert_stacks
+from tests.common import authors, by_role
+from tests.common.hypers import FOR_ALL
+from tests.common.ranks import message, shared_folder, whole
+from tests.distributed.tensor_parallel_jobs import rebuilt
+from tests.distributed.training_jobs import HYPERS
+
+STEPS = 6
+VOCAB = 31
+ALIKE = 20  # tokens from here on go to the experts 2 and 3, all that a rank may have
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 6,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.15,
+}
+KINDS = {
+    "mixtral": (
+        MixtralForCausalLM,
+        MixtralConfig,
+        {"intermediate_size": 10, "num_local_experts": 4},
+    ),
+    "divided": (
+        MixtralForCausalLM,
+        MixtralConfig,
+        {"intermediate_size": 10, "num_local_experts": 4, "num_key_value_heads": 2},
+    ),
+    "gpt-oss": (GptOssForCausalLM, GptOssConfig, {"intermediate_size": 10, "num_local_experts": 4}),
+    "qwen3": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {"moe_intermediate_size": 10, "num_experts": 4}),
+}
+
+# DeepSpeed divides no layers of these models by the plan that Hugging Face has for them.
+LAYERS = [
+    {"patterns": [r".*[qkv]_proj\.weight$"], "partition_type": "column"},
+    {"patterns": [r".*o_proj\.weight$"], "partition_type": "row"},
+]
+
+
+@dataclass(frozen=True)
+class Run:
+    kind: str
+    rule: str
+    stage: int | None  # None: fuse_into_backward, no engine
+    world: int = 2
+    max_norm: float = 0.0
+    policy: str = "fused"
+    leaves: bool = False  # named here, beside those that DeepSpeed knows
+    json: bool = False  # the optimizer is made by the config, for matrices of linear layers
+    ep: int = 0  # ranks that AutoEP spreads the experts over; 0: no AutoEP
+    # a checkpoint, and the rest of the steps by another engine, at this stage and ``ep``
+    then: tuple[int, int] | None = None
+    tensor: int = 1  # ranks that layers beside the experts are divided over
+    sequence: int = 1  # ranks that share the tokens of one mean loss
+
+    @property
+    def hypers(self) -> dict[str, Any]:
+        made = HYPERS[self.rule] | {"weight_decay": 0.1}
+        is_small = self.rule in ("adafactor", "galoreadamw")  # an update, beside its rounding
+        return made | ({"lr": 0.04} if is_small else {})
+
+
+def _runs() -> dict[str, Run]:
+    made = {}
+    for rule in FOR_ALL:
+        # SinkGD brings every row to one size. Mixtral divides the probabilities of the two experts
+        # by their sum, so the gradient of the others' rows of a router is rounding alone.
+        kind = "qwen3" if rule == "sinkgd" else "mixtral"
+        made[f"{kind}-{rule}-stage3"] = Run(kind, rule, 3, leaves=rule == "lomo")
+    for stage in (None, 0, 1, 2):
+        name = "plain" if stage is None else f"stage{stage}"
+        made[f"mixtral-came-{name}"] = Run("mixtral", "came", stage)
+    made["mixtral-clip-stage1"] = Run("mixtral", "adalomo", 1, max_norm=0.5)
+    made["qwen3-stage3"] = Run("qwen3", "adalomo", 3)
+    made["gpt-oss-stage3"] = Run("gpt-oss", "adafactor", 3)
+    made["mixtral-clip-sharded"] = Run("mixtral", "came", 3, max_norm=0.5, policy="sharded")
+    made["mixtral-resumed"] = Run("mixtral", "came", 3, then=(1, 0))
+    for stage, world, ep in ((3, 2, 2), (0, 2, 2), (1, 4, 2), (3, 4, 1), (3, 4, 2)):
+        made[f"autoep-stage{stage}-ranks{world}-ep{ep}"] = Run(
+            "mixtral", "came", stage, world, ep=ep
+        )
+    for rule in ("lomo", "adalomo", "lamb"):
+        made[f"autoep-{rule}"] = Run("mixtral", rule, 3, ep=2, max_norm=0.5 * (rule == "lomo"))
+    made["autoep-scale"] = Run("mixtral", "scale", 3, ep=2)
+    for i, rule in enumerate(("apollo", "apollomini", "muon")):  # of which a config says the rest
+        made[f"qwen3-{rule}-stage3"] = Run("qwen3", rule, 3, json=True)
+        made[f"autoep-json-{rule}"] = Run("mixtral", rule, 1 + i, ep=2, json=True)
+        made[f"autoep-tensor-{rule}"] = Run("divided", rule, 1 + i, 4, ep=2, tensor=2, json=True)
+        made[f"autoep-sequence-{rule}"] = Run("mixtral", rule, i, 4, ep=2, sequence=2, json=True)
+    for stage in (None, 0, 1, 2):
+        made[f"qwen3-muon-{stage}"] = Run("qwen3", "muon", stage, max_norm=0.5, json=True)
+    for rule in ("apollo", "apollomini"):
+        made[f"autoep-tensor-{rule}-3"] = Run("divided", rule, 3, 4, ep=2, tensor=2, json=True)
+    for stage in (0, 1):
+        made[f"autoep-json-muon-{stage}"] = Run("mixtral", "muon", stage, ep=2, json=True)
+    made["autoep-muon-resumed"] = Run("mixtral", "muon", 2, ep=2, then=(0, 1), json=True)
+    made["autoep-qwen3"] = Run("qwen3", "adalomo", 2, ep=2)
+    made["autoep-sharded"] = Run("mixtral", "came", 3, max_norm=0.5, policy="sharded", ep=2)
+    made["autoep-resumed"] = Run("mixtral", "came", 3, ep=2, then=(1, 1))
+    for stage, rule in enumerate(("lomo", "came", "adalomo", "galoreadamw")):
+        ep = 4 if stage == 1 else 2
+        made[f"autoep-tensor-{rule}"] = Run("divided", rule, stage, 4, ep=ep, tensor=2)
+    made["autoep-tensor-lomo-stage3"] = Run("divided", "lomo", 3, 4, ep=4, tensor=2)
+    made["autoep-tensor-clip"] = Run("divided", "adalomo", 1, 4, max_norm=0.5, ep=2, tensor=2)
+    made["autoep-tensor-resumed"] = Run("divided", "came", 3, 4, ep=2, then=(1, 4), tensor=2)
+    made["autoep-sequence-lomo"] = Run("mixtral", "lomo", 0, 4, ep=2, sequence=2)
+    made["autoep-sequence-came"] = Run("mixtral", "came", 2, 4, ep=4, sequence=2)
+    made["autoep-sequence-galore"] = Run("mixtral", "galoreadamw", 1, 4, ep=2, sequence=2)
+    made["mixtral-ranks4"] = Run("mixtral", "adalomo", 3, 4)
+    made["qwen3-ranks4"] = Run("qwen3", "lamb", 2, 4)
+    return made
+
+
+RUNS = _runs()
+
+
+def make(kind: str) -> nn.Module:
+    model_type, config_type, sizes = KINDS[kind]
+    torch.manual_seed(7)
+    config = config_type(**SIZES | sizes)
+    config._experts_implementation = "eager"
+    model = model_type(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("bias"):
+                p.normal_(0, 0.1)
+            if name.endswith("embed_tokens.weight"):
+                p[ALIKE:, 0] += 0.6
+            if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
+                p[:, 0] = torch.tensor([-0.6, -0.6, 0.6, 0.6])
+    return model.train()
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    """Of few tokens, so that experts are idle; of many in the first step, so that none is."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    shape = (1, 4) if step else (8, 6)
+    tokens = torch.randint(ALIKE if step % 3 == 2 else 0, VOCAB, shape, generator=generator)
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def start(run: Run, model: nn.Module, stage: int | None, ep: int):
+    is_json = run.json and stage is not None
+    optimizer = None if is_json else by_role.made(run.rule, model, run.hypers)
+    if stage is None:
+        return ds_ext.fuse_into_backward(
+            model, optimizer, bucket_size=700, max_grad_norm=run.max_norm
+        )
+    if run.leaves:
+        set_z3_leaf_modules(model, [MixtralSparseMoeBlock])
+    made = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": run.max_norm,
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 700,
+            "stage3_param_persistence_threshold": 30,
+        },
+        "ds_ext": {"gradient_policy": run.policy},
+    }
+    if is_json:
+        made["optimizer"] = {"type": f"ds_ext.{run.rule}", "params": run.hypers}
+    if ep:
+        made["expert_parallel"] = {
+            "enabled": True,
+            "autoep_size": ep,
+            "use_grouped_mm": False,
+            "load_balance_coeff": None,
+        }
+    if run.tensor > 1:
+        plan = {"use_default_specs": False, "layer_specs": LAYERS}
+        made["tensor_parallel"] = {"autotp_size": run.tensor, "partition_config": plan}
+    if run.sequence > 1:
+        made["sequence_parallel_size"] = run.sequence
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Runs on this rank -> initial and final weights, and what was stepped."""
+    model = make(run.kind)
+    engine = start(run, model, run.stage, run.ep)
+    before = whole(model)
+    for step in range(STEPS):
+        if run.then and step == STEPS // 2:
+            engine = moved(engine, run)
+            model = engine.module
+        if run.stage is None:
+            engine.backward(loss_of(model, step, dist.get_rank()))
+            engine.optimizer.step()
+        else:
+            loss = loss_of(engine, step, dist.get_rank() // run.tensor)
+            engine.backward(loss / run.sequence)
+            engine.step()
+    optimizer = engine.optimizer if run.stage is None else engine.optimizer.optimizer
+    return {
+        "before": by_matrix(model, before),
+        "after": by_matrix(model, assembled(model)),
+        "kept": {len(optimizer.state[p].get(expert_stacks.EXPERTS, ())) for p in stacked(model)},
+        "norm": (engine if run.stage is None else engine.optimizer.fused).norm,
+        "streams": streams_of(model, optimizer),
+        "divided": [n for n, p in model.named_parameters() if parameters.is_divided(p)],
+    }
+
+
+def assembled(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole weights, experts as this rank has them."""
+    own = whole(model)
+    return {n: rebuilt(p, own[n]) for n, p in model.named_parameters()}
+
+
+def recorded(kind: str) -> list[tuple[int, ...]]:
+    """The shapes of the routers' logits that a model records once AutoEP has replaced them."""
+    engine = start(Run(kind, "lomo", 2, ep=2), make(kind), 2, 2)
+    tokens = torch.arange(6).view(1, 6)
+    with torch.no_grad():
+        seen = engine(input_ids=tokens, output_router_logits=True, use_cache=False).router_logits
+    return [tuple(logits.shape) for logits in seen]
+
+
+def refusals() -> list[str]:
+    """What is said of experts beside divided sequences at stage 3, and beside both."""
+    runs = [
+        Run("mixtral", "lomo", 3, 4, ep=2, sequence=2),
+        Run("divided", "lomo", 1, 4, ep=2, tensor=2, sequence=2),
+    ]
+    return [
+        message(lambda run=run: start(run, make(run.kind), run.stage, run.ep), ValueError)
+        for run in runs
+    ]
+
+
+def streams_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """The streams of random numbers that an optimizer keeps, those of each expert apart."""
+    names = {p: n for n, p in model.named_parameters()}
+    found = by_role.streams_of(optimizer, names)
+    for p in stacked(model):
+        for e, kept in optimizer.state[p].get(expert_stacks.EXPERTS, {}).items():
+            if "stream" in kept:
+                found[f"{names[p]}.{e}"] = int(kept["stream"])
+    return {n.replace("router.gate", "gate"): stream for n, stream in found.items()}
+
+
+def stacked(model: nn.Module) -> set[torch.Tensor]:
+    """The parameters that stack experts, partitioned or not."""
+    return expert_stacks.find(model, parameters.unpartitioned_shape)
+
+
+def by_matrix(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights under Hugging Face's names, stacked experts apart and numbered over all ranks."""
+    stacks = {n: p for n, p in model.named_parameters() if p in stacked(model)}
+    found = {}
+    for name, w in weights.items():
+        if name in stacks:
+            place = expert_parallel.stack_position(stacks[name])
+            found |= {f"{name}.{e}": own for e, own in enumerate(w, place[0] if place else 0)}
+        else:
+            found[name.replace("router.gate", "gate")] = w
+    return found
+
+
+def apart(name: str, stack: torch.Tensor, ep: int) -> dict[str, torch.Tensor]:
+    """The matrices of a stack of Hugging Face's; AutoEP keeps the halves of a fused one apart."""
+    if not ep:
+        return {f"{name}.{e}": w for e, w in enumerate(stack)}
+    if "down_proj" in name:
+        return apart(name.replace("down_proj", "w2"), stack, 0)
+    gate, up = stack.chunk(2, 1)
+    w1, w3 = (name.replace("gate_up_proj", w) for w in ("w1", "w3"))
+    return apart(w1, gate, 0) | apart(w3, up, 0)
+
+
+def moved(engine, run: Run):
+    """What goes on from a checkpoint of ``engine``."""
+    with shared_folder() as folder:
+        engine.save_checkpoint(folder)
+        other = start(run, make(run.kind), *run.then)
+        other.load_checkpoint(folder)
+    return other
+
+
+def reference(
+    run: Run, streams: dict[str, int]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float], torch.Tensor]:
+    """One process with the global batch, each expert a parameter of its own -> weights before and
+    after, norms, and which experts were idle on each rank: [steps, ranks, stacks, experts].
+
+    In fp64 for GaLore, whose authors' SVD would be less exact than what is compared with it, and
+    for LAMB, which makes as much of small gradients as of large ones.
+    """
+    model = make(run.kind)
+    model = model.double() if run.rule in ("galoreadamw", "lamb") else model
+    stacked = {n: p for n, p in model.named_parameters() if p in expert_stacks.find(model)}
+    named = {n: p for n, p in model.named_parameters() if n not in stacked}
+    for n, p in stacked.items():  # in the same memory
+        named |= {k: nn.Parameter(w) for k, w in apart(n, p.data, run.ep).items()}
+    before = {n: p.detach().clone() for n, p in named.items()}
+    optimizer_of = authors.ordinary
+    if run.json:  # the router's matrix, which AutoEP makes a linear layer, too
+        names = {p: n for n, p in named.items()}
+        linear = r"_proj\.|experts\.|mlp\.gate" if run.ep else r"_proj\.|experts\."
+        optimizer_of = by_role.optimizer(names, linear, streams)
+    hypers = {k: v for k, v in run.hypers.items() if k != "weight_decay"}
+    params = list(named.values())
+    spared = {p for n, p in named.items() if run.json and "norm" in n}
+    groups = [
+        {"params": [p for p in params if p not in spared], "weight_decay": 0.1},
+        {"params": [p for p in params if p in spared], "weight_decay": 0.0},
+    ]
+    optimizer = optimizer_of(run.rule, [g for g in groups if g["params"]], hypers)
+    norms, idle = [], []
+    for step in range(STEPS):
+        model.zero_grad()
+        seen = []
+        for rank in range(run.world // run.tensor):
+            (loss_of(model, step, rank) * run.tensor / run.world).backward()
+            grads = [p.grad for p in stacked.values() if p.dim() > 2]
+            seen.append(torch.stack([g.abs().flatten(1).sum(1) for g in grads]))
+        grown = torch.stack([seen[0], *(b - a for a, b in zip(seen, seen[1:], strict=False))])
+        idle.append(grown == 0)
+        for n, p in stacked.items():
+            for k, g in apart(n, p.grad, run.ep).items():
+                named[k].grad = g.contiguous()
+        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in params])))
+        if run.max_norm:
+            torch.nn.utils.clip_grad_norm_(params, run.max_norm)
+        optimizer.step()
+    after = {n: p.detach() for n, p in named.items()}
+    return before, after, norms, torch.stack(idle)

@@ -1,0 +1,378 @@
+"""What goes wrong with real ranks: killed, late, out of disk, different, or given damaged files."""
+
+import errno
+import gc
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+import ds_ext
+from ds_ext.checkpoint import folder as folders
+from ds_ext.optimizer import RuleOptimizer
+from tests import worlds
+from tests.common.ranks import shared_folder
+from tests.distributed.resume_jobs import message, start, steps, whole
+
+KIND, TOTAL, WHEN = "came", 6, 3
+
+
+def train(folder: str, stage: int, fault: str = "", tag: str | None = None) -> dict[str, Any]:
+    """Goes on from the newest checkpoint to step ``TOTAL``, saving each; a fault on the way."""
+    engine = start(KIND, stage)
+    engine.load_checkpoint(folder)
+    told = []
+    first = engine.global_steps
+    for step in range(first, TOTAL):
+        if step == WHEN and fault:
+            sabotage(fault, engine)
+        steps(engine, range(step, step + 1))
+        told.append(message(lambda: engine.save_checkpoint(folder, tag=tag)))
+        restore_limits()
+    return {"first": first, "weights": whole(engine), "told": told}
+
+
+def unbroken() -> dict[str, Any]:
+    """The same without a fault."""
+    with shared_folder() as folder:
+        return train(folder, 3)
+
+
+def sabotage(fault: str, engine: deepspeed.DeepSpeedEngine) -> None:
+    """Prepares a fault of one rank in the step and save that follow."""
+    rank = dist.get_rank()
+    if fault in ("replaced", "latest"):
+        if rank == 0:
+            os.rename = _nth(os.rename, 2 if fault == "replaced" else 9)
+            Path.rename = _nth(Path.rename, 2 if fault == "replaced" else 9)
+            os.replace = _nth(os.replace, 9 if fault == "replaced" else 2)
+    if rank != 1:
+        return
+    if fault == "forward":
+        engine.module.register_forward_pre_hook(_fail)
+    elif fault == "backward":
+        engine.module.up.weight.register_hook(lambda g: _kill())
+    elif fault == "step":
+        RuleOptimizer.update = lambda *_: _kill()
+    elif fault == "save":
+        torch.save = _torn
+    elif fault == "late":
+        engine.module.register_forward_pre_hook(lambda *_: time.sleep(12))
+    elif fault == "disk full":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, resource.RLIM_INFINITY))
+    elif fault == "no folder":
+        torch.save = _refuse
+
+
+def restore_limits() -> None:
+    unlimited = resource.RLIM_INFINITY
+    resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
+    torch.save = SAVE
+
+
+SAVE = torch.save
+
+
+def _kill(*_: Any) -> None:
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fail(*_: Any) -> None:
+    raise ValueError("this rank's forward fails")
+
+
+def _torn(state: Any, path: str, **more: Any) -> None:
+    SAVE(state, path, **more)
+    os.truncate(path, os.path.getsize(path) // 2)
+    _kill()
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+
+def _nth(function: Any, number: int) -> Any:
+    """``function``, but that the process is killed at the call of this number."""
+    calls = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == number:
+            _kill()
+        return function(*args, **kwargs)
+
+    return call
+
+
+FAULTS = (
+    "forward",
+    "backward",
+    "step",
+    "save",
+    "late",
+    "disk full",
+    "no folder",
+    "replaced",
+    "latest",
+)
+
+
+def stage_of(fault: str) -> int:
+    """The ZeRO stage at which a fault is tried."""
+    return (3, 1, 2)[FAULTS.index(fault) % 3]
+
+
+def suffer(folder: str, fault: str, stage: int) -> dict[str, Any]:
+    """A run with a fault, what is on the disk after it, and the same run started again."""
+    tag = "last" if fault == "replaced" else None  # the same at each save
+    timeout = 6 if fault == "late" else 60
+    failed = worlds.fresh(2, train, folder, stage, fault, tag, timeout=timeout, limit=120)
+    found = ds_ext.newest_checkpoint(folder)
+    again = worlds.fresh(2, train, folder, stage, "", tag, timeout=60)
+    return {"failed": failed, "found": found, "again": again, "left": os.listdir(folder)}
+
+
+def damage(folder: str) -> dict[str, Any]:
+    """Each file of a checkpoint truncated, changed in one byte, or gone: what loading it says."""
+    engine = start(KIND, 3)
+    steps(engine, range(2))
+    engine.save_checkpoint(folder, tag="older")
+    steps(engine, range(2, 3))
+    engine.save_checkpoint(folder, tag="good")
+    other = start(KIND, 3, 8)
+    before, rank = whole(other), dist.get_rank()
+    results = {}
+
+    def attempt(name: str, prepare: Any, **more: Any) -> None:
+        if rank == 0:
+            shutil.rmtree(f"{folder}/bad", ignore_errors=True)
+            shutil.copytree(f"{folder}/good", f"{folder}/bad")
+            prepare(Path(folder, "bad"))
+        dist.barrier()
+        began = time.monotonic()
+        told = message(lambda: other.load_checkpoint(folder, **({"tag": "bad"} | more)))
+        unchanged = all(torch.equal(before[n], w) for n, w in whole(other).items())
+        unchanged &= not other.optimizer.state and other.global_steps == 0
+        results[name] = told, unchanged, time.monotonic() - began
+        dist.barrier()
+
+    for file in sorted(os.listdir(f"{folder}/good")):
+        for way, spoil in SPOIL.items():
+            attempt(f"{way} {file}", lambda path, f=file, s=spoil: s(path / f))
+    attempt("newer format", partial(_other_format, 99))
+    attempt("older format", partial(_other_format, 3))
+    attempt("no such tag", lambda path: None, tag="neither")
+    attempt("empty latest", lambda path: Path(folder, "latest").write_text(""), tag=None)
+    for name, made in {
+        "other optimizer": lambda: start("lamb", 3, 8),
+        "other model": lambda: start("galore 8-bit", 3, 8),
+        "other shape": _narrow,
+        "other groups": _grouped,
+    }.items():
+        stranger = made()
+        told = message(lambda e=stranger: e.load_checkpoint(folder, tag="good"))
+        results[name] = told, not stranger.optimizer.state, 0.0
+    other.load_checkpoint(folder, tag="good")
+    results["good"] = all(torch.equal(w, whole(engine)[n]) for n, w in whole(other).items())
+    return results
+
+
+def _truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+SPOIL = {"truncated": _truncate, "flipped": _flip, "missing": os.unlink}
+
+
+def _other_format(number: int, path: Path) -> None:
+    manifest = json.loads((path / folders.MANIFEST).read_text())
+    manifest = {k: v for k, v in manifest.items() if k != "crc32"} | {"ds_ext": number}
+    checksum = folders._checksum(manifest)
+    (path / folders.MANIFEST).write_text(json.dumps(manifest | {"crc32": checksum}))
+
+
+def _narrow() -> deepspeed.DeepSpeedEngine:
+    model = start(KIND, 0).module
+    model.up = torch.nn.Linear(13, 12)
+    optimizer = ds_ext.CAME([{"params": list(model.parameters())}])
+    config = {"train_micro_batch_size_per_gpu": 1}
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def _grouped() -> deepspeed.DeepSpeedEngine:
+    model = start(KIND, 0).module
+    config = {"train_micro_batch_size_per_gpu": 1}
+    optimizer = ds_ext.CAME(model.parameters())
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def differ() -> dict[str, Any]:
+    """Ranks started with different things: what each is told, and how soon."""
+    odd = dist.get_rank() == 1
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdaLomo", "params": {"lr": 1e-3}},
+    }
+
+    def begin(model=None, optimizer=None, **more):
+        model = model or torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 3))
+        made = {k: v for k, v in config.items() if optimizer is None or k != "optimizer"} | more
+        deepspeed.initialize(model=model, optimizer=optimizer, config=made)
+
+    def swapped():
+        model = torch.nn.Module()
+        for name in ("b", "a") if odd else ("a", "b"):
+            setattr(model, name, torch.nn.Linear(4, 5 if name == "a" else 6))
+        return model
+
+    def own(kind, **hypers):
+        model = torch.nn.Linear(4, 5)
+        return {"model": model, "optimizer": kind(model.parameters(), **hypers)}
+
+    def fused(**hypers):
+        model = torch.nn.Linear(4, 5)
+        ds_ext.fuse_into_backward(model, ds_ext.LOMO(model.parameters(), **hypers))
+
+    rate = {"type": "AdaLomo", "params": {"lr": 2e-3 if odd else 1e-3}}
+    cases = {
+        "config": lambda: begin(**({"gradient_clipping": 0.5} if odd else {})),
+        "json": lambda: _json(begin, config, rate),
+        "optimizer": lambda: begin(**own(ds_ext.LAMB if odd else ds_ext.CAME)),
+        "group": lambda: begin(**own(ds_ext.LAMB, lr=0.1 if odd else 0.2)),
+        "order": lambda: begin(swapped()),
+        "shape": lambda: begin(torch.nn.Linear(4, 6 if odd else 5)),
+        "more": lambda: begin(torch.nn.Linear(4, 5, bias=odd)),
+        "fused": lambda: fused(lr=0.1 if odd else 0.2),
+    }
+    results = {}
+    for name, case in cases.items():
+        began = time.monotonic()
+        results[name] = message(case), time.monotonic() - began
+        dist.barrier()
+    return results
+
+
+def plain() -> None:
+    """A rank killed in loss.backward(), without an engine."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 3))
+    optimizer = ds_ext.CAME(model.parameters())
+    ds_ext.fuse_into_backward(model, optimizer)
+    for step in range(4):
+        if step == 2 and dist.get_rank() == 1:
+            model[0].weight.register_hook(_kill)
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+
+
+def _json(begin, config, optimizer) -> None:
+    config["optimizer"], before = optimizer, config["optimizer"]
+    try:
+        begin()
+    finally:
+        config["optimizer"] = before
+
+
+def endure(steps_: int) -> dict[str, Any]:
+    """Many steps: tensors alive and memory resident on the way."""
+    model = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.Tanh(), torch.nn.Linear(50, 30))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 30},
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "CAME", "params": {"lr": 1e-4}},
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    seen = []
+    for step in range(steps_):
+        engine.backward(engine(torch.randn(3, 40)).square().sum())
+        engine.step()
+        if step % 100 == 99:
+            time.sleep(0.1)  # gloo's threads let go of what they have sent
+            gc.collect()
+            tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
+            status = Path("/proc/self/status").read_text()
+            resident = int(re.search(r"VmRSS:\s+(\d+)", status)[1])
+            seen.append((len(tensors), sum(t.numel() for t in tensors), resident))
+            del tensors  # or views made anew would live on in it
+    return {"seen": seen}
+
+
+def soak(folder: str, kills: int, seed: int = 0) -> dict[str, Any]:
+    """Kills a rank at a random moment, again and again, and starts anew from what is there."""
+    chance = random.Random(seed)
+    lost, reached, moments, done = [], [], [], 0
+    saved = 0
+    while done < kills:
+        world = chance.choice((1, 2, 2))
+        running = worlds.begin(world, run_on, folder, chance.randrange(4), timeout=60)
+        while not all("joined" in running.told(rank) for rank in range(world)):
+            assert running.is_alive(), "a rank ended before it had joined"
+            time.sleep(0.05)  # of one that has not, torch's store tells
+        time.sleep(chance.uniform(0, 2.5))
+        chance.choice(running.processes).kill()
+        ended = running.end(limit=90)
+        done += 1
+        found = ds_ext.newest_checkpoint(folder)
+        reached.append(found.steps if found else 0)
+        told = [int(n) for rank in ended for n in re.findall(r"^saved (\d+)", rank.output, re.M)]
+        saved = max([saved, *told])
+        if reached[-1] < saved:
+            lost.append((done, reached[-1], saved))
+        moments.append(ended)
+    final = worlds.fresh(1, finish, folder, timeout=60)[0]
+    return {"lost": lost, "reached": reached, "moments": moments, "final": final}
+
+
+SOAKED = 10**6
+
+
+def run_on(folder: str, stage: int) -> None:
+    """Trains from the newest checkpoint on, saving each step and saying so, until it is killed."""
+    print("joined", flush=True)
+    engine = start("adalomo", stage)
+    if found := ds_ext.newest_checkpoint(folder):
+        engine.load_checkpoint(found.folder, found.tag)
+    for step in range(engine.global_steps, SOAKED):
+        steps(engine, range(step, step + 1))
+        engine.save_checkpoint(folder)
+        if dist.get_rank() == 0:
+            print(f"saved {engine.global_steps}", flush=True)
+            for old in Path(folder).glob("global_step*"):
+                if int(old.name[11:]) < engine.global_steps - 2:
+                    shutil.rmtree(old)
+
+
+def finish(folder: str) -> dict[str, Any]:
+    """What is reached, and a run of as many steps without a break."""
+    engine, other = start("adalomo", 0, 8), start("adalomo", 0)
+    found = ds_ext.newest_checkpoint(folder)
+    engine.load_checkpoint(found.folder, found.tag)
+    before = whole(other)
+    steps(other, range(engine.global_steps))
+    return {
+        "steps": engine.global_steps,
+        "found": whole(engine),
+        "exact": whole(other),
+        "before": before,
+    }

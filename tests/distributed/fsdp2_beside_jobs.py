@@ -1,0 +1,171 @@
+"""ds_ext's AdamW beside torch's under the same ``fully_shard``, meshes of two dimensions: jobs."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import ds_ext
+from ds_ext.distributed import dtensors
+from ds_ext.optimizer import OPTIMIZERS
+from tests.common import models
+from tests.common.updates import error
+from tests.distributed.fully_shard_jobs import UNITS, full, local, shard, whole, zoo
+
+STEPS = 4
+ADAMW = {"lr": 0.01, "weight_decay": 0.1}
+_BF16 = torch.bfloat16
+# What is given to fully_shard.
+WAYS: dict[str, dict[str, Any]] = {
+    "bf16 compute": {"mp_policy": MixedPrecisionPolicy(_BF16, torch.float32)},
+    "bf16 sums": {"mp_policy": MixedPrecisionPolicy(_BF16, _BF16)},
+    "left gathered": {"reshard_after_forward": False},
+    "cut for fewer": {"reshard_after_forward": 2},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "compiled": {},
+}
+
+
+def differs(way: str) -> tuple[float, bool]:
+    """How far the updates of two optimizers are apart; whether weights moved in backward."""
+    rank, world, moved, ends = dist.get_rank(), dist.get_world_size(), [], []
+    for kind in (ds_ext.AdamW, torch.optim.AdamW):
+        model = shard(zoo(), **WAYS[way])
+        if way == "compiled":
+            for name in UNITS:
+                getattr(model, name).compile(backend="aot_eager")
+        optimizer = kind(model.parameters(), **ADAMW)
+        if kind is ds_ext.AdamW:
+            ds_ext.fuse_into_backward(model, optimizer, bucket_size=300)
+        before = whole(model)
+        for step in range(STEPS):
+            held = local(model)
+            model(models.batch(step, world)[rank], step=step).backward()
+            moved.append(not torch.equal(held, local(model)))
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(whole(model))
+    ours, torchs = ends
+    return error(ours, torchs, before), moved == [True] * STEPS + [False] * STEPS
+
+
+class Ladder(nn.Module):
+    """Matrices that tensor parallelism divides by rows and by columns, and some that it leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.norm = nn.LayerNorm(6)
+        self.first = nn.Linear(6, 8)
+        self.second = nn.Linear(8, 6)
+        self.out = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x + self.second(torch.tanh(self.first(self.norm(x)))))
+
+    def loss(self, step: int, part: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + part)
+        return (self(torch.randn(7, 6, generator=generator)) - 1).square().mean()
+
+
+def divided(mesh: DeviceMesh) -> Ladder:
+    """The model by tensor parallelism, and then by ``fully_shard``."""
+    model, data = Ladder(), mesh["data"]
+    parallelize_module(
+        model, mesh["tensor"], {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    )
+    for name in ("first", "second"):
+        fully_shard(getattr(model, name), mesh=data)
+    return fully_shard(model, mesh=data)
+
+
+def hybrid(mesh: DeviceMesh) -> Ladder:
+    """The model cut over one dimension of a mesh, and copied over the other."""
+    model = Ladder()
+    for name in ("first", "second"):
+        fully_shard(getattr(model, name), mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+MESHES: dict[str, tuple[tuple[str, str], Callable[[DeviceMesh], Ladder]]] = {
+    "hybrid": (("copy", "part"), hybrid),
+    "tensor": (("data", "tensor"), divided),
+}
+
+
+def spread(kind: str, rule: str, hypers: dict[str, Any], how: str) -> dict[str, Any]:
+    """Weights before and after, and norms, of four ranks on a mesh of two dimensions."""
+    names, make = MESHES[kind]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    model = make(mesh)
+    part = dist.get_rank() if kind == "hybrid" else mesh["data"].get_local_rank()
+    optimizer = OPTIMIZERS[rule](model.parameters(), **hypers)
+    fused = None
+    if how != "plain":
+        clip = 0.2 if how == "clipped" else 0.0
+        fused = ds_ext.fuse_into_backward(model, optimizer, bucket_size=20, max_grad_norm=clip)
+    before, norms = whole(model), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model.loss(step, part)
+        fused.backward(loss) if fused else loss.backward()
+        optimizer.step()
+        norms.append(fused.norm if fused else None)
+    return {"before": before, "after": whole(model), "norms": norms}
+
+
+def rounded(grads: list[list[Tensor]], weights: list[Tensor]) -> list[Tensor]:
+    """bf16 weights after LOMO's steps by given gradients, rounded at random; whole."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
+
+    def spread(x: Tensor) -> Tensor:
+        return x.clone() if mesh is None else distribute_tensor(x, mesh, [Shard(0)])
+
+    params = [nn.Parameter(spread(w.bfloat16())) for w in weights]
+    optimizer = ds_ext.LOMO(params, lr=1e-3)
+    for step in grads:
+        for param, g in zip(params, step, strict=True):
+            param.grad = spread(g.bfloat16())
+        optimizer.step()
+    assert all(p.dtype == torch.bfloat16 for p in params)
+    assert mesh is None or all(map(dtensors.is_dtensor, params))
+    return [full(p).clone() for p in params]
+
+
+class Matrices(nn.Sequential):
+    """Four linear layers without vectors."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        super().__init__(*(nn.Linear(6, 6, bias=False) for _ in range(4)))
+
+
+def rounds(rule: str, how: str) -> list[int]:
+    """How many sums over the ranks each step takes of all four matrices together."""
+    made, mesh = Matrices(), init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in made:
+        fully_shard(layer, mesh=mesh)
+    model = fully_shard(made, mesh=mesh)
+    optimizer = OPTIMIZERS[rule](model.parameters())
+    if how == "fused":
+        ds_ext.fuse_into_backward(model, optimizer, bucket_size=10**6)
+    counts = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
+            model(torch.randn(5, 6, generator=generator)).square().mean().backward()
+            optimizer.step()
+        counts.append(reduce.call_count)
+        optimizer.zero_grad()
+    return counts

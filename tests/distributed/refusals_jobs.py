@@ -1,0 +1,147 @@
+"""What needs ranks of its own to be shown: hpZ, torch.compile, and refusals on every rank."""
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import ds_ext
+from tests.common import by_role, models
+from tests.common.ranks import whole
+from tests.distributed import training_jobs
+from tests.distributed.training_jobs import Training
+
+
+def second_copies(rule: str, persist: int) -> dict[str, Any]:
+    """ZeRO++ hpZ on two "hosts" of two ranks: training, a checkpoint on the way, frozen layers."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    run = Training(rule, 3)
+    model = models.make(dropout=0.3)
+    config = training_jobs.config(run)
+    config["zero_optimization"] |= {
+        "zero_hpz_partition_size": 2,
+        "stage3_param_persistence_threshold": persist,
+    }
+    optimizer = by_role.made(rule, model, run.hypers)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    before, copies = whole(model), []
+    for step in range(training_jobs.STEPS):
+        loss = training_jobs.loss_of(engine, run, step, 0, rank, world)
+        held = [p.ds_secondary_tensor is not None for p in model.parameters()]
+        halves = {
+            p.ds_secondary_tensor.numel() // p.ds_tensor.numel()
+            for p in model.parameters()
+            if p.ds_secondary_tensor is not None
+        }
+        engine.backward(loss)
+        engine.step()
+        left = model.up.weight.ds_secondary_tensor is not None
+        copies.append(
+            (sum(held), halves, left, model.frozen.weight.ds_secondary_tensor is not None)
+        )
+    told = by_role.told(engine.optimizer, model)
+    return {"before": before, "after": whole(model), "copies": copies, "told": told}
+
+
+class Net(nn.Module):
+    """Of several modules, one of them used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.same, self.down = nn.Linear(6, 9), nn.Linear(9, 9), nn.Linear(9, 4)
+        self.norm = nn.LayerNorm(9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.up(x))
+        h = self.norm(h + torch.tanh(self.same(torch.tanh(self.same(h)))))
+        return self.down(h).square().mean()
+
+
+def net() -> Net:
+    torch.manual_seed(5)
+    return Net()
+
+
+def data(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+STEPS = 4
+# stage, what is compiled, torch's backend, clipping
+COMPILED = [
+    (None, "model", "aot_eager", 0.05),
+    (0, "model", "aot_eager", 0.0),
+    (1, "engine", "eager", 0.05),
+    (2, "model", "eager", 0.0),
+    (3, "engine", "aot_eager", 0.05),
+]
+
+
+def compiled(stage: int | None, how: str, backend: str, max_norm: float) -> dict[str, Any]:
+    """Training of a compiled model -> the weights, and how many graphs were compiled."""
+    counter = CompileCounterWithBackend(backend)
+    torch._dynamo.reset()
+    model = net()
+    optimizer = ds_ext.AdaLomo(model.parameters(), lr=0.01)
+    given: Any = torch.compile(model, backend=counter) if how == "model" else model
+    if stage is None:
+        fused = ds_ext.fuse_into_backward(given, optimizer, bucket_size=60, max_grad_norm=max_norm)
+        engine, backward, end_step = given, fused.backward, optimizer.step
+    else:
+        config = base(stage, reduce_bucket_size=60) | {"gradient_clipping": max_norm}
+        engine = deepspeed.initialize(model=given, optimizer=optimizer, config=config)[0]
+        if how == "engine":
+            engine.compile(backend=counter)
+        backward, end_step = engine.backward, engine.step
+    for step in range(STEPS):
+        backward(engine(data(step, dist.get_rank())))
+        end_step()
+    return {"after": whole(model), "graphs": counter.frame_count}
+
+
+def base(stage: int, **zero: Any) -> dict[str, Any]:
+    zero |= {"stage": stage, "stage3_param_persistence_threshold": 5}
+    return {"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero}
+
+
+ADALOMO = {"optimizer": {"type": "AdaLomo", "params": {}}}
+CPU = {"device": "cpu"}
+# The config, or what else is asked for.
+REFUSED: dict[str, dict[str, Any]] = {
+    "quantized weights": base(3, zero_quantized_weights=True),
+    "quantized frozen weights": base(3, zero_quantized_nontrainable_weights=True),
+    "quantized gradients": base(3, zero_quantized_gradients=True),
+    "mics": base(3, mics_shard_size=2),
+    "zenflow": base(2, zenflow={"topk_ratio": 0.1}, offload_optimizer=CPU),
+    "superoffload": base(3, offload_optimizer=CPU | {"super_offload": True}),
+    "deepcompile": base(3) | {"compile": {"deepcompile": True}},
+    "hpz below stage 3": base(2, zero_hpz_partition_size=2),
+    "hpz that does not divide": base(3, zero_hpz_partition_size=2),
+    "copies that do not divide": base(3) | {"ds_ext": {"shard_size": 2}},
+    "sum groups": base(3) | {"ds_ext": {"sum_group_size": 3}},
+    "sum groups of hosts": base(0) | {"ds_ext": {"sum_group_size": "host"}},
+    "copies without zero": base(0) | {"ds_ext": {"shard_size": 1}},
+    "copies with hpz": base(3, zero_hpz_partition_size=3) | {"ds_ext": {"shard_size": 1}},
+    "compiled model": base(3),
+    "compiled backward": base(1),
+}
+
+
+def refusals() -> dict[str, str]:
+    """What each of these is told at ``initialize``."""
+    found = {}
+    for name, config in REFUSED.items():
+        model: Any = net()
+        if name == "compiled model":
+            model = torch.compile(model, backend="eager")
+        try:
+            engine = deepspeed.initialize(model=model, config=config | ADALOMO)[0]
+            if name == "compiled backward":
+                engine.compile(backend="eager", compiled_autograd_enabled=True)
+            found[name] = ""
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found

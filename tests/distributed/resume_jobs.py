@@ -1,0 +1,386 @@
+"""Runs that are saved and gone on from: as they were, elsewhere, by DeepSpeed's tools."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import zero_to_fp32
+from transformers import TrainingArguments
+
+import ds_ext
+from ds_ext.engine.checkpoint_contents import owned
+from ds_ext.optimizer import OPTIMIZERS
+from tests.common import by_role, models, ranks
+from tests.common.hypers import FOR_ALL, TRAINED
+from tests.common.ranks import logged, shared_folder
+from tests.integration import trainer_runs
+from tests.integration.trainer_jobs import config as shipped
+
+ROWS = 6  # of a step, over all ranks
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lomo": ("lomo", {"lr": 0.1}),
+    "adalomo": ("adalomo", {"lr": 0.05}),
+    "adafactor": ("adafactor", {"lr": 0.05, "relative_step": False, "beta1": 0.9}),
+    "came": ("came", {"lr": 2e-3}),
+    "lamb": ("lamb", {"lr": 0.05}),
+    "galore": ("galoreadamw", {"lr": 0.05, "rank": 3, "update_proj_gap": 2, "proj_type": "right"}),
+    "galore left": ("galoreadamw", {"lr": 0.05, "rank": 3, "update_proj_gap": 2}),
+    "adamw": ("adamw", {"lr": 0.05}),
+    "flash 8-bit": ("flashadamw", {"lr": 0.05}),
+    "lion 8-bit": ("lion", {"lr": 0.05, "nbits": 8}),
+    "galore 8-bit": (
+        "galoreadamw",
+        {"lr": 0.05, "rank": 30, "nbits": 8, "min_8bit_size": 100, "update_proj_gap": 2},
+    ),
+}
+KINDS |= {rule: (rule, {"lr": 0.02}) for rule in by_role.MATRICES}
+KINDS["apollo"][1].update(rank=3, update_proj_gap=2)
+KINDS["muon"][1].update(ns_dtype="fp32")
+_KNOWN = {name for name, _ in KINDS.values()}
+KINDS |= {rule: (rule, hypers) for rule, hypers in TRAINED.items() if rule in {*FOR_ALL} - _KNOWN}
+STAGES = (0, 1, 2, 3)
+
+
+class Rows(models.Zoo):
+    """Its rows do not see each other, so that they may be divided among any number of ranks."""
+
+    def forward(self, tokens: torch.Tensor, step: int) -> torch.Tensor:
+        return torch.stack([super(Rows, self).forward(row, step) for row in tokens.split(1)]).mean()
+
+
+class Wide(torch.nn.Module):
+    """Weights whose 8-bit moments have several blocks, which cuts go through.
+
+    The gradients are whole numbers, the same for any number of ranks: 8-bit rounding is not
+    continuous, so nothing else compares.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = torch.nn.Parameter(torch.randn(37, 41))
+        self.tall = torch.nn.Parameter(torch.randn(61, 13))
+        self.vector = torch.nn.Parameter(torch.randn(1100))
+        self.small = torch.nn.Parameter(torch.randn(7))
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, tokens: torch.Tensor, step: int) -> torch.Tensor:
+        self.seen[0] += 1
+        loss = tokens.sum() * 0.0
+        for i, p in enumerate(self.parameters()):
+            generator = torch.Generator().manual_seed(97 * step + i)
+            g = torch.randint(-99, 99, p.shape, generator=generator, device=p.device).to(p.dtype)
+            loss = loss + (p * g).sum()
+        return loss
+
+
+def model_of(kind: str) -> torch.nn.Module:
+    torch.manual_seed(7)
+    return Wide() if "8-bit" in kind else Rows(tensors=kind != "flat")
+
+
+def start(
+    kind: str, stage: int, seed: int = 7, hypers: dict[str, Any] | None = None, **more: Any
+) -> deepspeed.DeepSpeedEngine:
+    """An engine of this kind of run, all of its weights from ``seed``."""
+    name, own = KINDS["came" if kind == "flat" else kind]
+    model = model_of(kind)
+    if seed != 7:
+        for p in model.parameters():
+            torch.nn.init.normal_(p)
+    made = {
+        "train_micro_batch_size_per_gpu": ROWS // dist.get_world_size(),
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 30},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {
+                "warmup_num_steps": 10,
+                "warmup_max_lr": own["lr"],
+                "warmup_min_lr": own["lr"] / 5,
+            },
+        },
+    } | more
+    if name in by_role.MATRICES:
+        optimizer = OPTIMIZERS[name].for_model(model, **own, **(hypers or {}))
+    else:
+        params = list(model.parameters())
+        groups = [{"params": params[::2]}, {"params": params[1::2], "weight_decay": 0.1}]
+        optimizer = OPTIMIZERS[name](groups, **own, **(hypers or {}))
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
+
+
+def batch(step: int, passes: int = 1) -> torch.Tensor:
+    """This rank's part of a step's tokens, whatever the number of ranks."""
+    tokens = models.batch(step, 1)[0]
+    tokens = torch.cat([tokens, models.batch(step + 1000, 1)[0]])
+    return tokens.chunk(dist.get_world_size() * passes)[dist.get_rank()]
+
+
+def steps(engine: deepspeed.DeepSpeedEngine, numbers: range) -> None:
+    for step in numbers:
+        engine.backward(engine(batch(step), step=step))
+        engine.step()
+
+
+def whole(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
+    return ranks.whole(engine.module)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[n], b[n]) for n in a)
+
+
+def write(folder: str, kind: str, stage: int) -> dict[str, Any]:
+    """6 steps without a break and, gone on from a checkpoint of step 3, the same."""
+    engine = start(kind, stage)
+    before = whole(engine)
+    steps(engine, range(3))
+    engine.save_checkpoint(folder, client_state={"told": stage})
+    steps(engine, range(3, 6))
+    other = start(kind, stage, seed=8)
+    _, client = other.load_checkpoint(folder)
+    steps(other, range(3, 6))
+    return {
+        "before": before,
+        "after": whole(engine),
+        "same": same(whole(engine), whole(other)),
+        "lr": (engine.get_lr(), other.get_lr()),
+        "counts": (engine.global_steps, other.global_steps),
+        "client": client,
+        "buffers": [b.clone() for b in other.module.buffers()],
+    }
+
+
+def elsewhere(
+    source: str, target: str, kind: str, stage: int, numbers: range
+) -> dict[str, torch.Tensor]:
+    """Goes on from another number of ranks' checkpoint, at this stage, and saves again."""
+    engine = start(kind, stage, seed=8)
+    engine.load_checkpoint(source)
+    steps(engine, numbers)
+    engine.save_checkpoint(target)
+    return whole(engine)
+
+
+def frozen(source: str, kind: str, stage: int, numbers: range) -> dict[str, torch.Tensor]:
+    """Steps of a run in which some parameters are frozen at steps 2 and 3; saved after step 2.
+
+    Begins with step 0, or goes on from the checkpoint, as ``numbers`` say.
+    """
+    engine = start(kind, stage, seed=8 if numbers.start else 7)
+    if numbers.start:
+        engine.load_checkpoint(source)
+    before = whole(engine)
+    for step in numbers:
+        for i, p in enumerate(engine.module.parameters()):
+            p.requires_grad_(i % 3 != 1 or step not in (2, 3))
+        steps(engine, range(step, step + 1))
+        if step == 2 and not numbers.start:
+            engine.save_checkpoint(source)
+    return {"before": before, "after": whole(engine)}
+
+
+HALF = {"bf16": {"enabled": True}}
+BITS = {
+    "stochastic": ({"weight_update": "stochastic", "seed": 3}, HALF),
+    "master": ({"weight_update": "master"}, HALF),
+    "fp32": ({}, {}),
+    "master24": ({"weight_update": "master24"}, HALF),
+}
+
+
+KINDS_OF_BITS = ("adalomo", "came", "lamb", "lomo", "galore 8-bit", "adafactor")
+IN_BITS = [
+    (way, kind, stage)
+    for way, kind in zip(["stochastic", "master", "fp32"] * 2, KINDS_OF_BITS, strict=True)
+    for stage in (0, 2, 3)
+]
+IN_BITS += [("master24", "came", 0), ("master24", "lomo", 2), ("master24", "adalomo", 3)]
+
+
+def bits(way: str, kind: str, stage: int) -> dict[str, bool]:
+    """bf16 weights: gone on from, bit for bit, and masters in fp32."""
+    hypers, more = BITS[way]
+    runs = [start(kind, stage, seed, hypers, **more) for seed in (7, 8)]
+    steps(runs[0], range(3))
+    with shared_folder() as folder:
+        runs[0].save_checkpoint(folder)
+        held = fp32_of(runs[0])
+        runs[1].load_checkpoint(folder)
+    loaded = fp32_of(runs[1])
+    for engine in runs:
+        steps(engine, range(3, 6))
+    return {
+        "same": same(whole(runs[0]), whole(runs[1])),
+        "held": all(torch.equal(a, b) for a, b in zip(held, loaded, strict=True)),
+        "residual": any((a != a.bfloat16()).any() for a in held),
+    }
+
+
+def fp32_of(engine: deepspeed.DeepSpeedEngine) -> list[torch.Tensor]:
+    """This rank's runs, with their masters."""
+    optimizer, own = engine.optimizer.optimizer, owned(engine.optimizer.layout)
+    return [optimizer.weights(p, o.run, o.shard).float().clone() for p, o in own.items()]
+
+
+PASSES = {"gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": 1}
+
+
+def accumulate(folder: str, kind: str, stage: int, way: str) -> dict[str, Any]:
+    """Saved between the micro-batches of a step, with gradients kept."""
+    more = PASSES if dist.get_world_size() == 2 else PASSES | {"gradient_accumulation_steps": 6}
+    passes = more["gradient_accumulation_steps"]
+
+    def advance(engine, first, last):
+        """From one third of a step to another; a third is 1 or 2 micro-batches."""
+        for third in range(first, last):
+            step, part = divmod(third, 3)
+            tokens = torch.cat([models.batch(step + 1000 * i, 1)[0] for i in range(2)])
+            own = tokens.chunk(3)[part].chunk(dist.get_world_size())[dist.get_rank()]
+            for row in own.split(1):
+                engine.backward(engine(row, step=step))
+                engine.step()
+
+    clip = {"gradient_clipping": 0.5}
+    results = {}
+    first = start(kind, stage, 7, **(more | clip))
+    before = whole(first)
+    if way == "write":
+        advance(first, 0, 4)
+        first.save_checkpoint(folder)
+        results["kept"] = len(first.optimizer.fused.state.kept)
+        advance(first, 4, 9)
+    second = start(kind, stage, 8, **(more | clip))
+    second.load_checkpoint(folder)
+    advance(second, 4, 9)
+    results |= {"before": before, "after": whole(second), "micro": second.micro_steps / passes}
+    results["same"] = same(whole(first), whole(second))
+    if way == "write":  # 4 of 9 thirds of a step are no whole number of halves
+        third = start(kind, stage, 8, **(more | clip | {"gradient_accumulation_steps": 2}))
+        results["message"] = message(lambda: third.load_checkpoint(folder))
+    return results
+
+
+def load_over(stage: int) -> list[tuple[bool, list[str]]]:
+    """Loads between the micro-batches of a step, and trains: as if they had not been."""
+    whole_step = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+    results = []
+    for module_only in (False, True):
+        engines = [start("came", stage, 7, **whole_step) for _ in range(2)]
+        with shared_folder() as folder, logged() as said:
+            engines[0].save_checkpoint(folder)
+            engines[0].backward(engines[0](models.batch(9, 1)[0], step=9))
+            engines[0].step()
+            for engine in engines:
+                engine.load_checkpoint(folder, load_module_only=module_only)
+        for engine in engines:
+            for part in range(2):
+                engine.backward(engine(models.batch(part, 1)[0], step=part))
+                engine.step()
+        weights = list(map(whole, engines))
+        moved = not same(weights[0], whole(start("came", stage, 7)))
+        lines = [line for line in said if "unfinished step" in line]
+        results.append((moved and same(*weights), lines))
+    return results
+
+
+def message(action: Callable[[], Any]) -> str:
+    """The error of an action, or ""."""
+    return ranks.message(action, ds_ext.CheckpointError, ValueError, RuntimeError)
+
+
+def tools(way: str, stage: int) -> dict[str, Any]:
+    """What DeepSpeed's own tools make of a checkpoint of ours."""
+    with shared_folder() as folder:
+        return _tools(folder, way, stage)
+
+
+def _tools(name: str, way: str, stage: int) -> dict[str, Any]:
+    hypers, more = BITS[way]
+    gather = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    engine = start("came", stage, 7, hypers, **more, zero_optimization=gather)
+    engine.module.frozen.weight.requires_grad_(False)
+    steps(engine, range(3))
+    engine.save_checkpoint(name)
+    engine.save_16bit_model(name, "model.bin")
+    weights = whole(engine)
+    other = start("lamb", stage, 8, hypers, **more)
+    other.load_checkpoint(name, load_module_only=True)
+    third = start("lamb", (stage + 1) % 4, 8, hypers, **more)
+    steps(third, range(1))
+    third.load_checkpoint(name, load_optimizer_states=False)
+    parts = whole(other), whole(third), len(third.optimizer.state), third.global_steps
+    if dist.get_rank():
+        return {}
+    found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(name) if stage else {}
+    saved = torch.load(f"{name}/model.bin", weights_only=True)
+    return {
+        "zero_to_fp32": {n: found[n] for n in found if n in weights},
+        "weights": weights,
+        "16bit": {n: saved[n] for n in weights},
+        "plain": [torch.load(f, weights_only=True) is not None for f in Path(name).glob("*/*.pt")],
+        "module only": parts[0],
+        "no state": parts[1:],
+    }
+
+
+def adamw(folder: str, stage: int, dtype: str) -> dict[str, torch.Tensor]:
+    """DeepSpeed's own AdamW saves."""
+    model = model_of("flat")  # AdamW's clipping fails on scalars
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    made = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": dtype == "bf16"},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
+    steps(engine, range(1, 4))
+    engine.save_checkpoint(folder)
+    return whole(engine)
+
+
+def from_adamw(folder: str, stage: int, dtype: str) -> dict[str, Any]:
+    """What CAME makes of it, and what it logs."""
+    engine = start("flat", (stage + 2) % 4, 8, bf16={"enabled": dtype == "bf16"})
+    steps(engine, range(1))
+    with logged() as said:
+        path, _ = engine.load_checkpoint(folder)
+    weights, states = whole(engine), len(engine.optimizer.state)
+    steps(engine, range(1, 3))
+    return {"weights": weights, "states": states, "path": path, "said": said}
+
+
+TRAINERS = {"adalomo": 3, "came": 2, "lora adalomo": 3}  # config, stage
+
+
+def trainer(folder: str, name: str, way: str) -> dict[str, Any]:
+    """HF Trainer, unchanged, that saves every four steps; and one that resumes from the fourth."""
+    results: dict[str, Any] = {}
+    stage, config = TRAINERS[name], name.split()[-1]
+    arguments = trainer_runs.ARGUMENTS | trainer_runs.RATES.get(config, {})
+
+    def make(output: str) -> trainer_runs.Sequential:
+        given = TrainingArguments(
+            output_dir=output,
+            per_device_train_batch_size=trainer_runs.BATCH // dist.get_world_size(),
+            deepspeed=shipped(config, stage),
+            **(arguments | {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}),
+        )
+        model = trainer_runs.model()
+        if "lora" in name:
+            model = trainer_runs.adapted(model)
+        return trainer_runs.Sequential(model=model, args=given, train_dataset=trainer_runs.data())
+
+    if way == "write":
+        first = make(folder)
+        results["before"] = ranks.whole(first.model)
+        first.train()
+        results["first"] = ranks.whole(first.model_wrapped.module)
+    second = make(f"{folder} {way}")
+    second.train(resume_from_checkpoint=f"{folder}/checkpoint-4")
+    results["second"] = ranks.whole(second.model_wrapped.module)
+    results["steps"] = [log["step"] for log in second.state.log_history if "loss" in log]
+    return results

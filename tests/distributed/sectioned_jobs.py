@@ -1,0 +1,118 @@
+"""Training of transformers' models with fused matrices that Muon splits: jobs on real ranks."""
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import ds_ext
+from tests.common.ranks import identical, logged, message
+from tests.common.ranks import whole as whole_of_engine
+from tests.distributed import fully_shard_jobs
+
+STEPS = 3
+SMALL = {"vocab_size": 31, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+HIDDEN = SMALL | {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+# The model, its config, and the optimizer's keys.
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "phi3": (
+        "Phi3ForCausalLM",
+        HIDDEN | {"intermediate_size": 20, "num_key_value_heads": 2},
+        {"param_groups": [{"match": "o_proj", "heads": 4}]},
+    ),
+    "gpt_neox": ("GPTNeoXForCausalLM", HIDDEN | {"intermediate_size": 20}, {}),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        SMALL | NO_DROPOUT | {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 16},
+        {"target_modules": ["c_attn", "mlp.c_fc"]},
+    ),
+}
+
+
+def model_of(kind: str) -> nn.Module:
+    """The same model on every rank. The gradients of keys' biases are rounding alone: no biases."""
+    torch.manual_seed(3)
+    name, config, _ = KINDS[kind]
+    model_type = getattr(transformers, name)
+    model: nn.Module = model_type(model_type.config_class(**config, initializer_range=0.2))
+    for n, p in model.named_parameters():
+        p.requires_grad_(not n.endswith("bias"))
+    return model
+
+
+def batch(step: int, rank: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    ids = torch.randint(3, 31, (3, 8), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def hypers(kind: str) -> dict[str, Any]:
+    return {"lr": 0.02, "weight_decay": 0.1, "split": "auto", "ns_dtype": "fp32"} | KINDS[kind][2]
+
+
+def config(kind: str, stage: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "ds_ext.Muon", "params": hypers(kind) | more},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 3000,
+            "stage3_param_persistence_threshold": 30,
+        },
+    }
+
+
+def train(kind: str, way: Any) -> dict[str, Any]:
+    """Weights before and after. ``way`` is a stage, None for no engine, or "fsdp2"."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = model_of(kind)
+    names = {p: n for n, p in model.named_parameters()}
+    with logged() as said:
+        if way in (None, "fsdp2"):
+            whole = whole_of_engine
+            if way == "fsdp2":
+                whole = fully_shard_jobs.whole
+                fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+                names = {p: n for n, p in model.named_parameters()}
+            optimizer = ds_ext.Muon.for_model(model, **hypers(kind))
+            ds_ext.fuse_into_backward(model, optimizer, bucket_size=3000)
+        else:
+            whole = whole_of_engine
+            engine = deepspeed.initialize(model=model, config=config(kind, way))[0]
+            names, optimizer = engine.param_names, engine.optimizer
+    before = whole(model)
+    for step in range(STEPS):
+        if way in (None, "fsdp2"):
+            model(**batch(step, rank)).loss.backward()
+            optimizer.step()
+        else:
+            engine.backward(engine(**batch(step, rank)).loss)
+            engine.step()
+    after = whole(model)
+    return {
+        "before": before,
+        "after": after,
+        "identical": identical(after),
+        "said": said,
+        "groups": {
+            names[p]: (group.get("type"), group["lr"], group["weight_decay"])
+            for group in optimizer.param_groups
+            for p in group["params"]
+        },
+    }
+
+
+def refused(stage: int) -> str:
+    """The message for sizes that do not add up."""
+    entry = {"match": "qkv_proj", "split": [24, 12]}
+    more = {"param_groups": [entry], "split": None}
+    return message(
+        lambda: deepspeed.initialize(model=model_of("phi3"), config=config("phi3", stage, **more))
+    )

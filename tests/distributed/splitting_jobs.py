@@ -1,0 +1,175 @@
+"""Layers in pieces and a loss in chunks: jobs on real ranks, and the whole batch in one process."""
+
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+import ds_ext
+from benchmarks import pieces
+from ds_ext.forward.batch_splits import InPieces
+from ds_ext.forward.chunked_loss import ChunkedHead
+from ds_ext.optimizer import OPTIMIZERS
+from tests.common.plain import mean_step
+from tests.common.ranks import message, whole
+from tests.distributed.fully_shard_jobs import whole as whole_dtensors
+
+STEPS, ROWS, LENGTH, VOCAB = 3, 4, 11, 31
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+)  # fmt: skip
+ROUTERS = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    stage: int | str = 3  # "fsdp2": fuse_into_backward on parts of fully_shard
+    splits: int = 3
+    rule: str = "adalomo"
+    max_norm: float = 0.0
+    model: str = "llama"  # or "mixtral", "lora"
+    chunks: int = 0
+    given: str = "name"  # how the engine gets its optimizer: or an "object", or a "function"
+
+
+def make(kind: str) -> nn.Module:
+    """A small model with weights from a fixed seed."""
+    torch.manual_seed(3)
+    if kind == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**SIZES, **ROUTERS))
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+    if kind != "lora":
+        return model
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    for name, p in adapted.named_parameters():
+        if "lora_B" in name:  # zeros would not move under AdaLomo
+            nn.init.normal_(p, std=0.1)
+    return adapted
+
+
+def batch(step: int, rank: int) -> dict[str, Tensor]:
+    """Rows of different lengths for one rank."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[rank % ROWS, 7:] = 0
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.where(mask > 0, -100)}
+
+
+def reference(case: Case, world: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights before and after in one process, by the mean over the ranks' whole batches."""
+    model = make(case.model)
+    optimizer = OPTIMIZERS[case.rule]([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    optimizer.separate_experts(model)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for step in range(STEPS):
+        losses = [model(**batch(step, rank)).loss for rank in range(world)]
+        mean_step(optimizer, losses, case.max_norm)
+    return before, {n: p.detach() for n, p in model.named_parameters()}
+
+
+def train(case: Case) -> tuple[dict[str, Tensor], int]:
+    """Weights after training, and how often ZeRO-3 gathered weights in the last step."""
+    model, rank = make(case.model), dist.get_rank()
+    hypers = {"lr": 0.02}
+    if case.stage == "fsdp2":
+        ds_ext.split_batch(model, case.splits)
+        ds_ext.chunk_loss(model, case.chunks)
+        mesh = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+        for layer in model.model.layers:
+            fully_shard(layer, **mesh)
+        fully_shard(model, **mesh)
+        optimizer = OPTIMIZERS[case.rule](model.parameters(), **hypers)
+        fused = ds_ext.fuse_into_backward(
+            model, optimizer, bucket_size=300, max_grad_norm=case.max_norm
+        )
+        for step in range(STEPS):
+            fused.backward(model(**batch(step, rank)).loss)
+            optimizer.step()
+        return whole_dtensors(model), 0
+    kind = OPTIMIZERS[case.rule]
+    given = {
+        "name": {},
+        "object": {"optimizer": kind(model.parameters(), **hypers)},
+        "function": {"optimizer": lambda params: kind(params, **hypers)},
+    }[case.given]
+    named = {"optimizer": {"type": kind.__name__, "params": hypers}}
+    config = ({} if given else named) | {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_clipping": case.max_norm,
+        "zero_optimization": {
+            "stage": case.stage,
+            "reduce_bucket_size": 300,
+            "stage3_param_persistence_threshold": 30,
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
+        },
+        "ds_ext": {"batch_splits": case.splits, "chunked_loss": case.chunks or False},
+    }
+    engine = deepspeed.initialize(model=model, config=config, **given)[0]
+    replaced = {type(vars(module).get("forward")) for module in engine.module.modules()}
+    assert (InPieces in replaced) == (case.splits > 1)
+    assert (ChunkedHead in replaced) == bool(case.chunks)
+    gather = "_PartitionedParameterCoordinator__all_gather_params"
+    original = getattr(PartitionedParameterCoordinator, gather)
+    with mock.patch.object(
+        PartitionedParameterCoordinator, gather, autospec=True, side_effect=original
+    ) as gathers:
+        for step in range(STEPS):
+            gathers.reset_mock()
+            engine.backward(engine(**batch(step, rank)).loss)
+            engine.step()
+    return whole(engine.module), gathers.call_count
+
+
+PARTS = 4  # pieces, or micro-batches
+# Matrices above ZeRO-3's threshold for parameters that stay gathered.
+WIDE = (1024, 320, 640, 4, 5, 5, False)
+
+
+def run(way: str, stage: int) -> pieces.Run:
+    """A way to train on 8 rows of 64 tokens."""
+    return pieces.Run(way, "wide", PARTS, 8, 64, 2**16, stage)
+
+
+def counted(way: str, stage: int) -> pieces.Counted:
+    """Bytes and gathers of a step."""
+    with mock.patch.dict(pieces.MODELS, wide=WIDE):
+        return pieces.counted(run(way, stage))
+
+
+def refusals(rank_rows: int) -> list[str]:
+    """What an engine says of models that cannot be split."""
+    layers = nn.ModuleList(
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)) for _ in range(2)
+    )
+    said = []
+    for model, extra in (
+        (layers, {}),
+        (nn.Linear(4, 4), {}),
+        (make("llama"), {"batch_splits": 0}),
+        (nn.Linear(4, 4), {"batch_splits": 1, "chunked_loss": True}),
+    ):
+        config = {
+            "train_micro_batch_size_per_gpu": rank_rows,
+            "optimizer": {"type": "LOMO", "params": {"lr": 0.1}},
+            "ds_ext": {"batch_splits": 2} | extra,
+        }
+        said.append(message(lambda m=model, c=config: deepspeed.initialize(model=m, config=c)))
+    config = {"train_micro_batch_size_per_gpu": 1, "ds_ext": {"batch_splits": 2}}
+    other = {"config": config, "optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}
+    said.append(message(lambda: deepspeed.initialize(model=make("llama"), **other)))
+    return said
