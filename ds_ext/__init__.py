@@ -6,7 +6,7 @@ Importing ds_ext registers its optimizers with DeepSpeed by name.
 from ds_ext import versions as versions  # first: reports an old torch in one sentence
 from ds_ext.backward.fuse import fuse_into_backward
 from ds_ext.backward.int8_weights import expand_int8, restore_bf16, store_int8
-from ds_ext.checkpoint.folder import Checkpoint, newest_checkpoint
+from ds_ext.checkpoint.manifests import Checkpoint, newest_checkpoint
 from ds_ext.errors import CheckpointError, LostRankError
 from ds_ext.forward.batch_splits import split_batch
 from ds_ext.forward.chunked_loss import chunk_loss

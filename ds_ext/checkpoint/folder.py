@@ -1,56 +1,35 @@
-"""Checkpoints on disk: writes a temporary folder with a manifest, and moves it into place.
+"""Checkpoints on disk: files in a temporary folder, which one rename completes.
 
-FOLDER/latest                       the tag of the newest checkpoint
-FOLDER/TAG/ds_ext.json              the manifest: sizes and checksums of all files
+FOLDER/.incomplete-TAG.ID/        a checkpoint in progress, or the remains of a failed save
+FOLDER/.incomplete-TAG.ID.lock    locked while the job that writes the checkpoint runs
+FOLDER/.ds_ext.lock               locked while a job moves or removes files
+FOLDER/TAG/.complete/             a complete checkpoint, while its files replace those of FOLDER/TAG
+FOLDER/TAG/ds_ext.json            the manifest: sizes and checksums of all files
+FOLDER/latest                     the tag of the newest checkpoint
+
+A checkpoint whose tag is new is complete once its folder is renamed. If FOLDER/TAG exists, the new
+folder becomes FOLDER/TAG/.complete, and its files move from there. A killed job leaves the others
+in .complete, where readers look first, and the next save moves them. Other files in FOLDER/TAG,
+such as a tokenizer or the checkpoint TAG/step1, stay where they are.
 """
 
 import json
 import os
 import re
-import zlib
-from collections.abc import Iterable
+import secrets
+import shutil
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
-from pydantic import TypeAdapter, ValidationError
-from typing_extensions import NotRequired, TypedDict
-
-from ds_ext.checkpoint import locks, swap
-from ds_ext.checkpoint.swap import MANIFEST as MANIFEST
-from ds_ext.checkpoint.swap import Draft
+from ds_ext.checkpoint import locks, manifests
+from ds_ext.checkpoint.manifests import COMPLETE, INCOMPLETE, MANIFEST
 from ds_ext.errors import CheckpointError
 
-VERSION = 4  # format version of manifest and contents; 0.1.0 writes 4
-
-
-class FileEntry(TypedDict):
-    """The size and checksum of a file."""
-
-    bytes: int
-    crc32: int
-
-
-class Manifest(TypedDict):
-    """The entries of a manifest that loading reads."""
-
-    tag: str
-    global_steps: int
-    files: dict[str, FileEntry]
-    model_files: list[str]
-    state_files: list[str]
-    layer_files: NotRequired[list[str]]
-    tensor_parallel: NotRequired[int]
-
-
-_MANIFEST = TypeAdapter(Manifest)
-
-
-class Checkpoint(NamedTuple):
-    """The location of a checkpoint: ``engine.load_checkpoint(folder, tag)`` loads it."""
-
-    folder: str
-    tag: str
-    steps: int  # the number of steps before the save
+# File names of DeepSpeed's checkpoints, with any optimizer.
+_FILE = re.compile(
+    r"((bf16_|fp16_)?zero_pp_rank_\d+_|(layer_-?\d+_)?expert_\d+_|expp_rank_\d+_)?"
+    r"mp_rank_\d+_(model|optim)_states\.pt"
+)
 
 
 def checkpoint_path(folder: str | Path, tag: object) -> Path:
@@ -64,7 +43,7 @@ def checkpoint_path(folder: str | Path, tag: object) -> Path:
         ValueError: the tag is not a path inside ``folder``, or is a reserved name.
     """
     parts = PurePosixPath(str(tag)).parts
-    hidden = any(part == ".." or part.startswith((".incomplete-", ".replaced-")) for part in parts)
+    hidden = any(part == ".." or part.startswith((INCOMPLETE, COMPLETE)) for part in parts)
     if not parts or hidden or parts[0] == "/" or parts in (("latest",), ("zero_to_fp32.py",)):
         raise ValueError(
             f"tag={tag!r}: give the name of a folder inside {folder}, such as 'step100' or "
@@ -73,27 +52,50 @@ def checkpoint_path(folder: str | Path, tag: object) -> Path:
     return Path(folder, *parts)
 
 
+class Draft(NamedTuple):
+    """A checkpoint that is being written."""
+
+    path: Path  # the final path
+    place: Path  # the target of ``path`` if it is a link, else ``path``
+    aside: Path  # the temporary folder
+    lock: TextIO
+
+
 def prepare(path: Path) -> Draft:
-    """Creates a temporary folder, ``Draft.aside``, for the files of the checkpoint ``path``.
+    """Creates the temporary folder of a checkpoint, and removes those of killed jobs.
 
     Raises:
         CheckpointError: ``path`` is a file.
     """
-    try:
-        return swap.prepare(path)
-    except FileExistsError as error:
-        raise CheckpointError(str(error)) from error
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path} is a file, not a folder: choose another tag or folder.")
+    place = path.resolve() if path.is_symlink() else path
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with locks.exclusive(place.parent):
+        aside = place.with_name(f"{INCOMPLETE}{place.name}.{secrets.token_hex(4)}")
+        draft = Draft(path, place, aside, locks.hold(_lock_of(aside)))
+        aside.mkdir()
+        for lock in place.parent.glob(INCOMPLETE + "*.lock"):
+            if locks.is_abandoned(lock, lock.with_suffix(""), now=aside.stat().st_mtime):
+                _remove(lock.with_suffix(""))
+    return draft
 
 
-def size_and_checksum(path: Path) -> dict[str, int]:
-    """Flushes a file to disk; returns its size in bytes and its CRC-32."""
-    size, checksum = 0, 0
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-        while block := file.read(2**22):
-            size += len(block)
-            checksum = zlib.crc32(block, checksum)
-    return {"bytes": size, "crc32": checksum}
+def close(draft: Draft) -> None:
+    """Ends a save, and removes the temporary folder if ``commit`` has not moved it."""
+    _remove(draft.aside)
+    locks.release(draft.lock)
+
+
+def _lock_of(aside: Path) -> Path:
+    return aside.with_name(aside.name + ".lock")
+
+
+def _remove(aside: Path) -> None:
+    """Removes a temporary folder and its lock. The next save removes any remains."""
+    shutil.rmtree(aside, ignore_errors=True)
+    if not aside.exists():
+        _lock_of(aside).unlink(missing_ok=True)
 
 
 def commit(draft: Draft, manifest: dict[str, Any], is_latest: bool) -> None:
@@ -107,22 +109,56 @@ def commit(draft: Draft, manifest: dict[str, Any], is_latest: bool) -> None:
         is_latest: whether loading without a tag loads this checkpoint.
 
     Raises:
-        CheckpointError: a file that a rank wrote is missing.
+        CheckpointError: a file that a rank wrote is missing, or a folder has its name.
     """
-    written = draft.aside
+    path, place, aside, _ = draft
     for name, file in manifest["files"].items():
-        if not (written / name).is_file() or (written / name).stat().st_size != file["bytes"]:
+        if not (aside / name).is_file() or (aside / name).stat().st_size != file["bytes"]:
             raise CheckpointError(
-                f"{name} was written by its rank but is not in {written}: the folder must lie on "
+                f"{name} was written by its rank but is not in {aside}: the folder must lie on "
                 "a file system that all ranks share."
             )
-    said = manifest | {"crc32": _checksum(manifest)}
-    _write(written / MANIFEST, json.dumps(said, indent=1))
-    swap.move_into_place(draft)
+        if (place / name).is_dir():
+            raise CheckpointError(f"{path / name} is a folder, but a file needs its name: move it.")
+    _write(aside / MANIFEST, manifests.text(manifest))
+    with locks.exclusive(place.parent):
+        _finish(place)  # another job may have been killed meanwhile
+        aside.rename(place / COMPLETE if place.exists() else place)
+        _sync(place if (place / COMPLETE).exists() else place.parent)
+        _finish(place)
     if is_latest:
-        folder = draft.path.parents[len(Path(manifest["tag"]).parts) - 1]
+        folder = path.parents[len(Path(manifest["tag"]).parts) - 1]
         with locks.exclusive(folder):
             _write(folder / "latest", manifest["tag"])
+
+
+def _finish(place: Path) -> None:
+    """Moves the files of a complete checkpoint into its folder, in place of the old files.
+
+    At no time do files of both checkpoints lie there, which DeepSpeed's tools would mix. A model is
+    moved after the states, and the manifest last.
+    """
+    new = place / COMPLETE
+    if not (new / MANIFEST).is_file():
+        return
+    left = {entry.name for entry in new.iterdir()}
+    moved = manifests.read(new)["files"].keys() - left
+    for name in _own_files(place) - moved:
+        (place / name).unlink()
+    for name in sorted(left, key=lambda name: (name == MANIFEST, "model_states" in name)):
+        (new / name).replace(place / name)
+    _sync(place)
+    new.rmdir()
+
+
+def _own_files(place: Path) -> set[str]:
+    """Names of the files in a folder that are part of a checkpoint, except the manifest."""
+    try:
+        names = set(json.loads((place / MANIFEST).read_text())["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        names = set()  # the manifest is missing or damaged: match file names
+    files = {entry.name for entry in place.iterdir() if not entry.is_dir()}
+    return {name for name in files if name in names or _FILE.fullmatch(name)}
 
 
 def _write(path: Path, text: str) -> None:
@@ -133,169 +169,13 @@ def _write(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
-    swap.sync(path.parent)
+    _sync(path.parent)
 
 
-def latest(folder: Path) -> str | None:
-    """Returns the tag of the newest checkpoint; None if nothing was ever saved.
-
-    Raises:
-        CheckpointError: the file ``latest`` is empty.
-    """
-    tag = _latest_or_none(folder)
-    if tag is None and (folder / "latest").is_file():
-        raise CheckpointError(f"{folder / 'latest'} is empty. {_others(folder, folder / ' ')}")
-    return tag
-
-
-def find(folder: Path, tag: str) -> Path:
-    """Returns the folder of a checkpoint, even if a killed process has left it elsewhere.
-
-    Raises:
-        CheckpointError: there is no checkpoint with this tag.
-    """
-    path = swap.find(folder, tag)
-    if path is None:
-        raise CheckpointError(f"there is no checkpoint {folder / tag}. {_others(folder, Path())}")
-    return path
-
-
-def manifest(path: Path) -> dict[str, Any] | None:
-    """Returns the manifest of a checkpoint; None if ds_ext did not write it.
-
-    Raises:
-        CheckpointError: the manifest is damaged, or has another format version.
-    """
-    if not (path / MANIFEST).is_file():
-        return None
+def _sync(folder: Path) -> None:
+    """Flushes a folder's entries to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        return _manifest(path)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error} {_others(path.parent, path)}") from error
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    try:
-        said: dict[str, Any] = json.loads((path / MANIFEST).read_text())
-        damaged = said.pop("crc32") != _checksum(said)
-        version = int(said["ds_ext"])
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        damaged = True
-    if damaged:
-        raise CheckpointError(f"{path / MANIFEST} is damaged.")
-    if version > VERSION:
-        raise CheckpointError(
-            f"{path} has format {version} of ds_ext's checkpoints, but this ds_ext reads "
-            f"format {VERSION}: a newer ds_ext wrote it. Install that version, or a newer one."
-        )
-    if version < VERSION:
-        raise CheckpointError(
-            f"{path} has format {version} of ds_ext's checkpoints, this ds_ext reads format "
-            f"{VERSION}: load it with the version that wrote it, save_16bit_model there, and go on "
-            "from that model."
-        )
-    try:
-        _MANIFEST.validate_python(said, strict=True)
-    except ValidationError as error:
-        wrong = error.errors(include_url=False)[0]
-        key = ".".join(map(str, wrong["loc"]))
-        raise CheckpointError(f"{path / MANIFEST} is damaged: {key}: {wrong['msg']}.") from None
-    return said
-
-
-def _checksum(said: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(said, sort_keys=True).encode())
-
-
-def verify(path: Path, files: dict[str, dict[str, int]], names: Iterable[str]) -> None:
-    """Checks the sizes and checksums of files.
-
-    Args:
-        path: the folder of the checkpoint.
-        files: the recorded results of ``size_and_checksum``, by file name.
-        names: the files to check.
-
-    Raises:
-        CheckpointError: a file is missing, or has another size or checksum.
-    """
-    for name in names:
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing. {_others(path.parent, path)}")
-        size = file.stat().st_size
-        if size != files[name]["bytes"]:
-            raise CheckpointError(
-                f"{file} is damaged: {size} bytes of {files[name]['bytes']}. "
-                f"{_others(path.parent, path)}"
-            )
-        if size_and_checksum(file) != files[name]:
-            raise CheckpointError(
-                f"{file} is damaged: its checksum differs. {_others(path.parent, path)}"
-            )
-
-
-def _others(folder: Path, path: Path) -> str:
-    """Advice for an error message: checkpoints that a user can load instead of ``path``."""
-    found = [c.tag for c in _complete(folder) if folder / c.tag != path]
-    if not found:
-        return f"No other complete checkpoint is in {folder}."
-    return f"Nothing was loaded. Complete checkpoints in {folder}: {', '.join(found[:5])}."
-
-
-def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
-    """Returns the newest checkpoint that is complete and undamaged, to resume after a failure.
-
-    It is the one in the file ``latest``, which ``load_checkpoint`` loads without a tag. If that is
-    missing, incomplete or damaged, it is the one of the most steps. Reads candidates once to verify
-    them.
-
-    Args:
-        folder: the ``save_dir`` of engine.save_checkpoint, or the ``output_dir`` of HF Trainer. For
-            Trainer, pass the result's ``folder`` to ``resume_from_checkpoint``.
-
-    Returns:
-        The checkpoint's location; None if there is no such checkpoint.
-    """
-    trainers = [
-        c
-        for inner in Path(folder).glob("checkpoint-*")
-        if re.fullmatch(r"checkpoint-\d+", inner.name) and (inner / "trainer_state.json").is_file()
-        for c in _complete(inner)
-    ]
-    first = str(folder), _latest_or_none(Path(folder))
-    found = [*_complete(Path(folder)), *trainers]
-    for candidate in sorted(found, key=lambda c: (c[:2] != first, -c.steps)):
-        try:
-            path = find(Path(candidate.folder), candidate.tag)
-            files = _manifest(path)["files"]
-            verify(path, files, files)
-            return candidate
-        except (CheckpointError, OSError):
-            continue
-    return None
-
-
-def _complete(folder: Path) -> list[Checkpoint]:
-    """Complete checkpoints: first the one that ``latest`` names, then by steps, newest first.
-
-    Skips a checkpoint in a subfolder if its tag does not contain the subfolder. Such a checkpoint
-    belongs to another run, which saved to the subfolder.
-    """
-    found = []
-    for tag, path in swap.checkpoints(folder):
-        try:
-            said = _manifest(path)
-            files, depth = said["files"].items(), len(Path(tag).parts)
-            is_own = depth in (1, len(PurePosixPath(said["tag"]).parts))
-            if is_own and all((path / n).stat().st_size == file["bytes"] for n, file in files):
-                found.append(Checkpoint(str(folder), tag, said["global_steps"]))
-        except (CheckpointError, OSError):
-            continue
-    latest = _latest_or_none(folder)
-    return sorted(found, key=lambda c: (c.tag != latest, -c.steps, c.tag))
-
-
-def _latest_or_none(folder: Path) -> str | None:
-    """The tag in the file ``latest``; None if it is missing or empty."""
-    file = folder / "latest"
-    return (file.read_text().strip() or None) if file.is_file() else None
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

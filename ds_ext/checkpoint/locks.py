@@ -16,14 +16,14 @@ from typing import TextIO
 
 from ds_ext.errors import CheckpointError
 
-NAME = ".ds_ext.lock"  # a job holds this lock while it moves folders
-SECONDS = 60.0  # timeout for the lock; moving folders takes milliseconds
+NAME = ".ds_ext.lock"  # a job holds this lock while it moves or removes files
+SECONDS = 60.0  # timeout for the lock; moving files takes milliseconds
 STALE = 3600.0  # seconds without a write after which another host's save counts as dead
 
 
 @contextlib.contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Context in which other jobs cannot move folders in ``folder``.
+    """Context in which other jobs cannot move or remove files in ``folder``.
 
     Raises:
         CheckpointError: another job holds the lock too long.
@@ -46,10 +46,9 @@ def exclusive(folder: Path) -> Iterator[None]:
 def hold(path: Path) -> TextIO:
     """Creates a file, and locks it until ``release`` or the end of this process."""
     file = open(path, "w+")
-    file.write(_kernel())
-    file.flush()
-    if not _lock(file):
-        file.truncate(0)  # locks are not supported: use the time of the last write
+    if _lock(file):
+        file.write(_kernel())
+        file.flush()
     return file
 
 
@@ -61,24 +60,24 @@ def release(file: TextIO) -> None:
 
 
 def is_abandoned(path: Path, writes: Path, now: float) -> bool:
-    """Returns whether the job that locked a file has ended.
+    """Returns whether the job that locked the file ``path`` has ended.
 
     Args:
-        path: the lock file; a missing file is not locked.
+        path: the lock file.
         writes: the folder that the job writes to.
         now: the file system's current time, in seconds.
     """
     try:
         with open(path, "r+") as file:
-            kernel = file.read() if _lock(file) else ""
-    except FileNotFoundError:
-        kernel = ""
-    except (BlockingIOError, PermissionError):  # the job runs, or belongs to another user
+            is_known = _lock(file) and file.read() == _kernel()
+    except FileNotFoundError:  # it has just ended, and removed its files
         return False
-    if kernel == _kernel() or not writes.exists():  # or killed before it wrote anything
+    except (BlockingIOError, PermissionError):  # it runs, or belongs to another user
+        return False
+    if is_known or not writes.exists():  # or killed before it wrote anything
         return True
     last = [f.stat().st_mtime for f in (path, writes, *writes.glob("*")) if f.exists()]
-    return now - max(last, default=0.0) > STALE
+    return now - max(last, default=now) > STALE
 
 
 def _take(path: Path) -> TextIO | None:

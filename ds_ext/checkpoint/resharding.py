@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ext.checkpoint.folder import VERSION
+from ds_ext.checkpoint.manifests import VERSION
 from ds_ext.checkpoint.pieces import Pieces, piece
 from ds_ext.ops import int8
 from ds_ext.ops import state as spec

@@ -14,7 +14,8 @@ from deepspeed.checkpoint import constants
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from ds_ext.checkpoint import folder
+from ds_ext.checkpoint import manifests
+from ds_ext.checkpoint.manifests import locate
 from ds_ext.checkpoint.pieces import Pieces, Saved, plain_name, with_plain_names
 from ds_ext.engine.safe_unpickling import load
 from ds_ext.errors import CheckpointError
@@ -53,7 +54,7 @@ class Writer:
                 f"{path} could not be written ({free:,.0f} MiB are free there): "
                 f"{type(error).__name__}: {error}"
             ) from error
-        self.files[file.name] = folder.size_and_checksum(file)
+        self.files[file.name] = manifests.size_and_checksum(file)
 
 
 def _block_conversion(model: dict[str, Any], is_partitioned: bool) -> dict[str, Any]:
@@ -122,7 +123,7 @@ def open_files(
     """
     if manifest is not None:
         model_files, layer_files = manifest["model_files"], manifest.get("layer_files", [])
-        saved = [_state_in(path / name) for name in manifest["state_files"]]
+        saved = [_state_in(locate(path, name)) for name in manifest["state_files"]]
     else:
         found = sorted(f.name for f in path.glob("*.pt"))
         model_files, layer_files = [
@@ -131,7 +132,7 @@ def open_files(
         saved = []
     if not model_files:
         raise CheckpointError(f"{path} holds no checkpoint: no file *model_states.pt.")
-    models = [load(path / name) for name in model_files]
+    models = [load(locate(path, name)) for name in model_files]
     if manifest is None:
         _refuse_unfinished(path, models[0].get("optimizer"))
     model = models[rank % len(models)]
@@ -166,7 +167,7 @@ def _of_layers(path: Path, files: Sequence[str], layers: Mapping[int, str]) -> d
         prefix = None if match is None else layers.get(int(match[1]))
         if prefix is None:
             raise CheckpointError(f"{path / name} contains a layer that the model does not have.")
-        found.update({prefix + key: value for key, value in load(path / name).items()})
+        found.update({prefix + key: value for key, value in load(locate(path, name)).items()})
     return found
 
 
@@ -197,7 +198,7 @@ def _refuse_unfinished(path: Path, optimizer: Any) -> None:
     files = [load(file) for file in path.glob("*_rank_0_*optim_states.pt")]
     optimizers = [optimizer, *(file["optimizer_state_dict"] for file in files)]
     if any(isinstance(o, dict) and "ds_ext" in o for o in optimizers):
-        raise CheckpointError(f"{path} is not complete: {folder.MANIFEST} is missing.")
+        raise CheckpointError(f"{path} is not complete: {manifests.MANIFEST} is missing.")
 
 
 def _whole_weights(found: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]:

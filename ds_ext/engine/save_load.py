@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_ext.backward.fused_backward import FusedBackward
-from ds_ext.checkpoint import checks, folder, swap
+from ds_ext.checkpoint import checks, folder, manifests
 from ds_ext.distributed import consensus
 from ds_ext.engine import checkpoint_contents, checkpoint_files, pipeline
 from ds_ext.engine.checkpoint_contents import Contents
@@ -130,7 +130,7 @@ def load_checkpoint(
         return None, None
     folder.checkpoint_path(load_dir, tag)  # raises if the tag is not a valid name
     pipeline.follow_groups(engine, engine.optimizer.optimizer)
-    path = consensus.run_on_all_ranks(lambda: folder.find(Path(load_dir), tag), CheckpointError)
+    path = consensus.run_on_all_ranks(lambda: manifests.find(Path(load_dir), tag), CheckpointError)
     contents = Contents(engine, engine.optimizer.fused, engine.optimizer.loss_scaler)
     manifest = consensus.run_on_all_ranks(lambda: _verified(engine, path), CheckpointError)
     opened = consensus.run_on_all_ranks(lambda: _opened(contents, path, manifest), CheckpointError)
@@ -218,7 +218,7 @@ def _save(
         consensus.run_on_all_ranks(fill, CheckpointError)
     finally:
         if draft is not None:
-            swap.close(draft)  # after all ranks have stopped writing
+            folder.close(draft)  # after all ranks have stopped writing
 
 
 def _write(
@@ -258,7 +258,7 @@ def _write(
 def _manifest(engine: DeepSpeedEngine, tag: str, written: Sequence[Files]) -> dict[str, Any]:
     """The manifest of a checkpoint, from the files that each rank has written."""
     return {
-        "ds_ext": folder.VERSION,
+        "ds_ext": manifests.VERSION,
         "tag": tag,
         "global_steps": engine.global_steps,
         "optimizer": type(engine.optimizer.optimizer).__name__,
@@ -274,7 +274,7 @@ def _manifest(engine: DeepSpeedEngine, tag: str, written: Sequence[Files]) -> di
 
 def _latest(load_dir: str) -> str | None:
     """The newest tag; None if nothing was ever saved. Checks that all ranks read the same tag."""
-    tag = consensus.run_on_all_ranks(lambda: folder.latest(Path(load_dir)), CheckpointError)
+    tag = consensus.run_on_all_ranks(lambda: manifests.latest(Path(load_dir)), CheckpointError)
     seen = consensus.gathered(tag)
     if other := [rank for rank, found in enumerate(seen) if found != seen[0]]:
         raise CheckpointError(
@@ -286,7 +286,7 @@ def _latest(load_dir: str) -> str | None:
 
 def _verified(engine: DeepSpeedEngine, path: Path) -> dict[str, Any] | None:
     """The manifest, or None without one. Verifies this rank's share of the files."""
-    manifest, layout = folder.manifest(path), engine.optimizer.layout
+    manifest, layout = manifests.manifest(path), engine.optimizer.layout
     saved = (manifest or {}).get("tensor_parallel", 1)
     size = max(1, engine.autotp_size())
     if saved != size:
@@ -297,7 +297,7 @@ def _verified(engine: DeepSpeedEngine, path: Path) -> dict[str, Any] | None:
         )
     if manifest is not None:
         files = manifest["files"]
-        folder.verify(path, files, list(files)[layout.rank :: layout.world])
+        manifests.verify(path, files, list(files)[layout.rank :: layout.world])
     return manifest
 
 

@@ -14,7 +14,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from ds_ext.checkpoint import folder as folders
+from ds_ext.checkpoint import manifests
 from tests import worlds
 from tests.distributed.storing_jobs import engine_of
 
@@ -69,8 +69,8 @@ def load_all(folder: str) -> dict[str, int]:
     loaded.save_checkpoint(folder, tag="another", save_latest=False)
     for path in Path(folder).iterdir():
         if path.is_dir() and path.name != "another":
-            said = folders.manifest(path)
-            folders.verify(path, said["files"], said["files"])
+            said = manifests.manifest(path)
+            manifests.verify(path, said["files"], said["files"])
             loaded.load_checkpoint(folder, tag=path.name)
             assert bool((loaded.module.weight == loaded.global_steps).all())
             found[path.name] = loaded.global_steps
@@ -85,7 +85,7 @@ def interrupted(folder: str) -> tuple[int, list[str]]:
         with torch.no_grad():
             saved.module.weight.fill_(number)
         done = not _interrupted(number, lambda: saved.save_checkpoint(folder, tag="both"))
-        before = folders.newest_checkpoint(folder)
+        before = manifests.newest_checkpoint(folder)
         if number and (before is None or before.steps not in (number, number - 1 + 5000)):
             wrong.append(f"{number}: {before}")
         saved.global_steps += 5000

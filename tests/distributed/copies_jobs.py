@@ -11,7 +11,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from ds_ext.checkpoint import folder as checkpoint_folder
+from ds_ext.checkpoint import manifests
 from ds_ext.distributed.groups import size_of
 from tests.common import by_role, models, updates
 from tests.common.ranks import identical, message, shared_folder, whole
@@ -158,7 +158,7 @@ def saved(kind: str, stage: int, further: list[tuple[int, int]]) -> dict[str, An
         dist.barrier()
         tool = resume_jobs.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
         told = all(torch.equal(tool[n], middle[n]) for n in tool) and tool.keys() == middle.keys()
-        manifest = checkpoint_folder.manifest(Path(folder) / "global_step2") or {}
+        manifest = manifests.manifest(Path(folder) / "global_step2") or {}
         files = [len(manifest[kind]) for kind in ("model_files", "state_files")]
         dist.barrier()
     return {"found": found, "same": same, "zero_to_fp32": told, "files": files}

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import ds_ext
-from ds_ext.checkpoint import folder as folders
+from ds_ext.checkpoint import manifests
 from ds_ext.optimizer import RuleOptimizer
 from tests import worlds
 from tests.common.ranks import shared_folder
@@ -205,10 +205,10 @@ SPOIL = {"truncated": _truncate, "flipped": _flip, "missing": os.unlink}
 
 
 def _other_format(number: int, path: Path) -> None:
-    manifest = json.loads((path / folders.MANIFEST).read_text())
+    manifest = json.loads((path / manifests.MANIFEST).read_text())
     manifest = {k: v for k, v in manifest.items() if k != "crc32"} | {"ds_ext": number}
-    checksum = folders._checksum(manifest)
-    (path / folders.MANIFEST).write_text(json.dumps(manifest | {"crc32": checksum}))
+    checksum = manifests._checksum(manifest)
+    (path / manifests.MANIFEST).write_text(json.dumps(manifest | {"crc32": checksum}))
 
 
 def _narrow() -> deepspeed.DeepSpeedEngine:

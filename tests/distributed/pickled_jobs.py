@@ -99,12 +99,12 @@ def describe_anew(manifest: Path, path: Path) -> None:
     """Writes the size and checksum of a changed file into the manifest."""
     import json
 
-    from ds_ext.checkpoint import folder
+    from ds_ext.checkpoint import manifests
 
     said = json.loads(manifest.read_text())
     del said["crc32"]
-    said["files"][path.name] = folder.size_and_checksum(path)
-    manifest.write_text(json.dumps(said | {"crc32": folder._checksum(said)}))
+    said["files"][path.name] = manifests.size_and_checksum(path)
+    manifest.write_text(json.dumps(said | {"crc32": manifests._checksum(said)}))
 
 
 def classes(folder: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ds_ext.checkpoint import folder as folders
+from ds_ext.checkpoint import manifests
 from tests import worlds
 from tests.common.choose import params
 from tests.distributed import concurrent_saves_jobs as jobs
@@ -23,7 +23,7 @@ def test_what_a_save_returned_from_is_complete(tmp_path, ranks, kind):
         assert list(found) == ["both"] and found["both"] in returned
     else:
         assert set(returned) <= set(found.values())
-    assert folders.latest(folder) in found
+    assert manifests.latest(folder) in found
     assert not list(folder.glob(".*"))
 
 

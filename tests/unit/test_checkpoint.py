@@ -7,10 +7,11 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import ds_ext
-from ds_ext.checkpoint import checks, folder, resharding, swap
+from ds_ext.checkpoint import checks, folder, manifests, resharding
 from ds_ext.checkpoint.pieces import Pieces, piece
 from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.distributed import consensus
+from ds_ext.errors import CheckpointError
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part
 from ds_ext.optimizer.updates import RunUpdate
@@ -83,31 +84,31 @@ def write(path, steps, is_latest=True, **wrong):
     """A checkpoint of one file, with ``wrong`` entries in its manifest."""
     draft = folder.prepare(path)
     (draft.aside / "file.pt").write_bytes(b"content %d" % steps)
-    files = {"file.pt": folder.size_and_checksum(draft.aside / "file.pt")}
+    files = {"file.pt": manifests.size_and_checksum(draft.aside / "file.pt")}
     folder.commit(draft, manifest(path.name, steps, files), is_latest)
-    swap.close(draft)
+    folder.close(draft)
     if wrong:
         said = manifest(path.name, steps, files) | wrong
-        said |= {"crc32": folder._checksum(said)}
-        (path / folder.MANIFEST).write_text(json.dumps(said))
+        said |= {"crc32": manifests._checksum(said)}
+        (path / manifests.MANIFEST).write_text(json.dumps(said))
 
 
 def test_the_newest_checkpoint_is_complete_undamaged_and_trainers_own(tmp_path):
-    assert folder.newest_checkpoint(tmp_path) is None
+    assert manifests.newest_checkpoint(tmp_path) is None
     for steps in (9, 10, 30):
         write(tmp_path / f"global_step{steps}", steps)
-    assert folder.newest_checkpoint(tmp_path).steps == 30
-    assert folder.latest(tmp_path) == "global_step30"
+    assert manifests.newest_checkpoint(tmp_path).steps == 30
+    assert manifests.latest(tmp_path) == "global_step30"
     (tmp_path / "global_step30" / "file.pt").write_bytes(b"c0ntent 30")
-    assert folder.newest_checkpoint(tmp_path) == (str(tmp_path), "global_step10", 10)
+    assert manifests.newest_checkpoint(tmp_path) == (str(tmp_path), "global_step10", 10)
     write(tmp_path / "checkpoint-40" / "global_step40", 40)  # HF Trainer killed before it was done
-    assert folder.newest_checkpoint(tmp_path).steps == 10
+    assert manifests.newest_checkpoint(tmp_path).steps == 10
     (tmp_path / "checkpoint-40" / "trainer_state.json").write_text("{}")
     inner = str(tmp_path / "checkpoint-40")
-    assert folder.newest_checkpoint(tmp_path) == (inner, "global_step40", 40)
+    assert manifests.newest_checkpoint(tmp_path) == (inner, "global_step40", 40)
     write(tmp_path / "global_step9", 11)  # in the place of the one before
     assert not list(tmp_path.glob(".*"))
-    assert folder.newest_checkpoint(tmp_path / "global_step9") is None
+    assert manifests.newest_checkpoint(tmp_path / "global_step9") is None
 
 
 def test_the_newest_checkpoint_is_the_one_that_loading_takes(tmp_path):
@@ -115,9 +116,11 @@ def test_the_newest_checkpoint_is_the_one_that_loading_takes(tmp_path):
     write(tmp_path / "global_step1000", 1000)
     write(tmp_path / "global_step20", 20)
     write(tmp_path / "best", 30, is_latest=False)
-    assert folder.latest(tmp_path) == folder.newest_checkpoint(tmp_path).tag == "global_step20"
+    assert (
+        manifests.latest(tmp_path) == manifests.newest_checkpoint(tmp_path).tag == "global_step20"
+    )
     (tmp_path / "global_step20" / "file.pt").write_bytes(b"c0ntent 20")
-    assert folder.newest_checkpoint(tmp_path).tag == "global_step1000"
+    assert manifests.newest_checkpoint(tmp_path).tag == "global_step1000"
 
 
 WRONG = {
@@ -138,10 +141,10 @@ WRONG = {
 def test_a_manifest_with_wrong_types_is_damaged(key, tmp_path):
     write(tmp_path / "older", 2)
     write(tmp_path / "newer", 3, **{key.partition(".")[0]: WRONG[key]})
-    with pytest.raises(folder.CheckpointError, match="ds_ext.json is damaged") as caught:
-        folder.manifest(tmp_path / "newer")
+    with pytest.raises(CheckpointError, match="ds_ext.json is damaged") as caught:
+        manifests.manifest(tmp_path / "newer")
     assert (key in str(caught.value) or key == "ds_ext") and "older" in str(caught.value)
-    assert folder.newest_checkpoint(tmp_path).tag == "older"
+    assert manifests.newest_checkpoint(tmp_path).tag == "older"
 
 
 def test_the_first_difference_is_named():

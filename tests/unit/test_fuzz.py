@@ -14,11 +14,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ds_ext.checkpoint import checks, folder, resharding
+from ds_ext.checkpoint import checks, manifests, resharding
 from ds_ext.checkpoint.pieces import Pieces
 from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.config import config_checks, parsing
 from ds_ext.distributed import lockstep
+from ds_ext.errors import CheckpointError
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, bucket_step
 from ds_ext.optimizer.updates import RunUpdate
@@ -330,7 +331,7 @@ def honoured_or_refused(given_):
 @functools.cache
 def manifest_text():
     said = manifest("t", 3, {})
-    return json.dumps(said | {"crc32": folder._checksum(said)}, indent=1)
+    return json.dumps(said | {"crc32": manifests._checksum(said)}, indent=1)
 
 
 @tried(600)
@@ -346,11 +347,11 @@ def damaged(path, change):
     content = bytearray(manifest_text().encode())
     at %= len(content)
     content[at] = byte
-    (path / folder.MANIFEST).write_bytes(content[:at] if cut else content)
+    (path / manifests.MANIFEST).write_bytes(content[:at] if cut else content)
     try:
-        assert folder.manifest(path)["tag"] == "t"
-    except folder.CheckpointError as error:
-        assert folder.MANIFEST in str(error)
+        assert manifests.manifest(path)["tag"] == "t"
+    except CheckpointError as error:
+        assert manifests.MANIFEST in str(error)
 
 
 def test_a_manifest_with_another_letter_or_digit_is_refused(tmp_path):
@@ -361,10 +362,10 @@ def test_a_manifest_with_another_letter_or_digit_is_refused(tmp_path):
     for at in range(len(content)):
         changed = bytearray(content)
         changed[at] ^= 1
-        (tag / folder.MANIFEST).write_bytes(changed)
+        (tag / manifests.MANIFEST).write_bytes(changed)
         try:
-            assert folder.manifest(tag) == said
-        except folder.CheckpointError:
+            assert manifests.manifest(tag) == said
+        except CheckpointError:
             refused += 1
     assert refused > len(content) / 2
 

@@ -3,12 +3,15 @@
 import errno
 import fcntl
 import os
+import random
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from ds_ext.checkpoint import folder, locks, swap
+from ds_ext.checkpoint import folder, locks, manifests
+from ds_ext.errors import CheckpointError
 from tests.common.manifests import manifest
 
 KEPT = {
@@ -29,17 +32,17 @@ def save(root: Path, tag: str, steps: int, ranks: int = 2) -> None:
     names = [f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in range(ranks)]
     for name in names:
         (draft.aside / name).write_text(f"{tag} {steps}")
-    files = {name: folder.size_and_checksum(draft.aside / name) for name in names}
+    files = {name: manifests.size_and_checksum(draft.aside / name) for name in names}
     folder.commit(draft, manifest(tag, steps, files), True)
-    swap.close(draft)
+    folder.close(draft)
 
 
 def steps_of(root: Path, tag: str) -> int:
     """Of the checkpoint under a tag, whose files are checked."""
-    path = folder.find(root, tag)
-    said = folder.manifest(path)
+    path = manifests.find(root, tag)
+    said = manifests.manifest(path)
     assert said is not None
-    folder.verify(path, said["files"], said["files"])
+    manifests.verify(path, said["files"], said["files"])
     return said["global_steps"]
 
 
@@ -84,18 +87,20 @@ def test_a_tag_that_is_a_link_stays_one(tmp_path):
         save(tmp_path / "runs", "best", steps)
         assert link.is_symlink() and steps_of(tmp_path / "runs", "best") == steps
         assert (tmp_path / "disk/here/tokenizer.json").read_text() == "tokens"
-        assert folder.newest_checkpoint(tmp_path / "runs").steps == steps
+        assert manifests.newest_checkpoint(tmp_path / "runs").steps == steps
     assert os.listdir(tmp_path / "disk") == ["here"]
 
 
 def test_a_file_is_not_replaced_by_a_checkpoint(tmp_path):
     (tmp_path / "run").write_text("mine")
-    with pytest.raises(folder.CheckpointError, match="run is a file"):
+    with pytest.raises(CheckpointError, match="run is a file"):
         folder.prepare(tmp_path / "run")
     assert texts(tmp_path) == {"mine"}
 
 
-@pytest.mark.parametrize("tag", ["", ".", "../run", "/run", "a/../../b", "latest", ".replaced-a"])
+@pytest.mark.parametrize(
+    "tag", ["", ".", "../run", "/run", "a/../../b", "latest", ".incomplete-a", "a/.complete"]
+)
 def test_a_tag_names_a_folder_inside(tmp_path, tag):
     with pytest.raises(ValueError, match="tag"):
         folder.checkpoint_path(tmp_path, tag)
@@ -110,24 +115,33 @@ def test_tags_need_not_be_texts(tmp_path):
 MOVES = ("rename", "replace", "unlink", "rmdir", "mkdir")
 
 
+def dying(number: int, method):
+    """A method that kills the process at the call after so many."""
+    left = iter(range(number))
+
+    def call(*args, **kwargs):
+        if next(left, None) is None:
+            raise Killed
+        return method(*args, **kwargs)
+
+    return call
+
+
 def kill_before(monkeypatch, number: int) -> None:
     """Kills the process before the ``number``-th change of a folder from now on."""
-    left = number
+    one = dying(number, lambda: None)
 
-    def dying(method):
+    def counted(method):
         def call(*args, **kwargs):
-            nonlocal left
-            if left == 0:
-                raise Killed
-            left -= 1
+            one()
             return method(*args, **kwargs)
 
         return call
 
     for name in MOVES:
-        monkeypatch.setattr(Path, name, dying(getattr(Path, name)))
+        monkeypatch.setattr(Path, name, counted(getattr(Path, name)))
     for name in ("replace", "unlink", "rmdir"):  # shutil.rmtree calls the last two
-        monkeypatch.setattr(os, name, dying(getattr(os, name)))
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
 
 
 def start(root: Path, kind: str) -> None:
@@ -154,10 +168,10 @@ def test_killed_at_any_moment_nothing_is_lost(tmp_path, monkeypatch, kind):
             except Killed:
                 killed = True
         # What was saved is there, and what ``latest`` names is one of the two newest.
-        tag = folder.latest(root)
+        tag = manifests.latest(root)
         assert (tag, steps_of(root, tag)) in {("run/step2", 2), ("run", 3)}
         assert steps_of(root, "run") in (1, 3) and steps_of(root, "run/step2") == 2
-        assert folder.newest_checkpoint(root).steps in (2, 3)
+        assert manifests.newest_checkpoint(root).steps in (2, 3)
         assert set(KEPT.values()) <= texts(root)
         # The next save brings all of it where it was.
         save(root, "run", 4)
@@ -170,22 +184,22 @@ def test_killed_at_any_moment_nothing_is_lost(tmp_path, monkeypatch, kind):
     assert number > 15 and not killed
 
 
-def test_the_newest_checkpoint_may_have_a_tag_with_folders(tmp_path):
+def test_the_newest_checkpoint_may_have_a_tag_with_folders(tmp_path, monkeypatch):
     save(tmp_path, "step1", 1)
     save(tmp_path, "run/a/step3", 3)
-    assert folder.latest(tmp_path) == "run/a/step3"
-    assert folder.newest_checkpoint(tmp_path) == (str(tmp_path), "run/a/step3", 3)
+    assert manifests.latest(tmp_path) == "run/a/step3"
+    assert manifests.newest_checkpoint(tmp_path) == (str(tmp_path), "run/a/step3", 3)
     save(tmp_path, "run/step2", 2)
     save(tmp_path, "run", 2)  # around the two others
-    assert folder.newest_checkpoint(tmp_path).tag == folder.latest(tmp_path) == "run"
-    (tmp_path / "run").rename(tmp_path / ".replaced-run")  # killed here
-    assert folder.newest_checkpoint(tmp_path).tag == folder.latest(tmp_path) == "run"
+    assert manifests.newest_checkpoint(tmp_path).tag == manifests.latest(tmp_path) == "run"
+    moving_files(monkeypatch, tmp_path, "run", 2, 1)
+    assert manifests.newest_checkpoint(tmp_path).tag == manifests.latest(tmp_path) == "run"
     (tmp_path / "latest").unlink()
-    assert folder.newest_checkpoint(tmp_path).tag == "run/a/step3"
-    (tmp_path / ".replaced-run/a/step3/zero_pp_rank_0_mp_rank_00_optim_states.pt").write_text("")
+    assert manifests.newest_checkpoint(tmp_path).tag == "run/a/step3"
+    (tmp_path / "run/a/step3/zero_pp_rank_0_mp_rank_00_optim_states.pt").write_text("")
     for tag in ("run/step2", "run"):  # as new as each other
         (tmp_path / "latest").write_text(tag)
-        assert folder.newest_checkpoint(tmp_path) == (str(tmp_path), tag, 2)
+        assert manifests.newest_checkpoint(tmp_path) == (str(tmp_path), tag, 2)
 
 
 def test_other_runs_links_and_odd_folders_do_not_confuse_the_newest_checkpoint(tmp_path):
@@ -200,13 +214,21 @@ def test_other_runs_links_and_odd_folders_do_not_confuse_the_newest_checkpoint(t
     (root / "a file").write_text("")
     (root / "run/ds_ext.json").mkdir()
     (root / "run/closed").mkdir(mode=0)
-    assert folder.newest_checkpoint(root) == (str(root), "run/step3", 3)
+    assert manifests.newest_checkpoint(root) == (str(root), "run/step3", 3)
     (root / "latest").unlink()
-    assert folder.newest_checkpoint(root) == (str(root), "run/step3", 3)
+    assert manifests.newest_checkpoint(root) == (str(root), "run/step3", 3)
     (root / "best").symlink_to(tmp_path / "disk/step4")
-    assert folder.newest_checkpoint(root) == (str(root), "best", 4)
+    assert manifests.newest_checkpoint(root) == (str(root), "best", 4)
     (root / "far").symlink_to(tmp_path / "elsewhere/run")
-    assert folder.newest_checkpoint(root) == (str(root), "far/step5", 5)
+    assert manifests.newest_checkpoint(root) == (str(root), "far/step5", 5)
+
+
+def test_a_checkpoint_that_version_1_0_left_between_two_renames_is_found(tmp_path):
+    save(tmp_path, "run", 1)
+    (tmp_path / "run").rename(tmp_path / ".replaced-run")
+    assert manifests.newest_checkpoint(tmp_path) == (str(tmp_path), ".replaced-run", 1)
+    assert steps_of(tmp_path, ".replaced-run") == 1
+    assert folder.checkpoint_path(tmp_path, ".replaced-run") == tmp_path / ".replaced-run"
 
 
 def leftovers(root: Path) -> list[str]:
@@ -218,24 +240,49 @@ def test_another_job_does_not_touch_what_a_job_writes(tmp_path, tag):
     first = folder.prepare(tmp_path / "first")
     (first.aside / "file.pt").write_text("first")
     save(tmp_path, tag, 2)
-    files = {"file.pt": folder.size_and_checksum(first.aside / "file.pt")}
+    files = {"file.pt": manifests.size_and_checksum(first.aside / "file.pt")}
     folder.commit(first, manifest("first", 1, files), True)
-    swap.close(first)
+    folder.close(first)
     assert steps_of(tmp_path, "first") == 1 and steps_of(tmp_path, tag) in (1, 2)
-    assert folder.latest(tmp_path) == "first" and not leftovers(tmp_path)
+    assert manifests.latest(tmp_path) == "first" and not leftovers(tmp_path)
 
 
-def test_what_another_job_left_in_the_midst_of_an_exchange_is_settled(tmp_path):
-    save(tmp_path, "run", 1)
+def moving_files(monkeypatch, root: Path, tag: str, steps: int, moved: int) -> None:
+    """A save that is killed when so many of its three files have replaced the old ones."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", dying(moved, Path.replace))
+        with pytest.raises(Killed):
+            save(root, tag, steps)
+
+
+@pytest.mark.parametrize("moved", range(3))
+def test_a_killed_move_of_files_is_finished_by_another_job(tmp_path, monkeypatch, moved):
+    save(tmp_path, "run", 1, ranks=4)
     put(tmp_path / "run")
     draft = folder.prepare(tmp_path / "run")
-    (tmp_path / "run").rename(
-        tmp_path / ".replaced-run"
-    )  # another job, killed after its first move
-    (tmp_path / "run").mkdir()
-    swap.move_into_place(draft)
-    swap.close(draft)
-    assert set(KEPT.values()) <= texts(tmp_path / "run") and not leftovers(tmp_path)
+    moving_files(monkeypatch, tmp_path, "run", 2, moved)
+    # DeepSpeed's tools find no file of the old checkpoint beside those of the new one.
+    found = {path.read_text() for path in (tmp_path / "run").glob("*_states.pt") if path.is_file()}
+    assert found <= {"run 2"}
+    assert steps_of(tmp_path, "run") == 2 and manifests.newest_checkpoint(tmp_path).steps == 2
+    folder.commit(draft, manifest("run", 3, {}), True)
+    folder.close(draft)
+    assert steps_of(tmp_path, "run") == 3
+    assert texts(tmp_path / "run") - {(tmp_path / "run/ds_ext.json").read_text()} == {
+        *KEPT.values()
+    }
+    save(tmp_path, "run", 4)
+    assert steps_of(tmp_path, "run") == 4 and not leftovers(tmp_path)
+
+
+def test_a_folder_with_the_name_of_a_checkpoint_file_is_refused_before_anything_changes(tmp_path):
+    save(tmp_path, "run", 1)
+    put(tmp_path / "run", {"zero_pp_rank_2_mp_rank_00_optim_states.pt/mine": "mine"})
+    with pytest.raises(CheckpointError, match="rank_2_mp_rank_00_optim_states.pt is a folder"):
+        save(tmp_path, "run", 2, ranks=3)
+    assert steps_of(tmp_path, "run") == 1 and "mine" in texts(tmp_path / "run")
+    save(tmp_path, "run", 3)
+    assert steps_of(tmp_path, "run") == 3 and not leftovers(tmp_path)
 
 
 def killed_in_a_save(root: Path) -> None:
@@ -264,7 +311,7 @@ def test_a_process_that_was_forked_in_a_save_holds_no_lock(tmp_path):
     if not (pid := os.fork()):
         os.read(reading, 1)
         os._exit(0)
-    swap.close(draft)
+    folder.close(draft)
     save(tmp_path, "run", 1)
     assert not leftovers(tmp_path)
     os.write(writing, b".")
@@ -303,7 +350,7 @@ def test_without_locks_of_all_hosts_only_what_rests_for_an_hour_is_cleared(
 
 def test_a_job_that_hangs_with_the_lock_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "SECONDS", 0.05)
-    with locks.exclusive(tmp_path), pytest.raises(folder.CheckpointError, match="has held.*lock"):
+    with locks.exclusive(tmp_path), pytest.raises(CheckpointError, match="has held.*lock"):
         save(tmp_path, "run", 1)
     save(tmp_path, "run", 1)
     assert not leftovers(tmp_path)
@@ -313,3 +360,54 @@ def test_a_lock_whose_job_was_killed_before_it_wrote_is_removed(tmp_path):
     (tmp_path / ".incomplete-step1.01234567.lock").touch()
     save(tmp_path, "step2", 2)
     assert not list(tmp_path.glob(".*"))
+
+
+def saves_without_end(root: Path, first: int) -> tuple[int, int]:
+    """Starts a process that saves one checkpoint after another -> its number, and a pipe of steps.
+
+    The pipe holds the steps of each save that has returned, eight bytes for each.
+    """
+    reading, writing = os.pipe()
+    if pid := os.fork():
+        os.close(writing)
+        return pid, reading
+    try:
+        for steps in range(first, first + 10**6):
+            save(root, "run", steps)
+            os.write(writing, steps.to_bytes(8, "little"))
+    finally:
+        os._exit(1)
+
+
+def kill(pid: int, reading: int) -> list[int]:
+    """Kills a process of ``saves_without_end`` -> the steps of its saves that have returned."""
+    os.kill(pid, signal.SIGKILL)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL, "a save failed without a kill"
+    with open(reading, "rb") as file:
+        told = file.read()
+    return [int.from_bytes(told[i : i + 8], "little") for i in range(0, len(told), 8)]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_two_jobs_killed_at_random_moments_lose_nothing(tmp_path, kind, request):
+    chance = random.Random(0)
+    start(tmp_path, kind)
+    last = 1
+    for number in range(5 * request.config.getoption("kills")):
+        first = 10**7 * (number + 1)
+        jobs = [saves_without_end(tmp_path, first + 10**6 * job) for job in (1, 2)]
+        time.sleep(chance.uniform(0, 0.05))
+        returned = []
+        for job in jobs:
+            time.sleep(chance.uniform(0, 0.005))
+            returned.append(kill(*job))
+        found = steps_of(tmp_path, "run")
+        assert found >= first or (found == last and not any(returned))
+        assert not any(found in steps[:-1] for steps in returned)
+        assert steps_of(tmp_path, "run/step2") == 2 and set(KEPT.values()) <= texts(tmp_path)
+        last = first - 1
+        save(tmp_path, "run", last)
+        assert steps_of(tmp_path, "run") == last and steps_of(tmp_path, "run/step2") == 2
+        assert set(KEPT.values()) <= texts((tmp_path / "run").resolve())
+        assert (tmp_path / "run").is_symlink() == (kind == "link") and not leftovers(tmp_path)

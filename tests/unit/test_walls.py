@@ -51,7 +51,7 @@ WITHOUT_TORCH = {
     "hyperparams.py",
     "errors.py",
     "checkpoint/folder.py",
-    "checkpoint/swap.py",
+    "checkpoint/manifests.py",
 }
 # What DeepSpeed sets on parameters and modules: read and written in the package engine only.
 DEEPSPEED_ATTRIBUTES = ("ds_", "_ds_", "allreduce", "group_name", "tensor_model_parallel")

@@ -1,0 +1,245 @@
+"""Manifests of checkpoints: reads them, verifies the files, and finds the newest checkpoint."""
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import NotRequired, TypedDict
+
+from ds_ext.errors import CheckpointError
+
+MANIFEST = "ds_ext.json"
+VERSION = 4  # format version of manifest and contents; 0.1.0 writes 4
+INCOMPLETE, COMPLETE = ".incomplete-", ".complete"  # names of folders: see ``folder``
+
+
+class FileEntry(TypedDict):
+    """The size and checksum of a file."""
+
+    bytes: int
+    crc32: int
+
+
+class Manifest(TypedDict):
+    """The entries of a manifest that loading reads."""
+
+    tag: str
+    global_steps: int
+    files: dict[str, FileEntry]
+    model_files: list[str]
+    state_files: list[str]
+    layer_files: NotRequired[list[str]]
+    tensor_parallel: NotRequired[int]
+
+
+_MANIFEST = TypeAdapter(Manifest)
+
+
+class Checkpoint(NamedTuple):
+    """The location of a checkpoint: ``engine.load_checkpoint(folder, tag)`` loads it."""
+
+    folder: str
+    tag: str
+    steps: int  # the number of steps before the save
+
+
+def size_and_checksum(path: Path) -> dict[str, int]:
+    """Flushes a file to disk; returns its size in bytes and its CRC-32."""
+    size, checksum = 0, 0
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        while block := file.read(2**22):
+            size += len(block)
+            checksum = zlib.crc32(block, checksum)
+    return {"bytes": size, "crc32": checksum}
+
+
+def locate(path: Path, name: str) -> Path:
+    """Returns the path of a checkpoint's file, even if a killed job has not moved it into place."""
+    new = path / COMPLETE / name
+    return new if os.path.isfile(new) else path / name
+
+
+def latest(folder: Path) -> str | None:
+    """Returns the tag of the newest checkpoint; None if nothing was ever saved.
+
+    Raises:
+        CheckpointError: the file ``latest`` is empty.
+    """
+    tag = _latest(folder)
+    if tag == "":
+        raise CheckpointError(f"{folder / 'latest'} is empty. {_others(folder, folder / ' ')}")
+    return tag
+
+
+def _latest(folder: Path) -> str | None:
+    """The text of the file ``latest``; None if it is missing."""
+    file = folder / "latest"
+    return file.read_text().strip() if file.is_file() else None
+
+
+def find(folder: Path, tag: str) -> Path:
+    """Returns the folder of a checkpoint.
+
+    Raises:
+        CheckpointError: there is no checkpoint with this tag.
+    """
+    if not (folder / tag).is_dir():
+        raise CheckpointError(f"there is no checkpoint {folder / tag}. {_others(folder, Path())}")
+    return folder / tag
+
+
+def manifest(path: Path) -> dict[str, Any] | None:
+    """Returns the manifest of a checkpoint; None if ds_ext did not write it.
+
+    Raises:
+        CheckpointError: the manifest is damaged, or has another format version.
+    """
+    if not locate(path, MANIFEST).is_file():
+        return None
+    try:
+        return read(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} {_others(path.parent, path)}") from error
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Returns the manifest of a checkpoint; raises like ``manifest``, also if there is none."""
+    try:
+        said: dict[str, Any] = json.loads(locate(path, MANIFEST).read_text())
+        damaged = said.pop("crc32") != _checksum(said)
+        version = int(said["ds_ext"])
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        damaged = True
+    if damaged:
+        raise CheckpointError(f"{path / MANIFEST} is damaged.")
+    if version != VERSION:
+        age = "a newer" if version > VERSION else "an older"
+        raise CheckpointError(
+            f"{path} has format {version} of ds_ext's checkpoints, but this ds_ext reads format "
+            f"{VERSION}: {age} ds_ext wrote it. Use that version."
+        )
+    try:
+        _MANIFEST.validate_python(said, strict=True)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        key = ".".join(map(str, wrong["loc"]))
+        raise CheckpointError(f"{path / MANIFEST} is damaged: {key}: {wrong['msg']}.") from None
+    return said
+
+
+def text(manifest: Mapping[str, Any]) -> str:
+    """Returns the text of a manifest's file, with a checksum of the manifest."""
+    return json.dumps({**manifest, "crc32": _checksum(manifest)}, indent=1)
+
+
+def _checksum(said: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(said, sort_keys=True).encode())
+
+
+def verify(path: Path, files: dict[str, dict[str, int]], names: Iterable[str]) -> None:
+    """Checks the sizes and checksums of files.
+
+    Args:
+        path: the folder of the checkpoint.
+        files: the recorded results of ``size_and_checksum``, by file name.
+        names: the files to check.
+
+    Raises:
+        CheckpointError: a file is missing, or has another size or checksum.
+    """
+    for name in names:
+        file, recorded = locate(path, name), files[name]
+        if not file.is_file():
+            fault = "is missing"
+        elif (size := file.stat().st_size) != recorded["bytes"]:
+            fault = f"is damaged: {size} bytes of {recorded['bytes']}"
+        elif size_and_checksum(file) != recorded:
+            fault = "is damaged: its checksum differs"
+        else:
+            continue
+        raise CheckpointError(f"{file} {fault}. {_others(path.parent, path)}")
+
+
+def _others(folder: Path, path: Path) -> str:
+    """Advice for an error message: checkpoints that a user can load instead of ``path``."""
+    found = [c.tag for c in _complete(folder) if folder / c.tag != path]
+    if not found:
+        return f"No other complete checkpoint is in {folder}."
+    return f"Nothing was loaded. Complete checkpoints in {folder}: {', '.join(found[:5])}."
+
+
+def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
+    """Returns the newest checkpoint that is complete and undamaged, to resume after a failure.
+
+    It is the one in the file ``latest``, which ``load_checkpoint`` loads without a tag. If that is
+    missing, incomplete or damaged, it is the one of the most steps. Reads candidates once to verify
+    them.
+
+    Args:
+        folder: the ``save_dir`` of engine.save_checkpoint, or the ``output_dir`` of HF Trainer. For
+            Trainer, pass the result's ``folder`` to ``resume_from_checkpoint``.
+
+    Returns:
+        The checkpoint's location; None if there is no such checkpoint.
+    """
+    trainers = [
+        c
+        for inner in Path(folder).glob("checkpoint-*")
+        if re.fullmatch(r"checkpoint-\d+", inner.name) and (inner / "trainer_state.json").is_file()
+        for c in _complete(inner)
+    ]
+    first = str(folder), _latest(Path(folder))
+    found = [*_complete(Path(folder)), *trainers]
+    for candidate in sorted(found, key=lambda c: (c[:2] != first, -c.steps)):
+        try:
+            path = Path(candidate.folder, candidate.tag)
+            files = read(path)["files"]
+            verify(path, files, files)
+            return candidate
+        except (CheckpointError, OSError):
+            continue
+    return None
+
+
+def _complete(folder: Path) -> list[Checkpoint]:
+    """Complete checkpoints: first the one that ``latest`` names, then by steps, newest first.
+
+    Skips a checkpoint in a subfolder if its tag does not contain the subfolder. Such a checkpoint
+    belongs to another run, which saved to the subfolder.
+    """
+    found = []
+    for tag in _tags(folder):
+        path = folder / tag
+        try:
+            said = read(path)
+            files, depth = said["files"].items(), len(Path(tag).parts)
+            is_own = depth in (1, len(PurePosixPath(said["tag"]).parts))
+            if is_own and all(locate(path, n).stat().st_size == file["bytes"] for n, file in files):
+                found.append(Checkpoint(str(folder), tag, said["global_steps"]))
+        except (CheckpointError, OSError):
+            continue
+    latest = _latest(folder)
+    return sorted(found, key=lambda c: (c.tag != latest, -c.steps, c.tag))
+
+
+def _tags(folder: Path) -> Iterator[str]:
+    """Tags of the folders that have a manifest, at any depth.
+
+    Follows links, but visits no folder twice, and no folder that contains ``folder``.
+    """
+    seen = {folder.resolve(), *folder.resolve().parents}
+    for above, names, _ in os.walk(folder, followlinks=True):
+        for name in names.copy():
+            path = Path(above, name)
+            is_hidden = name.startswith((INCOMPLETE, COMPLETE))
+            if not is_hidden and os.path.isfile(locate(path, MANIFEST)):
+                yield str(path.relative_to(folder))
+            if is_hidden or path.resolve() in seen:
+                names.remove(name)
+            seen.add(path.resolve())
