@@ -15,7 +15,15 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch import Tensor, nn
 
-from ds_ext.backward import error_texts, foreign_grads, int8_weights, owners, receivers, torch_calls
+from ds_ext.backward import (
+    error_texts,
+    foreign_grads,
+    int8_weights,
+    owners,
+    projected_grads,
+    receivers,
+    torch_calls,
+)
 from ds_ext.backward.buckets import Buckets
 from ds_ext.backward.grad_scaling import GradientReader
 from ds_ext.backward.gradient_config import GradientConfig
@@ -234,7 +242,7 @@ class FusedBackward:
             self.optimizer.check_param_groups()
             taken_out = [p for p in state.keeps if p not in self.optimizer.group_of]
             state.drop(taken_out)
-            self.optimizer.refuse_replaced(state.projected)
+            projected_grads.refuse_replaced(self.optimizer, state.projected)
             tied = self.layout.tied({p: run.g for p, run in state.kept.items()})
             state.kept.update((p, ReducedGrad(g)) for p, g in tied.items())
             state.record(state.measurable())
@@ -249,7 +257,7 @@ class FusedBackward:
 
     def _begin_step(self, kept: Mapping[Tensor, ReducedGrad] | None = None) -> None:
         """Ends the state of the step before, and begins a new step with the gradients ``kept``."""
-        self.optimizer.drop_unstepped(self.state.projected)
+        projected_grads.drop_unstepped(self.optimizer, self.state.projected)
         self.state = StepState(self.reader, dict(kept or {}))
 
     @torch.no_grad()
@@ -270,7 +278,7 @@ class FusedBackward:
         given = set(params)
         if any(owners.owner(p) is self for p in self.trained - given):
             self.buckets.discard(given)
-            self.optimizer.drop_unstepped(given & self.state.projected.keys())
+            projected_grads.drop_unstepped(self.optimizer, given & self.state.projected.keys())
             self.state.drop(given)
             return
         self.drop_step()

@@ -7,12 +7,13 @@ the first of the two passes of exact clipping.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_ext import ops
+from ds_ext.backward import projected_grads
 from ds_ext.backward.gradient_config import GradientConfig
 from ds_ext.backward.int8_weights import step_key
 from ds_ext.backward.reduced_grad import ReducedGrad, ReducedGrads, VotedParams, compact_copy
@@ -23,31 +24,9 @@ from ds_ext.logs import logger
 from ds_ext.ops import int8
 from ds_ext.ops.executors.triton import devices
 from ds_ext.optimizer import RuleOptimizer
-from ds_ext.optimizer.group_index import GroupIndex
-from ds_ext.optimizer.group_rules import are_alike
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.plans import BucketPlans
-from ds_ext.optimizer.projected_grads import KeptGrad
-from ds_ext.optimizer.updates import RunUpdate
-
-
-class Voting(NamedTuple):
-    """Which parameters of a bucket need votes, and all that this depends on."""
-
-    voted: VotedParams
-    groups: GroupIndex
-    stacks: Mapping[Tensor, int]
-    rules: Mapping[int, Any]  # by the position of the param group
-    kinds: list[tuple[torch.dtype, torch.device]]  # of the parameters
-
-    def holds(self, optimizer: RuleOptimizer, params: Iterable[Tensor]) -> bool:
-        """Returns whether it still holds for the bucket."""
-        return (
-            self.groups is optimizer.index
-            and self.stacks is optimizer.stacks
-            and self.kinds == [(p.dtype, p.device) for p in params]
-            and all(are_alike(optimizer.rule_at(i), rule) for i, rule in self.rules.items())
-        )
+from ds_ext.optimizer.updates import ProjectedGrads, RunUpdate
 
 
 class Stepper:
@@ -60,12 +39,13 @@ class Stepper:
         self.optimizer = optimizer
         self.layout = layout
         self.has_bounds = has_bounds
-        self._votings: dict[tuple[int, ...], Voting] = {}  # by the ids of a bucket's parameters
+        # By the ids of a bucket's parameters: what the votes depend on, and the votes.
+        self._voted: dict[tuple[int, ...], tuple[Any, VotedParams]] = {}
         self._has_logged = False  # the cost of kept gradients
 
     def step(
         self,
-        grads: Mapping[Tensor, ReducedGrad | KeptGrad],
+        grads: Mapping[Tensor, ReducedGrad | ProjectedGrads],
         state: StepState,
         checked: Set[Tensor] = frozenset(),
         votes: Mapping[Tensor, Tensor] | None = None,
@@ -102,16 +82,16 @@ class Stepper:
         no kernel steps. A check in a round would make the host wait for every round.
         """
         key, optimizer = tuple(map(id, params)), self.optimizer
-        voting = self._votings.get(key)
-        if voting is None or not voting.holds(optimizer, params):
-            if len(self._votings) >= BucketPlans.MAX_PLANS:
-                self._votings.clear()
-            rules = {i: optimizer.rule_at(i) for i in {optimizer.group_index_of[p] for p in params}}
-            kinds = [(p.dtype, p.device) for p in params]
+        for i in {optimizer.group_index_of[p] for p in params}:
+            optimizer.rule_at(i)  # follows an edit of the group
+        version = optimizer.version, [(p.dtype, p.device) for p in params]
+        before, voted = self._voted.get(key, (None, None))
+        if voted is None or before != version:
+            if len(self._voted) >= BucketPlans.MAX_PLANS:
+                self._voted.clear()
             voted = self._voted_params(params)
-            voting = Voting(voted, optimizer.index, optimizer.stacks, rules, kinds)
-            self._votings[key] = voting
-        return voting.voted
+            self._voted[key] = version, voted
+        return voted
 
     def _voted_params(self, params: Sequence[Tensor]) -> VotedParams:
         """``voted_params`` of a new or changed bucket."""
@@ -132,7 +112,7 @@ class Stepper:
         """Adds the projections of gradients to ``state.projected``, in ``dtype``."""
         for all_reduce, found in self._by_statistics_group(grads):
             updates = [u for given in found for u in self._updates(*given, grads, state, 1.0)]
-            self.optimizer.project(updates, all_reduce, state.projected, dtype)
+            projected_grads.project(self.optimizer, updates, all_reduce, state.projected, dtype)
 
     def kept_elements(self, policy: str) -> int:
         """Returns how many elements of gradients this rank keeps until the step."""
@@ -152,13 +132,14 @@ class Stepper:
     def projected(self, params: Iterable[Tensor]) -> dict[Tensor, int]:
         """Returns the parameters whose gradients are kept projected, and the elements of each."""
         tied = self.layout.tied_params
-        return self.optimizer.projected({p: self.layout.shard(p) for p in params if p not in tied})
+        shards = {p: self.layout.shard(p) for p in params if p not in tied}
+        return projected_grads.projected(self.optimizer, shards)
 
     def _updates(
         self,
         placement: Placement,
         params: list[Tensor],
-        grads: Mapping[Tensor, ReducedGrad | KeptGrad],
+        grads: Mapping[Tensor, ReducedGrad | ProjectedGrads],
         state: StepState,
         factor: float | None = None,
     ) -> Iterator[RunUpdate]:
@@ -172,7 +153,7 @@ class Stepper:
         for param in params:
             shard, grad = self.layout.shard(param), grads[param]
             of = param, placement.run(param)
-            if isinstance(grad, KeptGrad):
+            if isinstance(grad, ProjectedGrads):
                 yield RunUpdate(*of, grad.scaled_(factor), shard, replicas)
             else:
                 g = state.reader.gradient(param, grad.g, shard, factor)

@@ -12,7 +12,7 @@ from ds_ext.backward.grad_scaling import GradientReader
 from ds_ext.backward.reduced_grad import ReducedGrad, ReducedGrads
 from ds_ext.backward.streams import from_host
 from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
-from ds_ext.optimizer.projected_grads import KeptGrad
+from ds_ext.optimizer.updates import ProjectedGrads
 
 
 @dataclass
@@ -45,7 +45,7 @@ class StepState:
 
     reader: GradientReader
     kept: dict[Tensor, ReducedGrad] = field(default_factory=dict)  # until the step
-    projected: dict[Tensor, KeptGrad] = field(default_factory=dict)  # kept ones of other parameters
+    projected: dict[Tensor, ProjectedGrads] = field(default_factory=dict)  # until the step
     square: Tensor | None = None  # [], sum of squares of the mean gradient's elements on this rank
     beyond: Tensor | None = None  # [2], elements outside ± max_value, and all
     squares: list[tuple[list[Tensor], Tensor]] = field(default_factory=list)  # of params, [n] each
@@ -75,7 +75,7 @@ class StepState:
         """The parameters with kept gradients."""
         return self.kept.keys() | self.projected.keys()
 
-    def pop(self, param: Tensor) -> ReducedGrad | KeptGrad:
+    def pop(self, param: Tensor) -> ReducedGrad | ProjectedGrads:
         """Removes a kept gradient, and returns it."""
         return self.kept.pop(param) if param in self.kept else self.projected.pop(param)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_ext.backward import error_texts, int8_weights
+from ds_ext.backward import error_texts, int8_weights, projected_grads
 from ds_ext.backward.gradient_config import CONFIG
 from ds_ext.config import config_checks, parsing
 from ds_ext.config.parsing import SIZES, lookup, normalized
@@ -257,7 +257,7 @@ def _own_problems(config: dict[str, Any], optimizer: RuleOptimizer) -> Iterator[
     except ValueError:
         return  # ``config_checks.problems`` yields it
     shards = {p: optimizer.shard(p) for p in optimizer.group_of}
-    if own.gradient_policy == "projected" and not optimizer.projected(shards):
+    if own.gradient_policy == "projected" and not projected_grads.projected(optimizer, shards):
         yield error_texts.not_projected(type(optimizer).__name__, CONFIG)
     if own.weight_storage:
         found = [int8_weights.refused_hypers(optimizer, p) for p in optimizer.group_of]

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from ds_ext import rules
 from ds_ext.distributed import lockstep
-from ds_ext.distributed.lockstep import StepGenerator
 from ds_ext.ops.batch import CPU
 from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.triton import devices
@@ -19,16 +17,13 @@ from ds_ext.ops.state import mapped
 from ds_ext.optimizer import (
     dtensor_state,
     param_checks,
-    projected_grads,
     sections,
-    state_checks,
 )
-from ds_ext.optimizer.bucket_step import BucketStep, WeightNorms, rollback, with_turns
+from ds_ext.optimizer.bucket_step import BucketStep, WeightNorms, rollback
 from ds_ext.optimizer.group_index import GroupIndex
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.plans import BucketPlans, are_batched
-from ds_ext.optimizer.projected_grads import KeptGrad
 from ds_ext.optimizer.updates import RunUpdate, StagedBucket, by_device
 
 
@@ -138,64 +133,6 @@ class BucketOptimizer(ParamTable):
             step.end()
         return rounds
 
-    def projected(self, shards: Mapping[Tensor, Shard]) -> dict[Tensor, int]:
-        """Returns the parameters whose gradients their rules project, and how many numbers remain.
-
-        They are equal on all ranks.
-        """
-        found = {
-            p: projected_grads.projected_numel(rule, shard, p in self.stacks)
-            for p, shard, rule in self._with_rules(shards)
-        }
-        return {p: numel for p, numel in found.items() if numel}
-
-    @torch.no_grad()
-    def project(
-        self,
-        updates: Iterable[RunUpdate],
-        all_reduce: Callable[[Tensor], None] | None,
-        kept: dict[Tensor, KeptGrad],
-        dtype: torch.dtype | None,
-    ) -> None:
-        """Adds the projections of gradients to ``kept``, and makes missing states.
-
-        Args:
-            updates: runs, as of ``update``, of parameters that ``projected`` returns.
-            all_reduce: as of ``update``.
-            kept: the projected gradients of the step so far.
-            dtype: of kept numbers; None: that of the projection.
-
-        Raises:
-            ValueError: a state does not fit its parameter.
-            RuntimeError: as of ``refuse_replaced``.
-        """
-        self.refuse_replaced(kept)
-        for on_device in by_device(updates):
-            for u in on_device:
-                state_checks.make_or_check(self, u)
-            generators: list[StepGenerator] = []
-            for u in with_turns(self, on_device):
-                rule, state = self.rule_of(u.param), self.state[u.param]
-                generators += projected_grads.accumulate(rule, u, state, self.offload, kept, dtype)
-            lockstep.run(generators, all_reduce)
-
-    def refuse_replaced(self, kept: Mapping[Tensor, KeptGrad]) -> None:
-        """Raises RuntimeError if a state is no longer that by which gradients were projected."""
-        for param, grad in kept.items():
-            if self.state.get(param) is not grad.state or param.dtype != grad.param_dtype:
-                raise RuntimeError(
-                    f'gradient_policy = "projected": the state or the dtype of {self.name(param)} '
-                    "was replaced between backward and the end of the step, and gradients were "
-                    "projected by the old one. Replace it between steps; to discard this step, "
-                    "call zero_grad()."
-                )
-
-    def drop_unstepped(self, params: Iterable[Tensor]) -> None:
-        """Drops the states of parameters that were never stepped."""
-        for param in params:
-            if self.state.get(param, {}).get("step") == 0:
-                del self.state[param]
-
     def begin(self, updates: Sequence[RunUpdate], check: GradCheck | None = None) -> BucketStep:
         """Begins the step of runs whose gradients are on one device.
 
@@ -236,13 +173,13 @@ class BucketOptimizer(ParamTable):
         if params:
             self._plans.drop_weight_norms(params)
 
-    def checked(self, buckets: Iterable[Sequence[Tensor]]) -> AbstractContextManager[None]:
-        """Context manager: checks the states of several buckets before the first one is stepped.
+    def check_states(self, buckets: Iterable[Sequence[Tensor]]) -> None:
+        """Checks the states of several buckets, before the first one is stepped.
 
         Raises:
             ValueError: a state does not fit its parameter.
         """
-        return self._plans.checked(self, buckets)
+        self._plans.check(self, buckets)
 
     def first_round_checks(
         self, shards: Mapping[Tensor, Shard], is_alone: bool = False

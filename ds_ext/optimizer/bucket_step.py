@@ -23,8 +23,7 @@ from ds_ext.optimizer import ema, expert_stacks, nonfinite, sections, state_chec
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.plans import BatchPlan, BucketPlan
-from ds_ext.optimizer.projected_grads import KeptGrad
-from ds_ext.optimizer.updates import RunUpdate, StagedBucket
+from ds_ext.optimizer.updates import ProjectedGrads, RunUpdate, StagedBucket
 from ds_ext.rules import State
 
 WeightNorms = dict[AnyNormCache, Runs]  # by cache of weight norms: the weights
@@ -43,16 +42,16 @@ class BatchedStep:
     ) -> None:
         self.stats, self.updates, self.states = table.update_stats, updates, states
         self.rule = rule
-        self.t = states[plan.pieces[0].at]["step"]
+        self.t = states[plan.pieces[0].position]["step"]
         self.sums_first = _sums_first(rule, plan.pieces[0].shard)
         self._set_plan(plan)
 
     def _set_plan(self, plan: BatchPlan) -> None:
         """Collects the tensors of the batch."""
         self.plan, self.batch = plan, plan.batch
-        self.params = [self.updates[piece.at].param for piece in plan.pieces]
+        self.params = [self.updates[piece.position].param for piece in plan.pieces]
         self.state = plan.state(self.states)
-        first = plan.pieces[0].at
+        first = plan.pieces[0].position
         self.runs = plan.runs([u.p for u in self.updates], self.updates[first].p.dtype)
         self.masters = None
         if "master" in self.states[first]:
@@ -72,7 +71,7 @@ class BatchedStep:
         if self.stats is not None:
             at = self.plan.group_index
             self.sums = [
-                self.stats.sums_of(x.number, at, run, self.updates[x.at].num_replicas)
+                self.stats.sums_of(x.number, at, run, self.updates[x.position].num_replicas)
                 for run, x in zip(self.runs.tensors, self.plan.pieces, strict=True)
             ]
             p = replace(p, update_sums=self._update_sums())
@@ -111,12 +110,14 @@ class BatchedStep:
         pieces = list(zip(self.plan.pieces, good, strict=True))
         for piece, is_good in pieces:
             if not is_good:
-                rollback(self.states[piece.at])
+                rollback(self.states[piece.position])
         remaining = [piece for piece, is_good in pieces if is_good]
         self.batch.detach()  # the plan outlives the step, and would hold its gradients
         if remaining:
             plan = self.plan
-            self._set_plan(BatchPlan(plan.group_index, remaining, self.rule, plan.device))
+            self._set_plan(
+                BatchPlan(plan.group_index, remaining, self.rule, self.states, plan.device)
+            )
         else:
             self.runs = Runs([])
         return bool(remaining)
@@ -197,7 +198,7 @@ class BucketStep:
         self.batches: list[BatchedStep] = []
         self.plan, self.memory = plan, _memory(plan, updates)
         if plan is not None:
-            for i, group in zip(plan.joined, plan.group_indices, strict=True):
+            for i, group in zip(plan.batched, plan.group_indices, strict=True):
                 weight_update.prepare(updates[i].p, states[i], plan.rules[group])
             self.batches = [
                 BatchedStep(table, x, plan.rules[x.group_index], updates, states)
@@ -295,12 +296,12 @@ def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> 
     first = before + u.shard.start
     if u.param not in table.stacks:
         e = ema.average(state, rule, number, t, first)
-        g = u.g.parts[0] if isinstance(u.g, KeptGrad) else u.g
+        g = u.g.parts[0] if isinstance(u.g, ProjectedGrads) else u.g
         return sections.steps(rule, p, g, state, t, u.shard, measured, e)
     begun = []
     for i, (run, shard, s) in enumerate(expert_stacks.matrices(u.shard, state)):
         own = weight_update.part(p, run)
-        g = u.g.parts[i] if isinstance(u.g, KeptGrad) else expert_stacks.part(u.g, run)
+        g = u.g.parts[i] if isinstance(u.g, ProjectedGrads) else expert_stacks.part(u.g, run)
         e = ema.average(s, rule, number, t, first + run.start)
         begun += sections.steps(rule, own, g, s, t, shard, measured, e)
     return begun
@@ -332,11 +333,11 @@ def _gradients(plan: BatchPlan, updates: Sequence[RunUpdate]) -> Any:
     Factors differ under tensor parallelism: parameters that it replicates have another divisor.
     """
     given: list[Any] = [u.g for u in updates]
-    dtype = given[plan.pieces[0].at].dtype
+    dtype = given[plan.pieces[0].position].dtype
     if ops.Scaled not in {*map(type, given)}:
         return plan.runs(given, dtype)
     runs = plan.runs([g if isinstance(g, Tensor) else g.x for g in given], dtype)
-    found = [given[piece.at] for piece in plan.pieces]
+    found = [given[piece.position] for piece in plan.pieces]
     scaled = [g for g in found if not isinstance(g, Tensor)]
     if not scaled:
         return runs

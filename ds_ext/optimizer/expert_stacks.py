@@ -86,6 +86,20 @@ def state_spec(rule: Any, shard: Shard, first: int = 0) -> Parts:
     }
 
 
+def projected_numel(rule: Any, shard: Shard, is_stack: bool) -> int:
+    """Returns the elements of a parameter's projected gradient; 0 if its rule projects none.
+
+    Args:
+        rule: the rule of the parameter.
+        shard: a run of the parameter. The result is the same for each run.
+        is_stack: whether the parameter stacks experts, which are projected one by one.
+    """
+    if not hasattr(rule, "projected_numel") or not shard.numel:
+        return 0
+    shards = [own for _, own in split(shard)] if is_stack else [shard]
+    return sum(map(rule.projected_numel, shards))
+
+
 def check_state(optimizer: str, param: Tensor, state: NestedState, stacked: bool) -> None:
     """Raises ValueError if a stack's state is not nested by expert, or another state is."""
     if (EXPERTS in state) != stacked:

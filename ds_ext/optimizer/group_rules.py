@@ -20,6 +20,7 @@ SHARED = (
     *hyperparams.names(weight_update.RoundingConfig),
     *hyperparams.names(EmaConfig),
 )
+VALUES = {"lr", "weight_decay"}  # hyper-parameters that decide neither states nor batches
 PLAIN = {float, int, bool, str, tuple, type(None)}  # types of values that strict checks accept
 
 
@@ -47,17 +48,14 @@ def names_of_all_rules() -> set[str]:
     return {name for entry in rules.REGISTRY.values() for name in hyperparams.names(entry.rule)}
 
 
-def are_alike(rule: Any, other: Any) -> bool:
-    """Returns whether two rules have the same states, batches, and checks of gradients."""
-    if rule is other:
-        return True
-    return structure(rule, "lr", "weight_decay") == structure(other, "lr", "weight_decay")
+def _structure(rule: Any) -> object:
+    """What a rule's states, batches and checks of gradients may depend on.
 
-
-def structure(rule: Any, *ignored: str) -> object:
-    """Returns what a rule's control flow may depend on: all but the values of nonzero floats."""
-    kinds = (_kind(value) for name, value in vars(rule).items() if name not in ignored)
-    return type(rule), *kinds
+    That is all but lr, weight_decay, and the values of nonzero floats: ``state_spec`` and the
+    functions of ``register`` may test a float only against 0.
+    """
+    values = (_kind(value) for name, value in vars(rule).items() if name not in VALUES)
+    return type(rule), *values
 
 
 def _kind(value: Any) -> object:
@@ -71,10 +69,13 @@ class GroupRules:
 
     Args:
         rule: the rule of groups without a "type".
+
+    Attributes:
+        version: changes when the class or the structure of a group's rule has changed.
     """
 
     def __init__(self, rule: type[rules.Rule]) -> None:
-        self.rule = rule
+        self.rule, self.version = rule, 0
         self._made: dict[int, tuple[type, list[Any], Any]] = {}  # by position: class, values, rule
 
     def complete(self, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,7 +130,10 @@ class GroupRules:
         if made is None or made[0] is not hypers or made[1] != values:
             given = dict(zip(names, values, strict=True))
             checked = hyperparams.check(hypers, given, f"param_groups[{group_index}]")
-            made = self._made[group_index] = hypers, values, hypers(**checked)
+            rule = hypers(**checked)
+            if made is None or _structure(rule) != _structure(made[2]):
+                self.version += 1
+            made = self._made[group_index] = hypers, values, rule
         return made[2]
 
 

@@ -71,6 +71,11 @@ class ParamTable:
         """The number of each parameter, the same on every rank."""
         return self.index.number_of
 
+    @property
+    def version(self) -> tuple[GroupIndex, dict[Tensor, int], int]:
+        """Changes if ``batches``, states or checks of gradients of a parameter may have changed."""
+        return self.index, self.stacks, self._rules.version
+
     def refuse_exchanged(self) -> None:
         """Raises RuntimeError if the model has the averages of its weights."""
         if self.is_exchanged:

@@ -49,13 +49,14 @@ def step(optimizer: BucketOptimizer) -> None:
         for bucket in buckets(params, size, placement)
     ]
     # ``update`` checks a bucket before it steps it
-    with optimizer.checked([params for _, params in found] if len(found) > 1 else []):
-        for placement, params in found:
-            some = updates(params, placement)
-            optimizer.update(some, None if placement is None else placement.all_reduce)
-            if placement is None:
-                write_back(some)
-            optimizer.commit_weight_norms()
+    if len(found) > 1:
+        optimizer.check_states(params for _, params in found)
+    for placement, params in found:
+        some = updates(params, placement)
+        optimizer.update(some, None if placement is None else placement.all_reduce)
+        if placement is None:
+            write_back(some)
+        optimizer.commit_weight_norms()
 
 
 def buckets(

@@ -10,7 +10,6 @@ one kind.
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +27,6 @@ from ds_ext.ops.schema import DTYPES
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts, leaves
 from ds_ext.optimizer import ema, expert_stacks, nonfinite, sections, state_checks
-from ds_ext.optimizer.group_rules import are_alike
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.updates import RunUpdate, StagedBucket
 from ds_ext.rules import State
@@ -40,7 +38,7 @@ STATE_DTYPES = {None, torch.float32, torch.int8, torch.uint8, torch.int16}
 class BatchItem(NamedTuple):
     """One matrix or vector of a batch: a parameter's run, or the run of one expert."""
 
-    at: int  # position of the parameter's run in the bucket
+    position: int  # of the parameter's run in the bucket
     shard: Shard
     number: int  # of the parameter
     first: int  # number of the run's first element in the parameter
@@ -63,11 +61,17 @@ class BatchPlan:
         group_index: the position of the param group.
         pieces: the pieces.
         rule: their rule, as the groups have it now.
+        states: the states of the bucket, which were checked.
         device: the device of the gradients.
     """
 
     def __init__(
-        self, group_index: int, pieces: Sequence[BatchItem], rule: Any, device: torch.device
+        self,
+        group_index: int,
+        pieces: Sequence[BatchItem],
+        rule: Any,
+        states: Sequence[State],
+        device: torch.device,
     ) -> None:
         self.group_index, self.pieces, self.device = group_index, pieces, device
         self.parts: Parts = rule.state_spec(pieces[0].shard)
@@ -78,46 +82,25 @@ class BatchPlan:
         self.upper_bounds: NDArray[np.float32] = nonfinite.upper_bound(numel, torch.float32)
         reads_norm = caches_norms(rule, pieces[0].shard)
         self.norm_cache = self.batch.new_norm_cache() if reads_norm else None
-        self._at = [x.at for x in pieces]
+        self._positions = [x.position for x in pieces]
         self._are_whole = all(x.run is None for x in pieces)
         self._state: dict[str, Any] | None = None  # of the step in progress
-        self._seen: list[Layout | None] = []
-        self._where: list[bytes] = []
-
-    def note(self, states: Sequence[State]) -> None:
-        """Records the layouts and addresses of the bucket's states, which were checked."""
-        runs = list(_runs(self.state(states)))
-        self._seen = [self._interned(x.layout) for x in runs]
-        self._where = [x.pointers.tobytes() for x in runs]
-
-    def _interned(self, layout: Layout | None) -> Layout | None:
-        """A layout with the batch's own tuple of sizes if they are equal: it is compared faster."""
-        batch = self.batch
-        for sizes in (batch.run_sizes, batch.row_sizes, batch.col_sizes, batch.group_sizes):
-            if layout is not None and layout.sizes == sizes:
-                return layout._replace(sizes=sizes)
-        return layout
+        self._layouts = [x.layout for x in _runs(self.state(states))]
 
     def fits(self, states: Sequence[State]) -> bool:
-        """Returns whether states still have the recorded sizes and dtypes, and equal step counts.
+        """Returns whether states have the layouts of those that were checked, and equal steps.
 
-        Their addresses may differ. Passes read and write as many elements as were recorded.
+        Passes read and write as many elements as the layouts have; addresses may differ.
         """
         self._state = None  # left by a step that raised an error
         try:
             state = self.state(states)
-            runs = list(_runs(state))
-            steps = {states[i]["step"] for i in self._at}
-            if not all(map(_has_layout, runs, self._seen)) or len(steps) != 1:
-                return False
+            layouts = [x.layout for x in _runs(state)]
+            steps = {states[i]["step"] for i in self._positions}
         except (KeyError, AttributeError, TypeError):  # something else was put there
             return False
-        for i, run in enumerate(runs):
-            if (where := run.pointers.tobytes()) != self._where[i]:
-                if not all(x.is_contiguous() and x.device == self.device for x in run.tensors):
-                    return False
-                self._where[i] = where
-            run.layout = self._seen[i]
+        if layouts != self._layouts or len(steps) != 1:
+            return False
         self._state = state
         return True
 
@@ -127,8 +110,8 @@ class BatchPlan:
         if state is not None:
             return state
         if self._are_whole:
-            return stacked([states[i] for i in self._at], self.parts)
-        return stacked([piece.state(states[piece.at]) for piece in self.pieces], self.parts)
+            return stacked([states[i] for i in self._positions], self.parts)
+        return stacked([piece.state(states[piece.position]) for piece in self.pieces], self.parts)
 
     def runs(self, runs: Sequence[Any], dtype: torch.dtype) -> Runs:
         """Returns each piece's elements of the bucket's runs, which are flat and have one dtype."""
@@ -137,21 +120,14 @@ class BatchPlan:
     def cut(self, runs: Sequence[Any]) -> list[Tensor]:
         """Returns each piece's elements of the bucket's runs."""
         if self._are_whole:
-            return [runs[i] for i in self._at]
-        return [piece.of(runs[piece.at]) for piece in self.pieces]
+            return [runs[i] for i in self._positions]
+        return [piece.of(runs[piece.position]) for piece in self.pieces]
 
 
 def _runs(state: Mapping[str, Any]) -> Iterator[Runs]:
     """The runs of a state that is nested in dicts."""
     for x in state.values():
         yield from _runs(x) if isinstance(x, dict) else (x,)
-
-
-def _has_layout(runs: Runs, layout: Layout | None) -> bool:
-    """Whether tensors have the dtype and the sizes of a layout."""
-    if layout is None or any(x.dtype != layout.dtype for x in runs.tensors):
-        return False
-    return tuple([x.numel() for x in runs.tensors]) == layout.sizes
 
 
 class BucketPlan:
@@ -163,25 +139,23 @@ class BucketPlan:
         states: their states.
 
     Attributes:
-        alone, joined: positions of the runs that are stepped alone, and in batches.
+        alone, batched: positions of the runs that are stepped alone, and in batches.
         rules: the rules of the bucket's param groups by position, as of the last ``fits``.
         memory_sizes: the largest sizes of ``Memory`` that steps of the bucket have used.
-        is_checked: whether the states of the step in progress are known to fit.
     """
-
-    is_checked = False
 
     def __init__(
         self, table: ParamTable, updates: Sequence[RunUpdate], states: Sequence[State]
     ) -> None:
         self.kinds = _kinds(updates)
         device = updates[0].g.device
-        self.halves = [i for i, u in enumerate(updates) if u.p.dtype in ROUND]
+        self.half_precision = [i for i, u in enumerate(updates) if u.p.dtype in ROUND]
         self.alone: list[int] = []
-        self.joined: list[int] = []
+        self.batched: list[int] = []
         found: dict[tuple[Any, ...], list[BatchItem]] = {}
         groups = {table.group_index_of[u.param] for u in updates}
         self.rules = rule_of = {i: table.rule_at(i) for i in groups}
+        self.version = table.version
         for i, (u, state) in enumerate(zip(updates, states, strict=True)):
             dtypes = u.p.dtype, u.g.dtype
             rule = rule_of[table.group_index_of[u.param]]
@@ -191,47 +165,40 @@ class BucketPlan:
             if not pieces:
                 self.alone.append(i)
                 continue
-            self.joined.append(i)
+            self.batched.append(i)
             is_stack = u.param in table.stacks  # its gradient is checked as a whole
             common = table.group_index_of[u.param], is_stack, state["step"], u.p.dtype, u.g.dtype
             for piece in pieces:
                 found.setdefault((*common, *kind(piece.shard)), []).append(piece)
         self.batches = [
-            BatchPlan(i, pieces, rule_of[i], device) for (i, *_), pieces in found.items()
+            BatchPlan(i, pieces, rule_of[i], states, device) for (i, *_), pieces in found.items()
         ]
-        for batch in self.batches:
-            batch.note(states)
-        self.group_indices = [table.group_index_of[updates[i].param] for i in self.joined]
+        self.group_indices = [table.group_index_of[updates[i].param] for i in self.batched]
         self.memory_sizes = [0, 0, 0]
 
     def fits(
-        self,
-        table: ParamTable,
-        updates: Sequence[RunUpdate],
-        states: Sequence[State],
+        self, table: ParamTable, updates: Sequence[RunUpdate], states: Sequence[State]
     ) -> bool:
         """Returns whether the plan still holds for runs of the same parameters."""
-        if _kinds(updates) != self.kinds:
-            return False
-        return self.is_checked or self._fits([u.p for u in updates], table, states)
+        return _kinds(updates) == self.kinds and self._fits([u.p for u in updates], table, states)
 
-    def check(self, table: ParamTable, params: Sequence[Tensor], states: Sequence[State]) -> bool:
-        """Returns whether states fit the plan; then ``fits`` does not look at them again."""
+    def fits_params(
+        self, table: ParamTable, params: Sequence[Tensor], states: Sequence[State]
+    ) -> bool:
+        """Returns ``fits`` for the runs that a step of ``params`` will have."""
         shapes = [(shard.shape, dtype) for shard, dtype, *_ in self.kinds]
         is_same = shapes == [(param.shape, param.dtype) for param in params]
-        are_staged = table.offload is not None  # then a step uses copies of the states
-        self.is_checked = is_same and not are_staged and self._fits(params, table, states)
-        return self.is_checked
+        return is_same and self._fits(params, table, states)
 
     def _fits(self, runs: Sequence[Tensor], table: ParamTable, states: Sequence[State]) -> bool:
         """Whether rules and states are as they were, and masters have the sizes of their runs."""
         rules = {i: table.rule_at(i) for i in self.rules}
-        if not all(are_alike(rule, self.rules[i]) for i, rule in rules.items()):
+        if table.version != self.version:
             return False
         self.rules = rules
         return all(
             weight_update.has_fitting_master(runs[i], states[i])
-            for i in self.halves
+            for i in self.half_precision
             if "master" in states[i]
         ) and all(batch.fits(states) for batch in self.batches)
 
@@ -248,32 +215,22 @@ class BucketPlans:
         """Drops all plans, after groups or stacks have changed."""
         self._made.clear()
 
-    @contextmanager
-    def checked(self, table: ParamTable, buckets: Iterable[Sequence[Tensor]]) -> Iterator[None]:
-        """Context manager: checks the states of several buckets before the first one is stepped.
+    def check(self, table: ParamTable, buckets: Iterable[Sequence[Tensor]]) -> None:
+        """Checks the states of several buckets, before the first one is stepped.
 
         Raises:
-            ValueError: a state does not fit its parameter. No bucket is stepped.
+            ValueError: a state does not fit its parameter.
         """
-        found = []
-        try:
-            for params in buckets:
-                states = [table.state.get(param) or {} for param in params]
-                assert params[0].grad is not None, "only parameters with gradients are stepped"
-                plan = self._made.get((*map(id, params), params[0].grad.device))
-                unchecked: Sequence[int] = range(len(params))
-                if plan is not None and plan.check(table, params, states):
-                    found.append(plan)
-                    unchecked = plan.alone
-                for i in unchecked:
-                    if states[i]:
-                        param, shard = params[i], table.local_shard(params[i])
-                        run, dtype = functools.partial(table.local_run, param), param.dtype
-                        state_checks.check_state(table, param, shard, states[i], dtype, None, run)
-            yield
-        finally:
-            for plan in found:
-                plan.is_checked = False
+        for params in buckets:
+            states = [table.state.get(param) or {} for param in params]
+            assert params[0].grad is not None, "only parameters with gradients are stepped"
+            plan = self._made.get((*map(id, params), params[0].grad.device))
+            fits = plan is not None and plan.fits_params(table, params, states)
+            for i in plan.alone if plan is not None and fits else range(len(params)):
+                if states[i]:
+                    param, shard = params[i], table.local_shard(params[i])
+                    run = functools.partial(table.local_run, param)
+                    state_checks.check_state(table, param, shard, states[i], param.dtype, None, run)
 
     def prepare(
         self, table: ParamTable, staged: StagedBucket, allow_batches: bool
@@ -319,7 +276,7 @@ class BucketPlans:
             if len(self._made) >= self.MAX_PLANS:
                 self._made.clear()
             plan = self._made[key] = BucketPlan(table, updates, states)
-        for i in plan.joined:
+        for i in plan.batched:
             states[i]["step"] += 1
         return plan
 
@@ -332,7 +289,7 @@ class BucketPlans:
         for key, plan in self._made.items():
             for batch in plan.batches:
                 cache = batch.norm_cache
-                if cache is not None and any(key[piece.at] in left for piece in batch.pieces):
+                if cache is not None and any(key[piece.position] in left for piece in batch.pieces):
                     cache.forget()
 
 
@@ -390,15 +347,15 @@ def _are_read(parts: Parts) -> bool:
 
 
 def _pieces(
-    table: ParamTable, at: int, u: RunUpdate, state: State, is_flat: bool
+    table: ParamTable, position: int, u: RunUpdate, state: State, is_flat: bool
 ) -> list[BatchItem]:
-    """The pieces of the run at position ``at``: one, as a vector or not, or one for each expert."""
+    """The pieces of the run at ``position``: one, as a vector or not, or one for each expert."""
     number, start = table.number_of[u.param], u.shard.start
     if u.param not in table.stacks:
-        return [BatchItem(at, u.shard.flat if is_flat else u.shard, number, start)]
+        return [BatchItem(position, u.shard.flat if is_flat else u.shard, number, start)]
     first = table.elements_before(u.param, u.shard) + start
     found = zip(state[expert_stacks.EXPERTS], expert_stacks.split(u.shard), strict=True)
     return [
-        BatchItem(at, shard, number, first + run.start, run, expert)
+        BatchItem(position, shard, number, first + run.start, run, expert)
         for expert, (run, shard) in found
     ]

@@ -149,7 +149,6 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
             self, {p: self.state[p] for p in found if self.state.get(p)}, found
         )
         self.stacks = {p: (first or {}).get(p, 0) for p in found} | self.stacks
-        self._plans.clear()
         dtensor_state.make(self, [p for p in self.group_of if p in found])
         return self
 

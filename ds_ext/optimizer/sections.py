@@ -19,7 +19,7 @@ from ds_ext.ops.shard import Section, Shard, StridedRange
 from ds_ext.ops.state import Part
 from ds_ext.ops.weight_storage import StochasticWeight
 from ds_ext.ops.weight_update import Weight
-from ds_ext.optimizer import ema, projected_grads
+from ds_ext.optimizer import ema
 
 Shape = tuple[int, ...]
 
@@ -140,7 +140,7 @@ def steps(
     Args:
         rule: the rule, whose state has one number per element if it has sections.
         p: the run of the weight.
-        g: the run of the gradient, or a kept projection of it.
+        g: the run of the gradient, or the projection that its rule has made of it.
         s: the state of the run.
         t: the number of this step.
         whole: which elements the run is.
@@ -149,7 +149,7 @@ def steps(
     """
     sections = of(rule, whole.shape)
     if not sections:
-        step = projected_grads.step(rule, wrap(p), g, s, t, whole)
+        step = rule.step(wrap(p), g, s, t, whole)
         return [ema.averaged(step, rule, p, average, t, whole)]
     made = []
     for shift, places, shard in _divided(sections, whole):

@@ -23,7 +23,7 @@ from ds_ext.ops.executors.triton.kernel_table import KernelTable
 from ds_ext.ops.schema import DTYPES
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import nbytes, zeros
-from ds_ext.optimizer import RuleOptimizer, expert_stacks, host_offload, plans, projected_grads
+from ds_ext.optimizer import RuleOptimizer, expert_stacks, host_offload, plans
 
 
 class Stack(tuple[int, ...]):
@@ -137,7 +137,7 @@ def kept_gradients(rules: Mapping[str, Any], shapes: Shapes, cut: int, policy: s
         numel = math.prod(shape)
         if policy == "projected":
             of = rules[name], Shard.whole(tuple(shape)), isinstance(shape, Stack)
-            numel = projected_grads.projected_numel(*of) or numel
+            numel = expert_stacks.projected_numel(*of) or numel
         total += -(-numel // cut)
     return 4 * total
 

@@ -5,8 +5,6 @@ A rule's file does not import the others. ``all_rules`` imports, and so register
 
 from ds_ext.rules.base import (
     REGISTRY,
-    ProjectedGrad,
-    ProjectingRule,
     Rule,
     RuleEntry,
     State,
@@ -16,8 +14,6 @@ from ds_ext.rules.base import (
 )
 
 __all__ = [
-    "ProjectedGrad",
-    "ProjectingRule",
     "REGISTRY",
     "RuleEntry",
     "Rule",

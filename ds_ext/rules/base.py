@@ -9,9 +9,8 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
-import torch
 from torch import Tensor
 
 from ds_ext import ops
@@ -49,46 +48,6 @@ class Rule(Protocol):
             t: the number of this step, from 1.
             shard: the position of the run in the whole parameter.
         """
-        ...
-
-
-class ProjectedGrad(NamedTuple):
-    """A gradient, projected into the space of a rule's moments."""
-
-    values: Tensor  # of the whole gradient, the sum over all ranks
-    dtype: torch.dtype  # of the gradient's elements in matrix products
-
-
-class ProjectingRule(Rule, Protocol):
-    """A rule that reads only a linear projection of some gradients, so that these add up in it.
-
-    For these gradients, ``step`` calls ``renew``, ``project`` and ``step_projected``.
-
-    Attributes:
-        projection_key: the key of the projection in the state, all that ``renew`` and ``project``
-            read and write of the state.
-    """
-
-    projection_key: str
-
-    def projected_numel(self, shard: Shard) -> int:
-        """Returns the elements of a projected gradient, the same on all ranks; 0: it is not."""
-        ...
-
-    def renew(self, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
-        """Renews the projection in ``s`` from a gradient, if step ``t`` needs a new one."""
-        ...
-
-    def project(
-        self, g: ops.Gradient, s: State, shard: Shard
-    ) -> Generator[Sums, Sums, ProjectedGrad]:
-        """Returns the projection of a gradient."""
-        ...
-
-    def step_projected(
-        self, p: ops.Writable, g: ProjectedGrad, s: State, t: int, shard: Shard
-    ) -> Rounds:
-        """Steps a run of the weight in place by a projected gradient."""
         ...
 
 

@@ -62,7 +62,7 @@ def test_bits_are_those_of_the_parameter_alone(name, way, cut, monkeypatch):
     alone, _ = stepped(name, way, False, shapes, world)
     (plan,) = optimizer._plans._made.values()
     # a group of 8-bit moments that a cut goes through is stepped alone
-    assert plan.joined if name == "flashadamw" else not plan.alone
+    assert plan.batched if name == "flashadamw" else not plan.alone
     assert all(a.equal(b) for a, b in zip(both, alone, strict=True))
     before = table.weights(shapes, way[0])
     assert sum(a.equal(w) for a, w in zip(both, before, strict=True)) <= 1  # of few elements
@@ -197,7 +197,7 @@ def test_what_kernels_do_not_take_is_stepped_alone(monkeypatch):
     grads = [torch.ones_like(p) for p in weights]
     optimizer.update(updates_of(weights, grads, 1), None)
     (plan,) = optimizer._plans._made.values()
-    assert plan.alone == [1, 2] and plan.joined == [0, 3]
+    assert plan.alone == [1, 2] and plan.batched == [0, 3]
     assert all((p == 1 - 1e-3).all() for p in weights)
     optimizer.update_stats = UpdateStats(1)
     optimizer.update(updates_of(weights, grads, 1), None)

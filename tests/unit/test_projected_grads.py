@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import ds_ext
+from ds_ext.backward import projected_grads
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
-from ds_ext.optimizer import projected_grads
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules.galore import GaLoreAdamW
 from tests.common import accumulated
@@ -64,7 +64,7 @@ def trained(shape, world, simulate=lockstep.simulate, dtype=None):
         for p, s, shard, own in zip(weights, states, shards, kept, strict=True):
             s["step"] += 1
             g = own[key].parts[0]
-            begun.append([projected_grads.step(rule, p, g, s, s["step"], shard)])
+            begun.append([rule.step(p, g, s, s["step"], shard)])
         simulate(begun)
     return torch.cat(weights).view(shape), elements
 
