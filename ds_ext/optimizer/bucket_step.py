@@ -23,6 +23,7 @@ from ds_ext.optimizer import ema, expert_stacks, nonfinite, sections, state_chec
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.plans import BatchPlan, BucketPlan
+from ds_ext.optimizer.update_stats import MeasuredWeight
 from ds_ext.optimizer.updates import ProjectedGrads, RunUpdate, StagedBucket
 from ds_ext.rules import State
 
@@ -290,7 +291,8 @@ def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> 
         if table.update_stats is None:
             return p
         run = p if isinstance(p, Tensor) else p.run
-        return table.update_stats.wrap(p, number, group_index, run, u.num_replicas)
+        squares = table.update_stats.sums_of(number, group_index, run, u.num_replicas)
+        return MeasuredWeight(p, squares)
 
     group_index = table.group_index_of[u.param]
     first = before + u.shard.start

@@ -12,7 +12,7 @@ from ds_ext.ops import rounding, weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.weight_update import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS, bucket_step
-from ds_ext.optimizer.update_stats import UpdateStats, rms
+from ds_ext.optimizer.update_stats import MeasuredWeight, UpdateStats, rms
 from ds_ext.optimizer.updates import RunUpdate
 from tests.common import choose, table
 from tests.common.hypers import FOR_ALL, NEEDED, changed
@@ -130,7 +130,8 @@ def test_groups_are_measured_apart():
 def test_blocks_may_be_written_in_another_order_than_read():
     stats, shard = UpdateStats(1), Shard.whole((6,))
     run = torch.ones(6, dtype=torch.bfloat16)
-    w = stats.wrap(weight_update.weight(run, {"step": 1}, RoundingConfig(), 0, shard), 0, 0, run)
+    weight = weight_update.weight(run, {"step": 1}, RoundingConfig(), 0, shard)
+    w = MeasuredWeight(weight, stats.sums_of(0, 0, run))
     first, second = shard.blocks(limit=3)
     w.write_(second, w.block(second) + 1)
     w.block(second)
