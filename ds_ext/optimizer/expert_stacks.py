@@ -103,11 +103,12 @@ def projected_numel(rule: Any, shard: Shard, is_stack: bool) -> int:
 def check_state(optimizer: str, param: Tensor, state: NestedState, stacked: bool) -> None:
     """Raises ValueError if a stack's state is not nested by expert, or another state is."""
     if (EXPERTS in state) != stacked:
+        found, advice = "has", "before load_state_dict, as the run that saved it did"
+        if stacked:
+            found, advice = "lacks", "before the first step"
         raise ValueError(
-            f"{optimizer}: the state of a parameter of shape {tuple(param.shape)} was made with"
-            f"{'out' if stacked else ''} its experts separate. Call "
-            "optimizer.separate_experts(model) before the first step, and before "
-            "load_state_dict, in both runs or in neither."
+            f"{optimizer}: the state of a parameter of shape {tuple(param.shape)} {found} one "
+            f"entry per expert. Call optimizer.separate_experts(model) {advice}."
         )
 
 

@@ -1,18 +1,19 @@
 """Finds gradients that are not finite, and leaves their parameters unchanged.
 
-A gradient is bad if an element is not finite, or so large that sums of squares may overflow. If a
-rule writes nothing before its first round (``sums_first``), that round also checks the gradient.
-Each rank adds its sum of squares to the message of the round, so the check needs no message of its
-own, and all ranks see the same total. The rank's own sum is its part of the norm. If the rule needs
-sums of squares anyway, there is no extra pass either. Bad gradients are rare: the step of a batch
-that has some is dropped and begun again without them, which takes one more round. In a single
-process rounds send nothing. There the
-first round checks the gradients of all rules: if a rule writes before its first round, one round
-precedes it. Exceptions are stacks of experts, sections and, on a GPU, parameters stepped alone.
+A gradient is bad if an element is not finite, or so large that sums of squares may overflow. Each
+gradient is checked in one of three ways, and all ranks see the same result:
 
-On a GPU, kernels read the total on the device and skip the parameters of bad gradients, so the host
-does not wait. ``DeviceGradFlags`` tells the host once, at the end of the step. Gradients that no
-first round checks are checked by votes, which ranks exchange together with the gradients.
+- On a CPU, by the first round of its rule (``checked_on_host``). Ranks add their sums of squares to
+  the message of that round. If a gradient is bad, the step of its batch is dropped and begun again
+  without it, which takes one more round. A rule that writes before its first round (no
+  ``sums_first``) is checked so only in a single process, where rounds send nothing.
+- On a GPU, by the same sums, which kernels read on the device (``checked_on_device``). They skip
+  the parameters of bad gradients, so the host does not wait. ``DeviceGradFlags`` tells the host
+  once, at the end of the step.
+- By votes, which ranks exchange together with the gradients: stacks of experts, sections, rules
+  that write before their first round, and on a GPU parameters that are stepped alone.
+
+The sums cost no read of the gradient if the rule adds up squares anyway; votes cost one.
 """
 
 import math

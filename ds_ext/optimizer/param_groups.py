@@ -333,7 +333,7 @@ def _matched(
         near = difflib.get_close_matches(str(pattern), parts, n=1)
         guess = f' Did you mean "{near[0]}"?' if near else ""
         raise ValueError(
-            f"{where}: {pattern!r} is in no trained {what}'s name.{guess} "
+            f"{where}: {pattern!r} matches no trained {what}.{guess} "
             f"Known: {summary(names.values())}."
         )
     return found

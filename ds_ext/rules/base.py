@@ -230,7 +230,7 @@ def named(name: Any, key: str = "optimizer.type") -> RuleEntry:
     near = [REGISTRY[x].rule.__name__ for x in difflib.get_close_matches(wanted, REGISTRY, n=1)]
     guess = f' Did you mean "{near[0]}"?' if near else ""
     known = ", ".join(entry.rule.__name__ for entry in REGISTRY.values())
-    raise ValueError(f"{key} is {name!r}, no optimizer of ds_ext.{guess} Known: {known}.")
+    raise ValueError(f"{key} is {name!r}, which is not a ds_ext optimizer.{guess} Known: {known}.")
 
 
 def entry_of(rule: type) -> RuleEntry:

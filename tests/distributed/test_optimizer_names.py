@@ -60,7 +60,7 @@ def test_names_of_ours_take_ours(name, said):
             "AdaLom",
             r"optimizer.type is 'AdaLom', .*torch.optim do not have. Did you mean \"AdaLomo\"\?",
         ),
-        ("DS_EXT.foo", r"optimizer.type is 'DS_EXT.foo', no optimizer of ds_ext. Known: "),
+        ("DS_EXT.foo", r"optimizer.type is 'DS_EXT.foo', which is not a ds_ext optimizer. Known: "),
     ],
 )
 def test_an_unknown_name_is_refused_on_every_rank(name, message):

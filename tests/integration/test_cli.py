@@ -227,7 +227,10 @@ REFUSED = [
     (["--config", "nowhere.json"], "--config nowhere.json: "),
     (["--model", "."], "--model .: no configuration of transformers"),
     ([], "--model is missing; or give --memory"),
-    (["--optimizer", "adalom"], "--optimizer is 'adalom', no optimizer of ds_ext. Did you mean"),
+    (
+        ["--optimizer", "adalom"],
+        "--optimizer is 'adalom', which is not a ds_ext optimizer. Did you mean",
+    ),
     (["--stage", "4"], "--stage: invalid choice: '4'"),
     (["--ranks", "0"], "--ranks: '0' is not a whole number > 0"),
     (["--ranks", "two"], "--ranks: 'two' is not a whole number > 0"),

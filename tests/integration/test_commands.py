@@ -381,7 +381,7 @@ def test_adapters_have_the_names_that_peft_gives_them(tmp_path, capsys):
     (error,) = told(whole | optimizer(param_groups=[{"match": "lora_C", "lr": 1e-4}]), "--lora", 4)[
         0
     ]
-    assert "'lora_C' is in no trained parameter's name" in error
+    assert "'lora_C' matches no trained parameter." in error
     for options, words in (
         (["--model", tmp_path, "--lora", "0"], "--lora 0: neither a rank"),
         (["--lora", "4"], "add --model"),

@@ -587,9 +587,7 @@ def test_target_modules_that_match_nothing_are_refused():
     module = Net()
     params = list(module.parameters())
     for targets in (["q_prj"], "norm", ["q_proj", "valu"]):
-        with pytest.raises(
-            ValueError, match=r"target_modules: '.*' is in no trained matrix's name"
-        ):
+        with pytest.raises(ValueError, match=r"target_modules: '.*' matches no trained matrix"):
             grouped(module, params, targets)
     with pytest.raises(ValueError, match=r"target_modules.*not a regular expression"):
         grouped(module, params, ["q_proj("])

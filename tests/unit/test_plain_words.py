@@ -124,7 +124,7 @@ TOLD = {
     ),
     "for_model's targets": (
         lambda: for_model("APOLLO", target_modules=["nobody"]),
-        ["APOLLO: target_modules: 'nobody' is in no trained matrix's name"],
+        ["APOLLO: target_modules: 'nobody' matches no trained matrix."],
     ),
     "for_model's others": (lambda: for_model("APOLLO", others=3), ["others is 3"]),
 }
