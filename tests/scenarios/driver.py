@@ -7,7 +7,7 @@ import random
 import re
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -230,26 +230,33 @@ def play(
     """Runs a sequence -> how many calls it came to, what was found ("": nothing), refusals."""
     setup, calls = sequence
     done, wrong, pair = 0, "", None
+    with _quiet(), odd_rule.registered():
+        try:
+            note(0)
+            pair = Pair(way, setup)
+            for done, (name, seed) in enumerate(calls, 1):
+                note(done)
+                pair.call = name
+                CALLS[name].make(pair, random.Random(seed))
+                pair.compare(were_stepped=False)
+        except Finding as finding:
+            wrong = str(finding)
+        if pair is not None:
+            with contextlib.suppress(Exception if wrong else ()):
+                pair.subject.detach()
+    return done, wrong, pair.refusals if pair else Counter()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Within it, ds_ext logs errors only."""
     logger = logging.getLogger("ds_ext")
     level = logger.level
     logger.setLevel(logging.ERROR)
-    odd_rule.enter()
     try:
-        note(0)
-        pair = Pair(way, setup)
-        for done, (name, seed) in enumerate(calls, 1):
-            note(done)
-            pair.call = name
-            CALLS[name].make(pair, random.Random(seed))
-            pair.compare(were_stepped=False)
-    except Finding as finding:
-        wrong = str(finding)
-    if pair is not None:
-        with contextlib.suppress(Exception if wrong else ()):
-            pair.subject.detach()
-    odd_rule.leave()
-    logger.setLevel(level)
-    return done, wrong, pair.refusals if pair else Counter()
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def shortest(sequence: Sequence, fails: Callable[[Sequence], bool]) -> Sequence:

@@ -1,5 +1,7 @@
 """A rule as a user may write it, whose state no native pass reads, and the same in plain torch."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +16,9 @@ from ds_ext.rules.base import REGISTRY, Rounds, State, register
 NAME = "OddMomentum"
 
 
-def enter() -> None:
-    """Registers the rule: momentum in fp64, beside weights and gradients of other dtypes."""
+@contextlib.contextmanager
+def registered() -> Iterator[None]:
+    """Within it, the rule is registered: its momentum is fp64, whatever the dtype of weights."""
 
     @register(paper="", state="8/d", rounds="0", is_batched=True)
     @dataclass(frozen=True)
@@ -34,10 +37,10 @@ def enter() -> None:
             ops.lerp_(s["m"], g, 1 - self.momentum, shard)
             ops.apply_(p, s["m"], shard, lr=self.lr, weight_decay=self.weight_decay)
 
-
-def leave() -> None:
-    """Takes the rule out of the registry."""
-    del REGISTRY[NAME.lower()]
+    try:
+        yield
+    finally:
+        del REGISTRY[NAME.lower()]
 
 
 class Reference(torch.optim.Optimizer):
