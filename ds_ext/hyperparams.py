@@ -111,14 +111,14 @@ def _meant(key: str, known: Sequence[str]) -> str | None:
 def _checked(rule: type, given: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
     """All hyper-parameters, or {} if a given value is invalid; and the error messages."""
     hints, adapters = _hints(rule), _adapters(rule)
-    wrong = [_unknown(rule, joined(where, key), list(hints)) for key in given if key not in hints]
+    wrong = [_unknown(rule, dotted(where, key), list(hints)) for key in given if key not in hints]
     checked = {}
     for key in (key for key in given if key in hints):
         try:
             checked[key] = adapters[key].validate_python(given[key])
         except ValidationError:
             allowed = describe(hints[key])
-            wrong.append(_refused(rule, joined(where, key), given[key], allowed))
+            wrong.append(_refused(rule, dotted(where, key), given[key], allowed))
     if wrong:
         return {}, wrong
     try:
@@ -128,7 +128,7 @@ def _checked(rule: type, given: Mapping[str, Any], where: str) -> tuple[dict[str
     return {name: getattr(whole, name) for name in hints}, []
 
 
-def joined(where: str, key: str) -> str:
+def dotted(where: str, key: str) -> str:
     """Returns a key after its config section ``where``, if that is not empty."""
     return f"{where}.{key}" if where else key
 

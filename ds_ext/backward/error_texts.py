@@ -81,7 +81,7 @@ def _once(words: SettingNames) -> str:
 def not_projected(optimizer: str, words: SettingNames) -> str:
     """Returns the error if gradients are to be kept projected, and no rule projects any."""
     return (
-        f'{hyperparams.joined(words.where, "gradient_policy")} = "projected": no parameter of this '
+        f'{hyperparams.dotted(words.where, "gradient_policy")} = "projected": no parameter of this '
         f"{optimizer} has a step that needs only a projection of its gradient, as GaLoreAdamW's "
         f"with a rank has. Use {words.sharded}."
     )

@@ -106,7 +106,7 @@ class GradientConfig:
         if type(self.max_norm) not in (int, float) or not 0 <= self.max_norm < math.inf:
             raise ValueError(f"{words.clipping} is {self.max_norm!r}; allowed: a number >= 0.")
         clip_value, clip_mode = (
-            hyperparams.joined(words.where, key) for key in ("clip_value", "clip_mode")
+            hyperparams.dotted(words.where, key) for key in ("clip_value", "clip_mode")
         )
         if self.max_norm and self.max_value:
             raise ValueError(
@@ -117,7 +117,7 @@ class GradientConfig:
             raise ValueError(f'{clip_mode} = "previous" needs {words.clipping} > 0.')
         if self.policy == "projected" and (self.max_norm or self.max_value):
             unclipped = words.no_clipping if self.max_norm else f"{clip_value} to 0"
-            policy = hyperparams.joined(words.where, "gradient_policy")
+            policy = hyperparams.dotted(words.where, "gradient_policy")
             raise ValueError(
                 f'{policy} = "projected" keeps projections of gradients, from which they cannot be '
                 f"clipped: set {unclipped}, or use {words.sharded}."

@@ -25,7 +25,7 @@ from ds_ext.distributed.pipeline_layout import PipelineLayout, Tie
 from ds_ext.distributed.placement import Placement
 from ds_ext.engine import deepspeed_versions, replica_groups
 from ds_ext.optimizer import RuleOptimizer
-from ds_ext.optimizer.group_index import ParamGroup
+from ds_ext.optimizer.groups import ParamGroup
 from ds_ext.optimizer.model_view import ModelView
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from ds_ext.optimizer import (
     sections,
 )
 from ds_ext.optimizer.bucket_step import BucketStep, WeightNorms, rollback
-from ds_ext.optimizer.group_index import GroupIndex
+from ds_ext.optimizer.groups import GroupIndex
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.plans import BucketPlans, are_batched

@@ -46,12 +46,12 @@ def make(table: ParamTable, params: Iterable[Tensor]) -> None:
         params: the parameters; those that are no DTensors are skipped.
     """
     for param in params:
-        at = table.placement(param)
-        if at is None or param.device.type == "meta" or not param.requires_grad:
+        placement = table.placement(param)
+        if placement is None or param.device.type == "meta" or not param.requires_grad:
             continue
-        state, rule, run = table.state[param], table.rule_of(param), at.run(param)
+        state, rule, run = table.state[param], table.rule_of(param), placement.run(param)
         if not state:
-            shard = at.shard(param)
+            shard = placement.shard(param)
             param_checks.refuse_shape(table, param, shard)
             parts = table.state_spec(param, shard, rule)
             state.update(zeros(parts, run, table.number_of[param]), step=0)
@@ -69,13 +69,13 @@ def saved(table: ParamTable, param: Tensor, state: dict[str, Any]) -> dict[str, 
         param: the parameter; if it is no DTensor, the tensors of its state are returned.
         state: this rank's state, nested in dicts.
     """
-    at, rule = table.placement(param), table.rule_of(param)
+    placement, rule = table.placement(param), table.rule_of(param)
     state = without_caches(state, table.state_spec(param, table.shard(param), rule))
-    if at is None:
+    if placement is None:
         return state
-    declared = DeclaredState.of(table, param, at.shard(param))
+    declared = DeclaredState.of(table, param, placement.shard(param))
     rows = [DeclaredState.of(table, param, row) for row in _some_rows(declared.shard)]
-    return _spread(state, declared, rows, param, at)
+    return _spread(state, declared, rows, param, placement)
 
 
 def gathered(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class _Uncut(NamedTuple):
 
     values: Tensor
     part: Part
-    at: Placement
+    placement: Placement
 
 
 def own(
@@ -109,8 +109,8 @@ def own(
         state: the saved state. Tensors that are placed unexpectedly are returned as they are.
         parts: what the rule declares for this rank's run.
     """
-    at = table.placement(param)
-    return state if at is None else _own(state, DeclaredState(parts, at.shard(param)))
+    placement = table.placement(param)
+    return state if placement is None else _own(state, DeclaredState(parts, placement.shard(param)))
 
 
 class DeclaredState(NamedTuple):
@@ -142,7 +142,7 @@ def _spread(
     declared: DeclaredState,
     rows: Sequence[DeclaredState],
     param: Tensor,
-    at: Placement,
+    placement: Placement,
 ) -> dict[str, Any]:
     """Converts this rank's state tensors to DTensors, except those that every rank holds whole."""
     found: dict[str, Any] = {}
@@ -150,13 +150,13 @@ def _spread(
         part = declared.part(key)
         if isinstance(value, Mapping):
             below = [row.below(key) for row in rows]
-            found[key] = _spread(value, declared.below(key), below, param, at)
+            found[key] = _spread(value, declared.below(key), below, param, placement)
         elif part is None or part.is_shared:
             found[key] = value
         else:
             shape = _shape(part, [row.part(key) for row in rows], declared.shard)
             if shape is None:
-                found[key] = _Uncut(value, part, at)
+                found[key] = _Uncut(value, part, placement)
             else:
                 found[key] = lying_as(param, value.view(_of_rank(shape, param)), shape)
     return found
@@ -222,7 +222,7 @@ def _of_rank(shape: tuple[int, ...], param: Tensor) -> tuple[int, ...]:
 
 def _whole(uncut: _Uncut) -> Tensor:
     """Gathers all ranks' elements of a tensor, [total]; all ranks call it."""
-    x, part, group = uncut.values, uncut.part, uncut.at.statistics_group
+    x, part, group = uncut.values, uncut.part, uncut.placement.statistics_group
     if group is None:
         return x.flatten()
     pieces = consensus.gathered((part.start, x.cpu().flatten()), group)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_ext import logs
 from ds_ext.distributed import consensus
-from ds_ext.hyperparams import joined
+from ds_ext.hyperparams import dotted
 from ds_ext.optimizer.model_view import ModelView, summary
 
 Keys = dict[str, Any]  # of a param group: "split", "heads" and "split_dim"
@@ -41,7 +41,7 @@ def found(model: ModelView, params: Iterable[Tensor], where: str) -> dict[Tensor
     }
     if not configs:
         raise ValueError(
-            f'{joined(where, "split")} is "auto", which needs a model with a config of '
+            f'{dotted(where, "split")} is "auto", which needs a model with a config of '
             "transformers: list the rows of each matrix instead, in an entry of param_groups."
         )
     known, unknown = {}, []

@@ -14,7 +14,7 @@ from ds_ext.ops import int8
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import NestedState
 from ds_ext.optimizer import expert_stacks, sections
-from ds_ext.optimizer.group_rules import names_of_all_rules
+from ds_ext.optimizer.groups import names_of_all_rules
 from ds_ext.optimizer.param_table import ParamTable
 
 FORMAT = 1  # of state dicts; those without a number, as 0.1.0 wrote them, have format 1

@@ -18,8 +18,7 @@ from torch.nn import Parameter
 
 from ds_ext import hyperparams
 from ds_ext.optimizer import fused_matrices, sections
-from ds_ext.optimizer.group_index import ParamGroup
-from ds_ext.optimizer.group_rules import hypers_of
+from ds_ext.optimizer.groups import ParamGroup, hypers_of
 from ds_ext.optimizer.model_view import ModelView, finds, summary
 from ds_ext.optimizer.sections import SectionConfig
 from ds_ext.rules import RuleEntry, named
@@ -242,7 +241,7 @@ def _section_groups(
         how = SectionConfig(**{key: x for key in keys if (x := value(group, key)) is not None})
         for p in (p for p in group["params"] if p in model.owners):
             shape = model.shape(p)[p in model.stacked :]
-            sections.refuse(how, shape, model.owners[p][0], hyperparams.joined(at, ""))
+            sections.refuse(how, shape, model.owners[p][0], hyperparams.dotted(at, ""))
     used = {g.get("name") for g in groups if any(key in g for key in keys)}
     for match in of_entries.keys() - used:
         raise ValueError(
@@ -281,13 +280,13 @@ def _split(groups: Sequence[ParamGroup], keys_of: Callable[[Tensor], Keys]) -> l
 
 
 def _entry(i: int, where: str) -> str:
-    return hyperparams.joined(where, f"param_groups[{i}]")
+    return hyperparams.dotted(where, f"param_groups[{i}]")
 
 
 def _entries_of(entries: Any, where: str = SECTION) -> list[Any]:
     """The entries of ``param_groups``; ValueError if it is no list of entries."""
     if not isinstance(entries, list) or not entries:
-        key = hyperparams.joined(where, "param_groups")
+        key = hyperparams.dotted(where, "param_groups")
         raise ValueError(f"{key} is {entries!r}; allowed: a list of {_ENTRY}.")
     return entries
 
@@ -314,7 +313,7 @@ def _rest(entry: RuleEntry, others: Any, where: str = SECTION) -> Keys:
     registered = entry.roles["other"]
     if others is None:
         return registered
-    where = hyperparams.joined(where, "others")
+    where = hyperparams.dotted(where, "others")
     if not isinstance(others, dict) or not others:
         raise ValueError(f'{where} is {others!r}; allowed: keys such as {{"lr": 1e-4}}.')
     own = others if "type" in others else {**registered, **others}
@@ -356,7 +355,7 @@ def _targets(targets: Any, matrices: list[Tensor], model: ModelView, where: str)
 
 
 def _targets_key(entry: RuleEntry, where: str = SECTION) -> str:
-    return f"{entry.rule.__name__}: {hyperparams.joined(where, 'target_modules')}"
+    return f"{entry.rule.__name__}: {hyperparams.dotted(where, 'target_modules')}"
 
 
 def _patterns(targets: Any, where: str) -> Sequence[str]:

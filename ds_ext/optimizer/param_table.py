@@ -17,8 +17,7 @@ from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
 from ds_ext.optimizer import expert_stacks, host_offload
-from ds_ext.optimizer.group_index import GroupIndex, ParamGroup
-from ds_ext.optimizer.group_rules import GroupRules
+from ds_ext.optimizer.groups import GroupIndex, GroupRules, ParamGroup
 from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.rules import Rule
 

@@ -147,7 +147,7 @@ class BucketPlan:
     def __init__(
         self, table: ParamTable, updates: Sequence[RunUpdate], states: Sequence[State]
     ) -> None:
-        self.kinds = _kinds(updates)
+        self.properties = _properties(updates)
         device = updates[0].g.device
         self.half_precision = [i for i, u in enumerate(updates) if u.p.dtype in ROUND]
         self.alone: list[int] = []
@@ -180,13 +180,15 @@ class BucketPlan:
         self, table: ParamTable, updates: Sequence[RunUpdate], states: Sequence[State]
     ) -> bool:
         """Returns whether the plan still holds for runs of the same parameters."""
-        return _kinds(updates) == self.kinds and self._fits([u.p for u in updates], table, states)
+        return _properties(updates) == self.properties and self._fits(
+            [u.p for u in updates], table, states
+        )
 
     def fits_params(
         self, table: ParamTable, params: Sequence[Tensor], states: Sequence[State]
     ) -> bool:
         """Returns ``fits`` for the runs that a step of ``params`` will have."""
-        shapes = [(shard.shape, dtype) for shard, dtype, *_ in self.kinds]
+        shapes = [(shard.shape, dtype) for shard, dtype, *_ in self.properties]
         is_same = shapes == [(param.shape, param.dtype) for param in params]
         return is_same and self._fits(params, table, states)
 
@@ -293,7 +295,7 @@ class BucketPlans:
                     cache.forget()
 
 
-def _kinds(updates: Sequence[RunUpdate]) -> list[tuple[Any, ...]]:
+def _properties(updates: Sequence[RunUpdate]) -> list[tuple[Any, ...]]:
     """The properties of runs that a plan depends on."""
     return [(shard, p.dtype, g.dtype, p.numel(), g.numel()) for _, p, g, shard, _ in updates]
 

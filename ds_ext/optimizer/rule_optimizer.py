@@ -24,7 +24,7 @@ from ds_ext.optimizer import (
     state_checks,
 )
 from ds_ext.optimizer.bucket_optimizer import BucketOptimizer
-from ds_ext.optimizer.group_rules import checked_hypers, hypers_of
+from ds_ext.optimizer.groups import checked_hypers, hypers_of
 from ds_ext.optimizer.host_offload import HostOffload
 from ds_ext.optimizer.model_view import ModelView
 from ds_ext.optimizer.update_stats import UpdateStats

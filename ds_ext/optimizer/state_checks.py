@@ -19,7 +19,7 @@ from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts, mapped, zeros
 from ds_ext.optimizer import dtensor_state, ema, param_checks
-from ds_ext.optimizer.group_rules import GroupRules
+from ds_ext.optimizer.groups import GroupRules
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import State
