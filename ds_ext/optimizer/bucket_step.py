@@ -44,12 +44,12 @@ class BatchedStep:
         self.stats, self.updates, self.states = table.update_stats, updates, states
         self.rule = rule
         self.t = states[plan.pieces[0].position]["step"]
-        self.sums_first = _sums_first(rule, plan.pieces[0].shard)
+        self.sums_first = rules.entry_of(type(rule)).sums_first(rule, plan.pieces[0].shard)
         self._set_plan(plan)
 
     def _set_plan(self, plan: BatchPlan) -> None:
         """Collects the tensors of the batch."""
-        self.plan, self.batch = plan, plan.batch
+        self.plan, self.batch, self.upper_bounds = plan, plan.batch, plan.upper_bounds
         self.params = [self.updates[piece.position].param for piece in plan.pieces]
         self.state = plan.state(self.states)
         first = plan.pieces[0].position
@@ -99,10 +99,6 @@ class BatchedStep:
         known: Tensor | None = added_up(self.batch)
         return ops.square_sum(g, cast(Shard, self.batch), g) if known is None else known
 
-    def upper_bounds(self) -> NDArray[np.float32]:
-        """Returns the largest allowed totals of ``squares``, [n]."""
-        return self.plan.upper_bounds
-
     def retain(self, good: NDArray[np.bool_]) -> bool:
         """Rolls the step back and keeps only ``good`` parameters; returns whether some are left."""
         if self.stats is not None:  # the next ``begin`` counts the good ones again
@@ -144,7 +140,9 @@ class LoneStep:
     def __init__(self, table: ParamTable, update: RunUpdate, state: State) -> None:
         self.table, self.update, self.state = table, update, state
         self.params = [update.param]
-        self.sums_first = _sums_first(table.rule_of(update.param), update.shard)
+        self.upper_bounds = nonfinite.upper_bound(update.shard.numel, update.g.dtype)
+        rule = table.rule_of(update.param)
+        self.sums_first = rules.entry_of(type(rule)).sums_first(rule, update.shard)
 
     def begin(self) -> StepGenerator:
         """Returns the generator of the rule."""
@@ -155,11 +153,6 @@ class LoneStep:
         """Returns the sum of squares of the gradient, [1]."""
         g = self.update.g
         return ops.square_sum(g, self.update.shard, g).view(1)
-
-    def upper_bounds(self) -> float:
-        """Returns the largest allowed total of ``squares``."""
-        bound: float = nonfinite.upper_bound(self.update.shard.numel, self.update.g.dtype)
-        return bound
 
     def retain(self, good: NDArray[np.bool_]) -> bool:
         """Rolls the step back; no parameter is left."""
@@ -315,11 +308,6 @@ def _memory(plan: BucketPlan | None, updates: Sequence[RunUpdate]) -> Memory | N
     if plan is None or device is None or not devices.supports(device):
         return None
     return Memory(device, plan.memory_sizes)
-
-
-def _sums_first(rule: Any, shard: Shard) -> bool:
-    """Whether a rule yields sums before it writes."""
-    return rules.entry_of(type(rule)).sums_first(rule, shard)
 
 
 def rollback(state: State) -> None:

@@ -140,15 +140,13 @@ class CheckedStep(Protocol):
 
     params: list[Tensor]
     sums_first: bool  # whether the rule yields sums before it writes
+    upper_bounds: Any  # the largest allowed totals of ``squares``, [n]
 
     def begin(self) -> StepGenerator:
         """Returns the generator of partial sums."""
 
     def squares(self) -> Tensor:
         """Returns the sums of squares of this rank's runs of gradients, [n]."""
-
-    def upper_bounds(self) -> Any:
-        """Returns the largest allowed totals of these sums, [n]."""
 
     def retain(self, good: NDArray[np.bool_]) -> bool:
         """Rolls the step back and keeps only ``good`` parameters; returns whether some are left."""
@@ -166,7 +164,7 @@ def checked_on_host(step: CheckedStep, check: GradCheck) -> StepGenerator:
     sums = next(rule) if step.sums_first else ()
     own = step.squares()
     *totals, found = yield (*sums, own)
-    good = found.numpy() <= step.upper_bounds()
+    good = found.numpy() <= step.upper_bounds
     if good.all():
         check.square = (check.square or 0.0) + float(own.numpy().sum(dtype=np.float64))
     else:
@@ -203,7 +201,7 @@ def checked_on_device(step: DeviceStep, memory: Memory, check: GradCheck) -> Ste
     if by_sums:
         batch.limits = None
         *totals, found = yield (*(sums or ()), step.squares())
-        limits = _limits(found, step.upper_bounds())
+        limits = _limits(found, step.upper_bounds)
         _record(step, limits, check, is_square=True)
         batch.limits = limits
         sums = advance(rule, None if begins_checked else tuple(totals))
