@@ -192,8 +192,8 @@ class BucketStep:
         self.batches: list[BatchedStep] = []
         self.plan, self.memory = plan, _memory(plan, updates)
         if plan is not None:
-            for i, group in zip(plan.batched, plan.group_indices, strict=True):
-                weight_update.prepare(updates[i].p, states[i], plan.rules[group])
+            for batch in plan.batches:
+                _prepare_masters(plan.rules[batch.group_index], batch.positions, updates, states)
             self.batches = [
                 BatchedStep(table, x, plan.rules[x.group_index], updates, states)
                 for x in plan.batches
@@ -232,6 +232,17 @@ class BucketStep:
                 del state[param]
         if self.plan is not None and self.memory is not None:
             self.plan.memory_sizes = [*map(max, self.plan.memory_sizes, self.memory.used)]
+
+
+def _prepare_masters(
+    rule: Any, positions: Sequence[int], updates: Sequence[RunUpdate], states: Sequence[State]
+) -> None:
+    """Creates, drops or converts the masters of a batch, if the rule needs others now."""
+    needed = weight_update.MASTER_DTYPES.get((rule.weight_update, updates[positions[0]].p.dtype))
+    for i in positions:
+        master = states[i].get("master")
+        if (master if master is None else master.dtype) != needed:
+            weight_update.prepare(updates[i].p, states[i], rule)
 
 
 def with_turns(table: ParamTable, updates: Sequence[RunUpdate]) -> list[RunUpdate]:

@@ -63,6 +63,9 @@ class BatchPlan:
         rule: their rule, as the groups have it now.
         states: the states of the bucket, which were checked.
         device: the device of the gradients.
+
+    Attributes:
+        positions: the position in the bucket of each piece's parameter.
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class BatchPlan:
         self.upper_bounds: NDArray[np.float32] = nonfinite.upper_bound(numel, torch.float32)
         reads_norm = caches_norms(rule, pieces[0].shard)
         self.norm_cache = self.batch.new_norm_cache() if reads_norm else None
-        self._positions = [x.position for x in pieces]
+        self.positions = [x.position for x in pieces]
         self._are_whole = all(x.run is None for x in pieces)
         self._state: dict[str, Any] | None = None  # of the step in progress
         self._layouts = [x.layout for x in _runs(self.state(states))]
@@ -96,7 +99,7 @@ class BatchPlan:
         try:
             state = self.state(states)
             layouts = [x.layout for x in _runs(state)]
-            steps = {states[i]["step"] for i in self._positions}
+            steps = {states[i]["step"] for i in self.positions}
         except (KeyError, AttributeError, TypeError):  # something else was put there
             return False
         if layouts != self._layouts or len(steps) != 1:
@@ -110,7 +113,7 @@ class BatchPlan:
         if state is not None:
             return state
         if self._are_whole:
-            return stacked([states[i] for i in self._positions], self.parts)
+            return stacked([states[i] for i in self.positions], self.parts)
         return stacked([piece.state(states[piece.position]) for piece in self.pieces], self.parts)
 
     def runs(self, runs: Sequence[Any], dtype: torch.dtype) -> Runs:
@@ -120,7 +123,7 @@ class BatchPlan:
     def cut(self, runs: Sequence[Any]) -> list[Tensor]:
         """Returns each piece's elements of the bucket's runs."""
         if self._are_whole:
-            return [runs[i] for i in self._positions]
+            return [runs[i] for i in self.positions]
         return [piece.of(runs[piece.position]) for piece in self.pieces]
 
 
@@ -173,7 +176,6 @@ class BucketPlan:
         self.batches = [
             BatchPlan(i, pieces, rule_of[i], states, device) for (i, *_), pieces in found.items()
         ]
-        self.group_indices = [table.group_index_of[updates[i].param] for i in self.batched]
         self.memory_sizes = [0, 0, 0]
 
     def fits(
