@@ -7,6 +7,7 @@
 # make clients each client program in a fresh environment: docs/clients.md (an hour or more)
 # make versions the oldest and newest torch, DeepSpeed, ...: docs/install.md (about 10 minutes)
 # make contract what differs in the private names that ds_ext uses of DeepSpeed, torch, ...
+# make ir      the tests of kernels, by execution of their compiled IR: docs/gpu.md (half an hour)
 # make peers   other projects' tests with ds_ext's optimizers: docs/tests.md (about 10 minutes)
 # make readme  the code, keys and rates that README.md and docs/ quote, from the package
 # make docs    a site of them, in build/site; broken links are errors
@@ -34,7 +35,7 @@ BIN     = .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo compare test test-all check matrix clients versions contract peers readme docs release clean
+.PHONY: demo compare test test-all check matrix clients versions contract ir peers readme docs release clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.demo
@@ -46,7 +47,7 @@ compare: .venv/.demo
 
 # DeepSpeed looks for an accelerator itself, and on a machine without one may not settle on the
 # CPU: name it there, and only there.
-test-all: .venv/.oldest
+test-all: .venv/.oldest .venv/.ir
 test test-all: .venv/.test
 	if ! $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
 	    export DS_ACCELERATOR=$${DS_ACCELERATOR:-cpu}; \
@@ -75,6 +76,11 @@ versions: .venv/.test
 	@index="$(TORCH_INDEX)"; \
 	if [ -n "$$index" ] && ! $(BIN)/python -c "$$PROBE" "$$index/torch/"; then index=; fi; \
 	$(BIN)/python -m tests.tools.versions $${index:+--torch-index "$$index"} $(ARGS) $(OLDEST)
+
+# -m "": all tests of the files, not those of `make test` alone.
+ir: .venv/.test .venv/.ir
+	PYTHONPATH=.venv/ir:. DS_ACCELERATOR=cpu $(BIN)/python -m pytest -q -p tests.tools.ir -m "" \
+	    $(ARGS) tests/unit/test_kernels.py tests/unit/test_kernel_batches.py
 
 contract: .venv/.test
 	DS_ACCELERATOR=cpu $(BIN)/python -m tests.tools.contract $(ARGS)
@@ -157,3 +163,12 @@ OLDEST = deepspeed==0.18.6 transformers==4.50.3 tokenizers==0.21.4 huggingface_h
 	@rm -rf .venv/oldest
 	@DS_BUILD_OPS=0 $(BIN)/pip install --quiet --no-deps --no-build-isolation --target .venv/oldest $(OLDEST)
 	@touch $@
+
+# ttsem executes Triton's compiled IR. Its metadata asks for Python 3.12; 3.11 runs it too. It has no
+# dependencies but numpy and triton. `make test-all` goes on where it cannot be installed.
+.venv/.ir: .venv/.test
+	@echo "  ttsem, which executes the IR of kernels"
+	@rm -rf .venv/ir
+	@$(BIN)/pip install --quiet --no-deps --ignore-requires-python --target .venv/ir ttsem==0.1.0 \
+	    || rm -rf .venv/ir
+	@if [ -d .venv/ir ]; then touch $@; fi

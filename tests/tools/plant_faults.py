@@ -36,7 +36,7 @@ def main() -> None:
     chosen = [
         fault
         for fault in FAULTS
-        if not options.words or any(w in f"{fault.file} {fault.line}" for w in options.words)
+        if not options.words or any(w in " ".join(fault) for w in options.words)
     ]
     with tempfile.TemporaryDirectory() as folder:
         tree = copied(Path(folder))
@@ -91,7 +91,9 @@ def run(tree: Path, tests: str) -> str:
     """The first test, of those that are not slow, that fails in a tree; "" if none does."""
     places = [f"tests/{t}" if t.endswith(".py") else t for t in shlex.split(tests)] or ["tests"]
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-m", "not slow", *places]
-    environment = os.environ | {"PYTHONPATH": str(tree), "DS_ACCELERATOR": "cpu"}
+    # ttsem, which executes the IR of kernels for the faults that name its plugin
+    paths = [str(tree), str(Path(sys.prefix) / "ir")] if "tests.tools.ir" in tests else [str(tree)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "DS_ACCELERATOR": "cpu"}
     try:
         done = subprocess.run(
             [*command, "-p", "no:cacheprovider"],

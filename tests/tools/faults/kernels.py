@@ -1,0 +1,75 @@
+"""Faults of kernels that the execution of their compiled IR finds: races, accesses, bits."""
+
+from tests.tools.faults.fault import Fault
+
+KERNELS = "ops/executors/triton/kernels/"
+IR = " -p tests.tools.ir"
+STEP = "unit/test_kernels.py -k 'test_a_step_is_that_of_the_ops and {}'" + IR
+NOISE = "unit/test_kernels.py -k 'test_noise and {}'" + IR
+STORED = "unit/test_kernels.py -k 'test_16_bits and {}'" + IR
+MOMENTS = "unit/test_kernels.py -k test_moments" + IR
+FAULTS = (
+    # masks: another program's element, or memory that is nobody's
+    Fault(
+        KERNELS + "table_access.py",
+        "ok = (e >= 0) & (e < n) & (k < left)[None, :]",
+        "ok = (e >= 0) & (e < n) & (k >= 0)[None, :]",
+        STEP.format("lomo-3"),
+    ),
+    Fault(
+        KERNELS + "table_access.py",
+        "ok = (e >= 0) & (e < n) & (k < left)[None, :]",
+        "ok = (e >= 0) & (e <= n) & (k < left)[None, :]",
+        STEP.format("lomo-3"),
+    ),
+    Fault(
+        KERNELS + "sums.py",
+        "tl.store(col, tl.sum(square, axis=0), mask=j < cols)",
+        "tl.store(col, tl.sum(square, axis=0))",
+        STEP.format("lamb-3 or came-1"),
+    ),
+    Fault(
+        KERNELS + "factored_kernels.py",
+        "tl.store(pointer(t, OUT2, tl.float32) + at, _inverse_root(new, new), mask=has)",
+        "tl.store(pointer(t, OUT2, tl.float32) + at, _inverse_root(new, new))",
+        STEP.format("came-1"),
+    ),
+    Fault(
+        KERNELS + "weights.py",
+        "tl.store(run_at(t, AUX, tl.int16, e, TC, ALIGNED), bits.to(tl.int16), mask=ok)",
+        "tl.store(run_at(t, AUX, tl.int16, e, TC, ALIGNED), bits.to(tl.int16))",
+        MOMENTS,
+    ),
+    # bits of the noise and of rounding
+    Fault(
+        KERNELS + "weights.py",
+        "tl.where(tl.abs(x) <= MOST_BF16, bits + noise, bits)",
+        "tl.where(tl.abs(x) <= MOST_BF16, bits - noise, bits)",
+        NOISE.format("dtype0"),
+    ),
+    Fault(
+        KERNELS + "weights.py",
+        "tl.where(tl.abs(x) <= MOST_BF16, bits + noise, bits)",
+        "tl.where(tl.abs(x) <= MOST_BF16, bits + noise + 1, bits)",
+        NOISE.format("dtype0"),
+    ),
+    Fault(
+        KERNELS + "weights.py",
+        "(noise < cut)",
+        "(noise <= cut)",
+        NOISE.format("dtype1"),
+    ),
+    Fault(
+        KERNELS + "weights.py",
+        "held = tl.where(_is_finite(new), _to_fp16(new, noise), new)",
+        "held = _to_fp16(new, noise)",
+        NOISE.format("dtype1"),
+    ),
+    # the compiled division, of which the interpreter sees nothing
+    Fault(
+        KERNELS + "moment_kernels.py",
+        "return tl.fma(tl.fma(-x, near, 1.0), near, near)",
+        "return near",
+        MOMENTS,
+    ),
+)
