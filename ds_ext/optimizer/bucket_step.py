@@ -333,12 +333,12 @@ def _gradients(plan: BatchPlan, updates: Sequence[RunUpdate]) -> Any:
 
     Factors differ under tensor parallelism: parameters that it replicates have another divisor.
     """
-    given: list[Any] = [u.g for u in updates]
-    dtype = given[plan.pieces[0].position].dtype
-    if ops.Scaled not in {*map(type, given)}:
-        return plan.runs(given, dtype)
-    runs = plan.runs([g if isinstance(g, Tensor) else g.x for g in given], dtype)
+    given: list[Any] = [u.g for u in updates]  # also of parameters that are stepped alone
     found = [given[piece.position] for piece in plan.pieces]
+    dtype = found[0].dtype
+    if ops.Scaled not in {*map(type, found)}:
+        return plan.runs(given, dtype)
+    runs = plan.runs([g.x if isinstance(g, ops.Scaled) else g for g in given], dtype)
     scaled = [g for g in found if not isinstance(g, Tensor)]
     if not scaled:
         return runs
