@@ -12,22 +12,14 @@ BENCHMARKS = {
     "pairs": "time of GaLore, APOLLO and Muon beside their authors' code",
     "host": "time of the host in a step",
     "gpu": "first session on a GPU: whether it is right, its memory, its speed",
-    "traffic": "bytes of memory that a step passes over",
     "path": "Python functions and files that a step runs",
     "sass": "instructions of the kernels of a 7B step, without a GPU",
     "memory": "peak memory of a fine-tuning step",
     "comm": "bytes and calls of collectives",
-    "scale": "bytes that 64 to 4,096 simulated ranks send, and predicted times",
-    "spread": "the same by ZeRO-3, FSDP2 and pipelines, side by side",
     "train": "tokens per second of a whole step",
-    "pieces": "a large batch in pieces, and gradient accumulation: time, bytes, gathers",
-    "projected": "loss and memory of GaLore-AdamW with gradients that accumulate projected",
     "quality": "optimizers and learning rates for fine-tuning",
-    "estimate": "learning rates estimated in training, beside tabled ones",
     "scratch": "which optimizer trains best from scratch",
     "trends": "how a step's cost grows with parameters, ranks and buckets",
-    "history": "time of each optimizer's step by commit",
-    "offload": "time and memory of offload to the CPU",
 }
 
 
@@ -42,7 +34,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("benchmark", choices=BENCHMARKS, help=argparse.SUPPRESS)
     name = parser.parse_args(argv[:1]).benchmark
-    if name in ("comm", "pieces", "scale", "spread", "trends"):
+    if name in ("comm", "trends"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # counts do not depend on the device
     # Without an accelerator, DeepSpeed may not choose the CPU by itself.
     if not torch.cuda.is_available():

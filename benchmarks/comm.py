@@ -7,9 +7,8 @@ all-reduce and (d-1)/d of the bytes of any other collective.
 """
 
 import argparse
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 from unittest import mock
 
 import deepspeed
@@ -28,17 +27,11 @@ from benchmarks.collectives import (
     noted,
     sent,
 )
-from benchmarks.memory import LLAMAS, Sizes, llama, shapes_of
+from benchmarks.memory import LLAMAS, Sizes, llama
 from benchmarks.ranks import on_ranks
-from ds_ext.ops.shard import Shard
-from ds_ext.optimizer.updates import RunUpdate
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MODELS: dict[str, Sizes] = {"small": (2048, 256, 688, 4, 4, 4, False), "135M": LLAMAS["135M"]}
 LR = 5e-4
-ROOF = 0.51  # expected share of upstream's bytes: half, plus the statistics
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +50,7 @@ class Step(NamedTuple):
 
 
 def main(args: argparse.Namespace) -> None:
-    """Counts the steps of all runs, and writes the tables and the plot."""
+    """Counts the steps of all runs, and writes the tables."""
     runs = {"upstream, ZeRO-3": upstream, "ds_ext, ZeRO-3": stage3, "ds_ext, ZeRO-2": stage2}
     steps = {
         (model, name): on_ranks(args.ranks, counted, job, MODELS[model], args.length, args.bucket)
@@ -68,27 +61,18 @@ def main(args: argparse.Namespace) -> None:
         {"model": model, "run": name} | figures(step, steps[model, "upstream, ZeRO-3"], args.ranks)
         for (model, name), step in steps.items()
     ]
-    tables = {
-        "A step": rows,
-        "All calls": [
-            {"model": model, "run": name} | row
-            for (model, name), step in steps.items()
-            for row in by_kind(step.calls, args.ranks)
-        ],
-        "Statistics of llama-7b's matrices": [share(d) for d in (2, 8, 64)],
-    }
     text = TEXT.format(ranks=args.ranks, length=args.length, bucket=args.bucket)
     title = "Bytes and calls of collectives in a step"
-    report.write("comm", title, text, tables, lambda figure: draw(figure, rows))
+    report.write("comm", title, text, {"A step": rows})
 
 
 TEXT = """
 This report counts the second step of AdaLomo on {ranks} real ranks (gloo). They train Llamas with
 random fp32 weights, each rank on {length} random tokens; `reduce_bucket_size` is {bucket:,}
 elements. Each call of a process group is counted when torch passes it to the backend. A call
-belongs to the optimizer if ds_ext or lomo_optim made it. DeepSpeed's gathers of weights are only in
-the second table. "Sent" is the number of bytes that a rank sends in a ring: 2(d-1)/d of the bytes
-of an all-reduce, and (d-1)/d of the bytes of other collectives. "Other than gradients" is
+belongs to the optimizer if ds_ext or lomo_optim made it. DeepSpeed's gathers of weights are not
+included. "Sent" is the number of bytes that a rank sends in a ring: 2(d-1)/d of the bytes of an
+all-reduce, and (d-1)/d of the bytes of other collectives. "Other than gradients" is
 everything that the optimizer sends except gradients, including the padding of gradients. For ZeRO-2
 it does not include the updated weights, which any optimizer has to gather there (upstream has no
 ZeRO-2).
@@ -99,10 +83,6 @@ Upstream all-reduces each whole gradient. It runs on modules that DeepSpeed has 
 without DeepSpeed's engine, which refuses `loss.backward()` without an optimizer. Nothing gathers
 the embedding again after its step, while DeepSpeed's optimizers and ds_ext do this. Upstream
 therefore sends fewer bytes in all-gathers.
-
-The last table is computed for bf16. ds_ext's AdaLomo steps rank 0's run of each matrix and vector
-of llama-7b with d ranks. The table compares the bytes that a rank sends for statistics and for
-gradients.
 """
 
 
@@ -177,7 +157,7 @@ def counted(job: Callable[..., Any], sizes: Sizes, length: int, bucket: int) -> 
     return found._replace(calls=calls)
 
 
-# Tables and plot.
+# Tables.
 
 
 def figures(step: Step, reference: Step, ranks: int) -> dict[str, object]:
@@ -205,63 +185,3 @@ def figures(step: Step, reference: Step, ranks: int) -> dict[str, object]:
 def optimizers(calls: Iterable[Call]) -> list[Call]:
     """Returns the calls that are not DeepSpeed's gathers of weights."""
     return [call for call in calls if call.caller != "deepspeed"]
-
-
-def by_kind(calls: Iterable[Call], ranks: int) -> list[dict[str, object]]:
-    """Returns rows with the number and bytes of calls by caller and kind."""
-    counts: Counter[tuple[str, str]] = Counter()
-    sizes: Counter[tuple[str, str]] = Counter()
-    for call in calls:
-        counts[call.caller, call.kind] += 1
-        sizes[call.caller, call.kind] += call.nbytes
-    return [
-        {
-            "called by": caller,
-            "collective": kind,
-            "calls": n,
-            "bytes": sizes[caller, kind],
-            "sent, bytes": round(sent(kind, sizes[caller, kind], ranks)),
-        }
-        for (caller, kind), n in sorted(counts.items())
-    ]
-
-
-def share(ranks: int) -> dict[str, object]:
-    """Returns a row that compares AdaLomo's statistics with llama-7b's bf16 gradients."""
-    shapes = Counter(shapes_of(LLAMAS["7B"]).values())
-    dtype = torch.bfloat16
-    summed = {shape: statistics(shape, ranks, dtype) for shape in shapes}
-    gradients = sum(n * torch.Size(shape).numel() * dtype.itemsize for shape, n in shapes.items())
-    statistic = sum(n * sum(summed[shape]) for shape, n in shapes.items())
-    ratio = sent(ALL_REDUCE, statistic, ranks) / sent(REDUCE_SCATTER, gradients, ranks)
-    return {
-        "ranks": ranks,
-        "rounds": max(map(len, summed.values())),
-        "statistics, bytes": statistic,
-        "gradients, bytes": gradients,
-        "sent for statistics / for gradients": f"{ratio:.3%}",
-    }
-
-
-def statistics(shape: Sequence[int], ranks: int, dtype: torch.dtype) -> list[int]:
-    """Returns the bytes that rank 0 sums in each round of AdaLomo's step of one parameter."""
-    param = torch.nn.Parameter(torch.empty(0, dtype=dtype))
-    shard = Shard.of_rank(tuple(shape), 0, ranks)
-    run = torch.full((len(shard),), 0.01, dtype=dtype)
-    rounds: list[int] = []
-    optimizer = ds_ext.AdaLomo([param], lr=LR, weight_update="nearest")
-    optimizer.update([RunUpdate(param, run, run.clone(), shard)], lambda x: rounds.append(x.nbytes))
-    return rounds
-
-
-def draw(figure: "Figure", rows: Sequence[dict[str, Any]]) -> None:
-    """Draws bars of the bytes sent relative to upstream, by model and run."""
-    axes = figure.subplots()
-    labels = [f"{row['run']}\n{row['model']}".replace(", ", "\n") for row in rows]
-    whole = [row["/ upstream"] for row in rows]
-    without = [row["without weights / upstream"] for row in rows]
-    axes.bar(labels, whole, color="tab:gray", label="updated weights (ZeRO-2)")
-    axes.bar(labels, without, label="gradients and statistics")
-    axes.axhline(ROOF, linestyle=":", color="black", label=f"{ROOF}")
-    axes.set(ylabel="bytes sent by the optimizer / upstream's")
-    figure.legend(loc="outside upper center", ncols=3)

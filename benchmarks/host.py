@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> None:
         ]
         print(report.table(tables["In backward"]), flush=True)
     text = f"{TEXT}{host_gpu.TEXT}\nPython {platform.python_version()}.\n"
-    report.write("host", "Time of the host in a step", text, tables, None)
+    report.write("host", "Time of the host in a step", text, tables)
 
 
 TEXT = f"""

@@ -1,8 +1,8 @@
 """Peak memory of one fine-tuning step: weights, gradients, optimizer state and activations.
 
-On a GPU, torch's allocator reports the peak. On the CPU, tensors are counted from allocation to
-release. This count is exact except for temporaries inside operators. The second of two steps is
-measured, because the first one creates the optimizer's state. Weights and tokens are random.
+Tensors are counted from allocation to release, on the CPU. This count is exact except for
+temporaries inside operators. The second of two steps is measured, because the first one creates the
+optimizer's state. Weights and tokens are random.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -22,9 +22,6 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory as planner
 from ds_ext.planner.live_memory import LiveMemory
 from ds_ext.planner.memory import elements
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 transformers.logging.set_verbosity_error()
 
@@ -44,16 +41,13 @@ OURS = {  # ds_ext optimizers by their names in the table
     for cls in OPTIMIZERS.values()
 }
 NAMES = (NONE, ADAMW, *OURS)
-CAPS = (24, 48, 80, 139)  # memory of GPUs in GiB
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    on_gpu = torch.cuda.is_available()
-    models = list(LLAMAS) if on_gpu else ["135M"]
-    parser.add_argument("--models", nargs="+", choices=LLAMAS, default=models)
+    parser.add_argument("--models", nargs="+", choices=LLAMAS, default=["135M"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[128, 512], help="tokens per row")
     parser.add_argument("--batch", type=int, default=1, help="rows")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16" if on_gpu else "fp32")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--optimizers", nargs="+", choices=NAMES, default=NAMES)
 
 
@@ -63,30 +57,21 @@ class Measured(NamedTuple):
     model: str
     length: int  # tokens per row
     optimizer: str
-    peak: int | None  # bytes; None if it ran out of memory
+    peak: int  # bytes
 
 
 def main(args: argparse.Namespace) -> None:
-    """Measures each model, length and optimizer, and writes the tables and the plot."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows: list[Measured] = []
-    too_large: set[tuple[int, str]] = set()  # (length, optimizer) to skip for larger models
-    for model in sorted(args.models, key=list(LLAMAS).index):
-        for length, name in itertools.product(args.lengths, args.optimizers):
-            peak = None
-            if (length, name) not in too_large:
-                shape = (args.batch, length)
-                peak = measure(LLAMAS[model], shape, name, DTYPES[args.dtype], device)
-            if peak is None:
-                too_large.add((length, name))
-            rows.append(Measured(model, length, name, peak))
-            print(*rows[-1], flush=True)
+    """Measures each model, length and optimizer, and writes the tables."""
+    rows = []
+    for model, length, name in itertools.product(args.models, args.lengths, args.optimizers):
+        shape = (args.batch, length)
+        peak = measure(LLAMAS[model], shape, name, DTYPES[args.dtype], torch.device("cpu"))
+        rows.append(Measured(model, length, name, peak))
+        print(*rows[-1], flush=True)
     tables = {"Peak of a step": [shown(row, rows) for row in rows]}
-    if device.type == "cuda":
-        tables["Largest model that fits"] = largest(rows)
-    text = TEXT.format(dtype=args.dtype, batch=args.batch, how=HOW[device.type])
+    text = TEXT.format(dtype=args.dtype, batch=args.batch)
     title = "Peak memory of a fine-tuning step"
-    report.write("memory", title, text, tables, lambda figure: draw(figure, rows))
+    report.write("memory", title, text, tables)
 
 
 TEXT = """
@@ -100,14 +85,9 @@ parameter has the rule that a config would choose for it. The planned value is t
 plus the state according to `python -m ds_ext plan`. If the embedding is also the head (135M), both
 parts of its gradient are alive before autograd adds them. GB are 10⁹ bytes.
 
-{how}
+Each storage is counted from its allocation to its release. Temporary memory inside an operator is
+not counted.
 """
-HOW = {
-    "cpu": """Each storage is counted from its allocation to its release. Temporary memory
-inside an operator is not counted.""",
-    "cuda": """Torch's allocator counts the bytes (`max_memory_allocated`). CUDA itself uses less
-than a GiB in addition.""",
-}
 
 
 def config_keys(sizes: Sizes) -> dict[str, Any]:
@@ -141,19 +121,11 @@ def shapes_of(sizes: Sizes) -> dict[str, tuple[int, ...]]:
 
 def measure(
     sizes: Sizes, shape: tuple[int, int], name: str, dtype: torch.dtype, device: torch.device
-) -> int | None:
-    """Returns the peak bytes of the second step on tokens of ``shape``; None if out of memory."""
-    try:
-        model = llama(sizes, dtype, device)
-        tokens = torch.randint(0, sizes[0], shape, device=device)
-        return peak_of_second(fine_tuning(model, name, tokens), model.parameters(), device)
-    except torch.OutOfMemoryError:
-        return None
-    finally:
-        model = tokens = None
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+) -> int:
+    """Returns the peak bytes of the second step on tokens of ``shape``."""
+    model = llama(sizes, dtype, device)
+    tokens = torch.randint(0, sizes[0], shape, device=device)
+    return peak_of_second(fine_tuning(model, name, tokens), model.parameters())
 
 
 def fine_tuning(model: nn.Module, name: str, tokens: Tensor) -> Callable[[], None]:
@@ -182,13 +154,8 @@ def drop(param: Tensor) -> None:
     param.grad = None
 
 
-def peak_of_second(step: Callable[[], None], kept: Iterable[Tensor], device: torch.device) -> int:
+def peak_of_second(step: Callable[[], None], kept: Iterable[Tensor]) -> int:
     """Returns the peak bytes in the second of two steps. ``kept`` exist before it."""
-    if device.type == "cuda":
-        step()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        return torch.cuda.max_memory_allocated()
     with LiveMemory(kept) as watch:
         step()
         gc.collect()
@@ -207,11 +174,11 @@ def shown(row: Measured, rows: Sequence[Measured]) -> dict[str, object]:
         "parameters": n,
         "tokens": row.length,
         "optimizer": row.optimizer,
-        "peak, bytes": peak or "does not fit",
-        "GB": peak and peak / 1e9,
-        "bytes per parameter": peak and peak / n,
-        "AdamW / this": adamw / peak if adamw and peak else None,
-        "peak / planned": peak / planned if planned and peak else None,
+        "peak, bytes": peak,
+        "GB": peak / 1e9,
+        "bytes per parameter": peak / n,
+        "AdamW / this": adamw / peak if adamw else None,
+        "peak / planned": peak / planned if planned else None,
     }
 
 
@@ -231,39 +198,3 @@ def planned_state(sizes: Sizes, name: str) -> int:
     whole = llama(sizes, torch.float32, torch.device("meta"))
     rules, shapes = planner.rules_of(OURS[name], whole, {}), planner.shapes_of(whole)
     return planner.optimizer_memory(rules, shapes, None, 1, torch.float32, elements(shapes)).state
-
-
-def largest(rows: Sequence[Measured]) -> list[dict[str, object]]:
-    """Returns rows with the largest model that fits each of ``CAPS``, by length and optimizer."""
-    found: list[dict[str, object]] = []
-    for length, name in dict.fromkeys((row.length, row.optimizer) for row in rows):
-        own = [r for r in rows if (r.length, r.optimizer) == (length, name) and r.peak]
-        fit = {
-            f"{cap} GiB": _last([r for r in own if (r.peak or 0) <= cap * 2**30]) for cap in CAPS
-        }
-        found.append({"tokens": length, "optimizer": name, **fit})
-    return found
-
-
-def _last(rows: Sequence[Measured]) -> str:
-    """The model of the last row, which is the largest."""
-    return rows[-1].model if rows else "none"
-
-
-def draw(figure: "Figure", rows: Sequence[Measured]) -> None:
-    """Draws bars of bytes per parameter: a panel per length, a group of bars per model."""
-    lengths = list(dict.fromkeys(row.length for row in rows))
-    models = list(dict.fromkeys(row.model for row in rows))
-    names = list(dict.fromkeys(row.optimizer for row in rows))
-    panels = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
-    for axes, length in zip(panels, lengths, strict=True):
-        for i, name in enumerate(names):
-            own = {r.model: r for r in rows if (r.length, r.optimizer) == (length, name)}
-            heights = [(own[m].peak or 0) / elements(shapes_of(LLAMAS[m])) for m in models]
-            places = [at + 0.8 * i / len(names) for at in range(len(models))]
-            axes.bar(places, heights, 0.7 / len(names), label=name)
-        axes.set(title=f"{length} tokens", xticks=[at + 0.35 for at in range(len(models))])
-        axes.set_xticklabels(models)
-    panels[0].set(ylabel="peak bytes per parameter")
-    bars, labels = panels[0].get_legend_handles_labels()
-    figure.legend(bars, labels, loc="outside upper center", ncols=4)

@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> None:
         for name in args.optimizers:
             rows.append(row(name, threads, args.rounds))
             print(report.table(rows[-1:]), flush=True)
-    report.write("pairs", "Steps beside those of the authors' code", TEXT, {"Pairs": rows}, None)
+    report.write("pairs", "Steps beside those of the authors' code", TEXT, {"Pairs": rows})
 
 
 TEXT = f"""
@@ -83,7 +83,7 @@ of the process, which exclude other processes; with several they are wall second
 def row(name: str, threads: int, rounds: int) -> dict[str, object]:
     """Returns the times of a pair, and their ratio."""
     own, authors, theirs = PAIRS[name]
-    case = Case(matrices(), "bf16", torch.device("cpu"))
+    case = Case(matrices(), "bf16")
     clock = time.thread_time if threads == 1 else time.perf_counter
     made: dict[str, Make] = {"ours": own, authors: theirs}
     times = measure(case, made, rounds, clock)

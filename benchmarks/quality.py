@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> None:
         measure_costs(args)
     data = shown(args.dataset, "data", texts.DATA, lines)
     names = shown(args.optimizer, "candidate", CANDIDATES, lines)
-    page.write(lines, data, names, args.seeds, args.lines)
+    page.write(lines, data, names, args.lines)
 
 
 def shown(asked: list[str], key: str, known: Iterable[str], lines: Lines) -> list[str]:

@@ -14,12 +14,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "deepspeed", "transformers")
@@ -119,11 +115,10 @@ def write(
     title: str,
     text: str,
     tables: Mapping[str, Sequence[Mapping[str, object]]],
-    draw: "Callable[[Figure], None] | None",
     made: str | None = None,
     folder: Path | None = None,
 ) -> None:
-    """Writes {folder}/{name}.md, and {name}.png if ``draw`` is given; prints the path.
+    """Writes {folder}/{name}.md, and prints its path.
 
     The default folder is ``RESULTS``. The keys of ``tables`` are their headings. On a GPU, file
     names contain the GPU's name, so that results of several machines do not overwrite each other.
@@ -136,9 +131,6 @@ def write(
     parts = [f"# {title}", text.strip()]
     for heading, rows in tables.items():
         parts += [f"## {heading}", table(rows)]
-    if draw is not None:
-        _plot(draw, path.with_suffix(".png"))
-        parts.append(f"![{title}]({path.stem}.png)")
     command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
     parts.append(made or f"{machine()}.\nMade by `{command}`.")
     path.write_text("\n\n".join(parts) + "\n")
@@ -149,11 +141,3 @@ def path_of(name: str, folder: Path | None = None) -> Path:
     """Returns the path of a result file on this machine; see ``write``."""
     suffix = f"_{_gpu().lower().replace(' ', '-')}" if _gpu() else ""
     return (folder or RESULTS) / f"{name}{suffix}.md"
-
-
-def _plot(draw: "Callable[[Figure], None]", path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    draw(figure)
-    figure.savefig(path, dpi=150)

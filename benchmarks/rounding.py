@@ -154,7 +154,7 @@ def main() -> None:
         minutes = (time.perf_counter() - began) / 60
         size = sum(p.numel() for p in start.parameters())
         write(RESULTS / "rounding.md", introduction(before, size), name, section(runs, minutes))
-        plot(runs, RESULTS / f"rounding{PLOTS[name]}.png", next(iter(runs)), LAST, None)
+        plot(runs, RESULTS / f"rounding{PLOTS[name]}.png", next(iter(runs)))
 
 
 def write(path: Path, first: str, name: str, own: str) -> None:
@@ -239,7 +239,7 @@ def section(runs: dict[str, list[Run]], minutes: float) -> str:
     last = f"training loss, last {LAST} steps"
     return f"""| stored | {last} | difference | held-out loss | difference |
 |---|---|---|---|---|
-{table(runs, next(iter(runs)), LAST)}
+{table(runs, next(iter(runs)))}
 
 2 CPU cores, one thread, {minutes:.1f} minutes in all; {datetime.date.today()}; {versions}.
 Made by `python -m benchmarks.rounding {name}`. Losses over steps:
@@ -248,47 +248,34 @@ Made by `python -m benchmarks.rounding {name}`. Losses over steps:
 """
 
 
-def table(
-    runs: dict[str, list[Run]], exact: str, last: int, shown: Callable[..., str] = spread
-) -> str:
-    """Returns the rows: mean losses of the ``last`` steps and held-out, and differences."""
+def table(runs: dict[str, list[Run]], exact: str) -> str:
+    """Returns the rows: mean losses of the last steps and held-out, and differences."""
     lines = []
     for way, made in runs.items():
         cells = [way]
-        for figure in (lambda run: sum(run.losses[-last:]) / last, lambda run: run.held_out):
+        for figure in (lambda run: run.train, lambda run: run.held_out):
             values, base = ([figure(run) for run in found] for found in (made, runs[exact]))
             apart = [a - b for a, b in zip(values, base, strict=True)]
-            cells += [shown(values), "" if way == exact else shown(apart, "+")]
+            cells += [spread(values), "" if way == exact else spread(apart, "+")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def plot(
-    runs: dict[str, list[Run]], path: Path, exact: str, last: int, limits: tuple[int, int] | None
-) -> None:
-    """Plots the losses, averaged over the ``last`` steps and over all seeds.
-
-    Args:
-        runs: the runs of each setting.
-        path: the file to write.
-        exact: the setting whose lowest and highest seeds are shown too.
-        last: the number of steps in a mean.
-        limits: the lowest and highest loss in the plot, or None to show all.
-    """
+def plot(runs: dict[str, list[Run]], path: Path, exact: str) -> None:
+    """Plots mean losses over ``LAST`` steps and all seeds; of ``exact``, also the extreme seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     for way, made in runs.items():
-        smooth = torch.tensor([run.losses for run in made]).unfold(1, last, 1).mean(-1)
-        steps = range(last, last + smooth.shape[1])
+        smooth = torch.tensor([run.losses for run in made]).unfold(1, LAST, 1).mean(-1)
+        steps = range(LAST, LAST + smooth.shape[1])
         (line,) = axes.plot(steps, smooth.mean(0), label=way)
         if way == exact:
             low, high = smooth.amin(0), smooth.amax(0)
             label = "the same, lowest and highest seed"
             axes.fill_between(steps, low, high, alpha=0.2, color=line.get_color(), label=label)
-    axes.set(xlabel="step", ylabel=f"training loss, mean of {last} steps (nats per byte)")
-    axes.set(ylim=limits)
+    axes.set(xlabel="step", ylabel=f"training loss, mean of {LAST} steps (nats per byte)")
     axes.legend()
     figure.savefig(path, dpi=150)
 

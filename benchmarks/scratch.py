@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor, nn
 
 from benchmarks import report
-from benchmarks.matrix import picture, search, summary, training
+from benchmarks.matrix import search, summary, training
 from benchmarks.matrix.candidates import CANDIDATES, Candidate, ours
 from benchmarks.matrix.lines import Lines
 from benchmarks.matrix.texts import Batch
@@ -47,19 +47,6 @@ STARTS = {
 }
 SIZES = {"1M": (160, 432, 4, 4), "0.1M": (64, 172, 2, 2)}  # width, inner width, layers, heads
 DEFAULTS: dict[str, Any] = {"size": "1M", "steps": 2000, "rows": 4, "length": 64}
-# Perplexity of Llamas on C4, best learning rate of each: Zhao et al. 2024 (arXiv 2403.03507),
-# table 2, AdamW with 32-bit moments; 7B: Zhu et al., MLSys 2025, the project's page, 8-bit Adam and
-# 8-bit GaLore after 150,000 steps.
-PUBLISHED = [
-    dict(zip(("parameters", "AdamW", "GaLore", "APOLLO", "APOLLO-Mini"), row, strict=True))
-    for row in (
-        ("60M", "34.06", "34.88", "", ""),
-        ("130M", "25.08", "25.36", "", ""),
-        ("350M", "18.80", "18.95", "", ""),
-        ("1B", "15.56", "15.64", "", ""),
-        ("7B", "14.61", "14.65", "13.02", "13.09"),
-    )
-]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -182,64 +169,31 @@ the first tenth of the steps and then decays to a tenth by a cosine. There is no
 weight decay. Losses are in nats per byte on the last twentieth of the text, which is held out. ± is
 the standard deviation over n seeds of the first weights and of the order of the text. Settings are
 those of `quality`, except that the ranks of GaLore and APOLLO are half of the width.
-
-A separate table shows published results: perplexities of Llamas on C4 (60M to 1B: table 2 of arXiv
-2403.03507; 7B, with 8-bit states in Adam and GaLore: <https://zhuhanqing.github.io/APOLLO/>).
-Models, data and batches differ by orders of magnitude, so only the order of the optimizers can be
-compared.
 """
 
 
 def write(args: argparse.Namespace, lines: Mapping[str, Lines]) -> None:
-    """Writes the report and its plot for the stored runs of each size, if there are any."""
+    """Writes the report of the stored runs of each size, if there are any."""
     if not lines:
         print(f"{args.lines}: no lines yet")
         return
     labels = {name: candidates(args.size)[name].label for name in args.optimizer}
     setup = next(iter(lines.values())).setup
     text = TEXT.format(**setup, sizes=" and ".join(lines))
-    notes = [
-        f"{size}, {note}"
-        for size, some in lines.items()
-        for note in (
-            *summary.missing(some, [setup["data"]], labels, args.seeds),
-            *summary.failed(some, labels),
-        )
-    ]
-    if notes:
-        text += "\nMissing so far; the command below goes on with it:\n\n"
-        text += "\n".join(f"- {note}" for note in notes)
+    notes = [f"- {size}, {x}" for size, some in lines.items() for x in summary.failed(some, labels)]
+    text += "\n" + "\n".join(notes)
     tables = {
         f"Held-out loss, {size} parameters": summary.of_data(
             some, setup["data"], labels, "deepspeed-adamw", with_answers=False
         )
         for size, some in lines.items()
     }
-    tables["Best learning rates"] = best_rates(lines, labels)
     machines = summary.machines([line for some in lines.values() for line in some.all])
     report.write(
         "scratch",
         "Which optimizer trains best from scratch",
         text,
-        {title: rows for title, rows in tables.items() if rows}
-        | {"Published perplexity": PUBLISHED},
-        lambda figure: picture.sensitivity(
-            figure, {f"{size} parameters": some.all for size, some in lines.items()}, labels
-        ),
+        {title: rows for title, rows in tables.items() if rows},
         f"{'; '.join(machines)}.\nMade by `python -m benchmarks scratch`, page by `--report`.",
         args.lines,
     )
-
-
-def best_rates(lines: Mapping[str, Lines], labels: Mapping[str, str]) -> list[dict[str, object]]:
-    """Returns rows with each optimizer's best learning rate at each size."""
-    rows = []
-    for candidate, label in labels.items():
-        found = {
-            size: summary.best_of(some, some.setup["data"], candidate)
-            for size, some in lines.items()
-        }
-        if any(found.values()):
-            cells = {s: f"{own.lr:g}" if own else "not yet" for s, own in found.items()}
-            rows.append({"optimizer": label, **cells})
-    return rows

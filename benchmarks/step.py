@@ -9,11 +9,10 @@ import argparse
 import gc
 import math
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -27,21 +26,17 @@ from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import entry_of, lowrank
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 Make = Callable[["Case"], Callable[[], object]]  # prepares a case -> the step
-Times = Mapping[tuple[str, str], Mapping[str, list[float]]]  # by (size, dtype), and candidate
 
-UNIT, ADAMW, COPY, PRODUCTS = "torch.SGD", "torch.AdamW", "copy", "GaLore.products"
+UNIT, ADAMW, PRODUCTS = "torch.SGD", "torch.AdamW", "GaLore.products"
 ADALOMO, CAME = "lomo_optim.AdaLomo", "came_pytorch.CAME"
 ADAFACTOR, GALORE = "transformers.Adafactor", "galore_torch.GaLoreAdamW"
-CPU_ADAM, FUSED_ADAM = "deepspeed.CPUAdam", "deepspeed.FusedAdam"
+CPU_ADAM = "deepspeed.CPUAdam"
 # On a CPU, torch 2.13's fused SGD does not write bf16 weights (pytorch issue 191763), so its time
 # is too short. This one writes them.
 PLAIN = "torch.SGD, not fused"
 OURS = tuple(f"ds_ext.{cls.__name__}" for cls in OPTIMIZERS.values())
-NAMES = (*OURS, PLAIN, ADAMW, CPU_ADAM, FUSED_ADAM, ADALOMO, ADAFACTOR, CAME, GALORE, PRODUCTS)
+NAMES = (*OURS, PLAIN, ADAMW, CPU_ADAM, ADALOMO, ADAFACTOR, CAME, GALORE, PRODUCTS)
 WAYS = ("stochastic", "nearest")  # to round bf16 weights: ds_ext's default, and that of others
 RANK = 128  # GaLore's rank
 NEVER = 10**6  # steps between renewals of GaLore's basis
@@ -74,61 +69,49 @@ SIZES = {
     "11008x4096": Size(((11008, 4096),)),
     "SmolLM2-135M": Size(tuple(shapes_of(LLAMAS["135M"]).values())),
     "a third of 4096x4097": Size(((4096, 4097),), ranks=3),
-    "16384x16384": Size(((16384, 16384),)),
 }
-LARGE = "16384x16384"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    on_gpu = torch.cuda.is_available()
-    sizes = [name for name in SIZES if on_gpu or name != LARGE]
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=sizes)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    names = [name for name in NAMES if name != (CPU_ADAM if on_gpu else FUSED_ADAM)]
     parser.add_argument(
-        "--optimizers", nargs="+", choices=NAMES, default=names, help=f"in addition to {UNIT}"
+        "--optimizers", nargs="+", choices=NAMES, default=NAMES, help=f"in addition to {UNIT}"
     )
-    parser.add_argument(
-        "--rounds", type=int, default=20 if on_gpu else 7, help="fewer for large sizes on a CPU"
-    )
+    parser.add_argument("--rounds", type=int, default=7, help="fewer for large sizes")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
 
 
 def main(args: argparse.Namespace) -> None:
-    """Times all sizes and dtypes, and writes the tables and the plot."""
+    """Times all sizes and dtypes, and writes the tables."""
     torch.set_num_threads(args.threads)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # DeepSpeed's CPUAdam has its own OpenMP
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
-    clock = time.thread_time if args.threads == 1 and not on_gpu else time.perf_counter
-    times: dict[tuple[str, str], dict[str, list[float]]] = {}
+    clock = time.thread_time if args.threads == 1 else time.perf_counter
+    tables: dict[str, list[dict[str, object]]] = {}
     remarks: list[dict[str, object]] = []
     for dtype in args.dtypes:
-        found, remarked = able(candidates(dtype, device, args.optimizers), dtype, device)
+        found, remarked = able(candidates(dtype, args.optimizers), dtype)
         remarks += remarked
-        for row in remarked:
-            print(*row.values(), sep=", ", flush=True)
         for size in args.sizes:
-            rounds = args.rounds if on_gpu else fewer(args.rounds, SIZES[size].elements)
-            case = Case(SIZES[size], dtype, device)
-            times[size, dtype] = measure(case, found, rounds, clock)
-            del case
+            rounds = fewer(args.rounds, SIZES[size].elements)
+            times = measure(Case(SIZES[size], dtype), found, rounds, clock)
             gc.collect()  # reference cycles of steps
-            print(f"{size}, {dtype}", report.table(shown(times, size, dtype)), sep="\n", flush=True)
-    tables = {heading(times, *key): shown(times, *key) for key in times}
-    if judged := [goal.judged(times) for goal in goals(on_gpu, args.dtypes, args.optimizers)]:
-        tables = {"Goals": judged} | tables
+            heading = f"{size}, {dtype} ({rounds} rounds)"
+            tables[heading] = [
+                {"candidate": name, f"time / {UNIT}": median, "least": least}
+                for name, (median, least) in report.ratios(times, UNIT).items()
+            ]
+            print(heading, report.table(tables[heading]), sep="\n", flush=True)
     if remarks:
         tables["Remarks"] = remarks
-    text = TEXT.format(how=HOW[device.type])
-    title = "Time of one optimizer step"
-    report.write("step", title, text, tables, lambda figure: draw(figure, times))
+    report.write("step", "Time of one optimizer step", TEXT, tables)
 
 
 TEXT = """
 Times are relative to those of the unit in the same round: the median over rounds, and the minimum.
 The unit, torch.SGD, uses `fused=True` and no momentum. torch.AdamW is fused too.
-{how}
+deepspeed.CPUAdam is DeepSpeed's C++ code. With one thread, times are CPU seconds of the process,
+which exclude other processes.
 All candidates of a size step the same tensors in turns. Each turn begins with a step that is not
 timed, because AdaLomo and Adafactor cannot use cached norms of weights that another candidate has
 stepped. Weights are 0.02 · randn and gradients 0.1 · randn, both in the named dtype.
@@ -137,8 +120,7 @@ model's 272 parameters. "a third of 4096x4097" is rank 1's run of that matrix on
 ds_ext steps it; it is compared with SGD on the same number of elements.
 
 On a CPU, torch 2.13's fused SGD does not write bf16 weights (pytorch issue 191763). The unit then
-only reads. Goals are therefore also shown relative to "torch.SGD, not fused", which reads and
-writes.
+only reads. "torch.SGD, not fused" reads and writes.
 
 Names of ds_ext optimizers contain the rounding of bf16 weights: `stochastic` is the default, and
 `nearest` is what the other packages do. GaLore steps only matrices, with rank 128 and a random
@@ -147,24 +129,18 @@ existing memory. For lomo_optim.AdaLomo only the update is timed: its hook is ca
 gradients exist, without a loss scale. In training its hooks also search all parameters at each
 gradient; this time and that of backward are not included.
 """
-HOW = {
-    "cpu": """deepspeed.CPUAdam is DeepSpeed's C++ code (FusedAdam needs a GPU). With one thread,
-times are CPU seconds of the process, which exclude other processes.""",
-    "cuda": """copy is `out.copy_(p)`, and is the unit of the largest size. Times are those of one
-step.""",
-}
 
 
 class Case:
-    """Parameters of one size with gradients, on ``device``."""
+    """Parameters of one size with gradients."""
 
-    def __init__(self, size: Size, dtype: str, device: torch.device) -> None:
-        self.size, self.dtype, self.device = size, DTYPES[dtype], device
-        random = torch.Generator(device).manual_seed(0)
+    def __init__(self, size: Size, dtype: str) -> None:
+        self.size, self.dtype = size, DTYPES[dtype]
+        random = torch.Generator().manual_seed(0)
         self.params: list[nn.Parameter] = []
         for shard in size.shards:
             shape = shard.shape if self.is_whole else (len(shard),)
-            p, g = (torch.randn(shape, generator=random, device=device) for _ in range(2))
+            p, g = (torch.randn(shape, generator=random) for _ in range(2))
             self.params.append(nn.Parameter(p.mul_(0.02).to(self.dtype)))
             self.params[-1].grad = g.mul_(0.1).to(self.dtype)
 
@@ -178,13 +154,12 @@ class Case:
         return [(p, shard) for p, shard in parts if len(shard.shape) == 2]
 
 
-def candidates(dtype: str, device: torch.device, names: Iterable[str]) -> dict[str, Make]:
+def candidates(dtype: str, names: Iterable[str]) -> dict[str, Make]:
     """Returns functions that create each candidate's step. The unit comes first."""
     others: dict[str, Make] = {
         PLAIN: lambda case: torch_sgd(case, fused=False),
         ADAMW: torch_adamw,
-        CPU_ADAM: deepspeed_adam("DeepSpeedCPUAdam"),
-        FUSED_ADAM: deepspeed_adam("FusedAdam"),
+        CPU_ADAM: deepspeed_cpu_adam,
         ADALOMO: published_adalomo,
         ADAFACTOR: transformers_adafactor,
         CAME: published_came,
@@ -192,8 +167,6 @@ def candidates(dtype: str, device: torch.device, names: Iterable[str]) -> dict[s
         PRODUCTS: products,
     }
     made: dict[str, Make] = {UNIT: torch_sgd}
-    if device.type == "cuda":
-        made[COPY] = device_copy
     for name in names:
         if name in others:
             made[name] = others[name]
@@ -220,12 +193,6 @@ def torch_sgd(case: Case, fused: bool = True) -> Callable[[], object]:
 
 def torch_adamw(case: Case) -> Callable[[], object]:
     return torch.optim.AdamW(case.params, lr=1e-3, fused=True).step
-
-
-def device_copy(case: Case) -> Callable[[], object]:
-    weights = [p.detach() for p in case.params]
-    out = [torch.empty_like(p) for p in weights]
-    return lambda: torch._foreach_copy_(out, weights)
 
 
 def groups_of(cls: type[RuleOptimizer], params: list[Tensor]) -> list[dict[str, Any]]:
@@ -270,7 +237,7 @@ def basis(shape: tuple[int, ...], like: Tensor) -> tuple[Tensor, bool]:
 
 def products(case: Case) -> Callable[[], object]:
     """Projects each gradient and multiplies the result back."""
-    scratch = torch.empty(max(map(len, case.size.shards)), dtype=case.dtype, device=case.device)
+    scratch = torch.empty(max(map(len, case.size.shards)), dtype=case.dtype)
     given = []
     for p, shard in case.matrices:
         q, right = basis(shard.shape, p)
@@ -299,7 +266,7 @@ def published_adalomo(case: Case) -> Callable[[], object]:
     """Makes the published update of all parameters, and restores the dropped gradients."""
     import lomo_optim
 
-    with mock.patch.object(torch.Tensor, "cuda", lambda self: self.to(case.device)):
+    with mock.patch.object(torch.Tensor, "cuda", lambda self: self):
         optimizer = lomo_optim.AdaLomo(nn.ParameterList(case.params), loss_scale=None)
     grads = [p.grad for p in case.params]
 
@@ -340,18 +307,13 @@ def published_galore(case: Case) -> Callable[[], object]:
     return optimizer.step
 
 
-def deepspeed_adam(name: str) -> Make:
-    def make(case: Case) -> Callable[[], object]:
-        from deepspeed.ops import adam
+def deepspeed_cpu_adam(case: Case) -> Callable[[], object]:
+    from deepspeed.ops import adam
 
-        return getattr(adam, name)(case.params, lr=1e-3).step
-
-    return make
+    return adam.DeepSpeedCPUAdam(case.params, lr=1e-3).step
 
 
-def able(
-    made: Mapping[str, Make], dtype: str, device: torch.device
-) -> tuple[dict[str, Make], list[dict[str, object]]]:
+def able(made: Mapping[str, Make], dtype: str) -> tuple[dict[str, Make], list[dict[str, object]]]:
     """Returns the candidates that can step small parameters of this dtype, and remarks.
 
     The remarks list why other candidates cannot, and which candidates leave the weights unchanged.
@@ -359,7 +321,7 @@ def able(
     found: dict[str, Make] = {}
     remarks: list[dict[str, object]] = []
     for name, make in made.items():
-        case = Case(Size(((64, 48), (48, 64), (48,))), dtype, device)
+        case = Case(Size(((64, 48), (48, 64), (48,))), dtype)
         before = [p.detach().clone() for p in case.params]
         try:
             make(case)()
@@ -367,7 +329,7 @@ def able(
             why = f"left out: {type(error).__name__}: {error}".splitlines()[0]
         else:
             found[name] = make
-            if name in (COPY, PRODUCTS) or not all(map(torch.equal, before, case.params)):
+            if name == PRODUCTS or not all(map(torch.equal, before, case.params)):
                 continue
             why = "timed, but does not change the weights"
         remarks.append({"candidate": name, "dtype": dtype, "remark": why})
@@ -388,20 +350,17 @@ def measure(
     """Returns the seconds of each candidate's step in each round."""
     chosen = {n: m for n, m in made.items() if case.is_whole or is_ours(n) or n == UNIT}
     steps = {name: make(case) for name, make in chosen.items()}
-    wait = torch.cuda.synchronize if case.device.type == "cuda" else lambda: None
-    times = {name: repeats(step, wait) for name, step in steps.items()}
+    times = {name: repeats(step) for name, step in steps.items()}
     repeated = {name: repeat(step, times[name]) for name, step in steps.items()}
-    found = report.interleaved(repeated, rounds, wait, steps, clock)
+    found = report.interleaved(repeated, rounds, lambda: None, steps, clock)
     return {name: [s / times[name] for s in seconds] for name, seconds in found.items()}
 
 
-def repeats(step: Callable[[], object], wait: Callable[[], None]) -> int:
+def repeats(step: Callable[[], object]) -> int:
     """Returns how often to repeat a step so that it takes ``LEAST`` seconds."""
     for _ in range(2):  # the first step creates the state
-        wait()
         began = time.perf_counter()
         step()
-        wait()
         took = time.perf_counter() - began
         if took > 20 * LEAST:
             break
@@ -414,124 +373,3 @@ def repeat(step: Callable[[], object], times: int) -> Callable[[], None]:
             step()
 
     return run
-
-
-def unit_of(size: str) -> str:
-    return COPY if size == LARGE and torch.cuda.is_available() else UNIT
-
-
-def heading(times: Times, size: str, dtype: str) -> str:
-    return f"{size}, {dtype} ({len(times[size, dtype][UNIT])} rounds)"
-
-
-def shown(times: Times, size: str, dtype: str) -> list[dict[str, object]]:
-    """Returns rows of the table of one size and dtype, with seconds on a GPU only."""
-    own, unit = times[size, dtype], unit_of(size)
-    rows: list[dict[str, object]] = []
-    for name, (median, least) in report.ratios(own, unit).items():
-        row: dict[str, object] = {"candidate": name, f"time / {unit}": median, "least": least}
-        if torch.cuda.is_available():
-            row["ms"] = statistics.median(own[name]) * 1e3
-        rows.append(row)
-    return rows
-
-
-@dataclass(frozen=True)
-class Goal:
-    """A goal: ``name`` takes at most ``bound`` times as long as ``by``, as a median over rounds.
-
-    With ``faster``, ``by`` takes at least ``bound`` times as long as ``name``.
-    """
-
-    size: str
-    dtype: str
-    name: str
-    by: str
-    bound: float
-    faster: bool = False
-
-    def judged(self, times: Times) -> dict[str, object]:
-        """Returns a row of the table of goals."""
-        own = times.get((self.size, self.dtype), {})
-        value: float | None = None
-        verdict = "not measured"
-        if self.name in own and self.by in own:
-            name, by = (self.by, self.name) if self.faster else (self.name, self.by)
-            value = report.ratios(own, by)[name][0]
-            is_met = value >= self.bound if self.faster else value <= self.bound
-            verdict = "met" if is_met else "missed"
-        return {
-            "size": self.size,
-            "dtype": self.dtype,
-            "candidate": self.name,
-            "goal": f"{'≥' if self.faster else '≤'} {self.bound:g}× "
-            + (f"faster than {self.by}" if self.faster else self.by),
-            "measured": value,
-            "verdict": verdict,
-        }
-
-
-def goals(on_gpu: bool, dtypes: Sequence[str], names: Sequence[str]) -> list[Goal]:
-    """Returns the goals of these optimizers and dtypes; in bf16, for both ways to round.
-
-    In bf16, goals relative to the unit are also compared with an SGD that writes weights: see
-    ``PLAIN``.
-    """
-    return [
-        Goal(size, dtype, label, unit, bound, faster)
-        for size, dtype, name, by, bound, faster in (GPU_GOALS if on_gpu else CPU_GOALS)
-        if dtype in dtypes and f"ds_ext.{name}" in names
-        for label in labels(f"ds_ext.{name}", dtype)
-        for unit in ((UNIT, PLAIN) if (dtype, by) == ("bf16", UNIT) else (by,))
-    ]
-
-
-GoalLine = tuple[str, str, str, str, float, bool]
-AGAINST_ADAMW = {
-    "512x512": (0.7, 0.5),
-    "1024x1024": (0.85, 0.5),
-    "4096x4096": (1.0, 0.7),
-    "SmolLM2-135M": (0.9, 0.55),
-}
-CPU_GOALS: tuple[GoalLine, ...] = (
-    *(
-        (size, dtype, name, ADAMW, bound, False)
-        for name in ("AdaLomo", "Adafactor")
-        for size, bounds in AGAINST_ADAMW.items()
-        for dtype, bound in zip(("fp32", "bf16"), bounds, strict=True)
-    ),
-    ("SmolLM2-135M", "fp32", "AdaLomo", PLAIN, 2.0, False),
-    ("SmolLM2-135M", "bf16", "AdaLomo", PLAIN, 2.1, False),
-    ("4096x4096", "fp32", "CAME", UNIT, 4.0, False),
-    ("4096x4096", "fp32", "LAMB", ADAMW, 1.5, False),
-    ("4096x4096", "bf16", "LOMO", PLAIN, 1.5, False),
-    ("4096x4096", "fp32", "GaLoreAdamW", PRODUCTS, 1.3, False),
-)
-GPU_GOALS: tuple[GoalLine, ...] = (
-    (LARGE, "bf16", "AdaLomo", COPY, 2.5, False),
-    (LARGE, "bf16", "AdaLomo", ADALOMO, 8.0, True),
-    (LARGE, "bf16", "CAME", COPY, 4.4, False),
-    (LARGE, "fp32", "LAMB", COPY, 10.0, False),
-)
-
-
-def draw(figure: "Figure", times: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
-    """Draws a panel per dtype, with a line of ratios over all sizes for each candidate."""
-    dtypes = list(dict.fromkeys(dtype for _, dtype in times))
-    panels = figure.subplots(1, len(dtypes), squeeze=False)[0]
-    for axes, dtype in zip(panels, dtypes, strict=True):
-        found = {
-            size: {name: median for name, (median, _) in report.ratios(own, unit_of(size)).items()}
-            for (size, kind), own in times.items()
-            if kind == dtype
-        }
-        names = list(dict.fromkeys(name for own in found.values() for name in own))
-        for marker, (size, own) in zip("osD^vP", found.items(), strict=False):
-            lines = [names.index(name) for name in own]
-            axes.plot(list(own.values()), lines, marker, markersize=4, label=size)
-        axes.set(title=dtype, xscale="log", xlabel="time / unit", yticks=range(len(names)))
-        axes.set_yticklabels(names, fontsize=6)
-        axes.grid(alpha=0.3)
-        axes.invert_yaxis()
-    marks, labels = panels[0].get_legend_handles_labels()
-    figure.legend(marks, labels, loc="outside upper center", ncols=3, fontsize=7)

@@ -5,7 +5,6 @@ parameters are counted; row and column sums are small in comparison. A sum of sq
 counts only if the previous step has not cached it.
 """
 
-import argparse
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
@@ -17,15 +16,13 @@ import torch
 from torch import nn
 
 import ds_ext
-from benchmarks import report
-from benchmarks.host import BATCHED, made
+from benchmarks.host import made
 from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.executors.native.norm_cache import NormCache
 from ds_ext.ops.executors.table_batch import AnyTable
 from ds_ext.ops.executors.triton import devices, launches
 from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
 from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable
-from ds_ext.optimizer import OPTIMIZERS
 
 SIDE = 256  # rows and columns of the stepped matrix
 # Bytes of fp32 or 8-bit moments per element that a form reads and writes.
@@ -43,48 +40,6 @@ OVER_RUNS = {
 OVER_RUNS |= {"normalize_whole_rows", "lerp", "square_lerp", "apply"}
 MOMENTS = {"lerp": 4, "square_lerp": 4}  # bytes read and written per element
 ROUNDED = {"SPLIT": 2, "CORRECTED": 1}  # bytes of a master in addition to the 16-bit weight
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--optimizers", nargs="+", choices=BATCHED, default=BATCHED)
-
-
-def main(args: argparse.Namespace) -> None:
-    """Counts each optimizer, and writes the table."""
-    rows = [
-        row(name, dtype) for name in args.optimizers for dtype in (torch.float32, torch.bfloat16)
-    ]
-    report.write("traffic", "Bytes that a step passes over", TEXT, {"Bytes an element": rows}, None)
-
-
-TEXT = f"""
-This report counts the third step of a {SIDE} x {SIDE} matrix in one process: how often native
-passes read the gradient `g` and the weight `p`, how many bytes of moments they read and write, and
-all bytes. `plain` is `optimizer.step()`. `in backward` is the step inside `loss.backward()`, which
-also computes the norm and checks that gradients are finite. bf16 weights are rounded
-stochastically. The last two columns are for the kernels on a GPU; they are counted without a GPU,
-from the passes that are requested. New weights that a kernel program reads again, for the sum of
-their squares, are not counted.
-"""
-
-
-def row(name: str, dtype: torch.dtype) -> dict[str, object]:
-    """Returns a row with the traffic of a plain step and of a step in backward."""
-    plain, fused = in_a_step(name, dtype, False), in_a_step(name, dtype, True)
-    kept = fused["moments read"] + fused["moments written"]
-    kernels = [in_a_step(name, dtype, is_fused, "kernels")["bytes"] for is_fused in (False, True)]
-    return {
-        "optimizer": OPTIMIZERS[name].__name__,
-        "dtype": str(dtype).removeprefix("torch."),
-        "g read": fused["g"],
-        "p read": fused["p read"],
-        "p written": fused["p written"],
-        "moments, bytes": kept,
-        "plain, bytes": plain["bytes"],
-        "in backward, bytes": fused["bytes"],
-        "kernels, plain": kernels[0],
-        "kernels, in backward": kernels[1],
-    }
 
 
 def in_a_step(

@@ -2,29 +2,24 @@
 
 One process trains on random weights and tokens. Runs take turns, and are compared within a round.
 The unit is forward and backward of the same weights without DeepSpeed, which drops each gradient.
-An engine that drops all gradients except that of one vector shows DeepSpeed's own time. On a GPU,
-each engine runs in its own process, because two do not fit. Peak memory is measured.
+An engine that drops all gradients except that of one vector shows DeepSpeed's own time.
 """
 
 import argparse
 import gc
 import os
 import socket
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks import report
 from benchmarks.memory import DTYPES, LLAMAS, Sizes, drop, llama
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MODELS: dict[str, Sizes] = {"10M": (8192, 256, 704, 8, 4, 4, False), **LLAMAS}
 LR = 1e-5
@@ -42,8 +37,7 @@ OPTIMIZERS = {  # the section of DeepSpeed's config
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     on_gpu = torch.cuda.is_available()
-    models = ["1B", "3B", "7B", "13B"] if on_gpu else ["10M"]
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=models)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["10M"])
     parser.add_argument("--length", type=int, default=2048 if on_gpu else 128, help="per row")
     parser.add_argument("--batch", type=int, default=1, help="rows")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16" if on_gpu else "fp32")
@@ -62,37 +56,16 @@ class Job:
     zero: tuple[tuple[str, int], ...] = ()  # other keys of "zero_optimization"
 
 
-@dataclass(frozen=True)
-class Found:
-    """The time and memory of a run."""
-
-    seconds: list[float]  # seconds of each round
-    peak: int  # bytes; 0 if not measured
-    floor: int  # bytes of weights, largest gradient and activations
-
-
 def main(args: argparse.Namespace) -> None:
-    """Times all models, and writes the table and the plot."""
-    rows: list[dict[str, Any]] = []
+    """Times all models, and writes the table."""
+    rows: list[dict[str, object]] = []
     for model in args.models:
         job = Job(model, (args.batch, args.length), args.dtype, args.rounds)
-        jobs = [job]
-        if torch.cuda.is_available():
-            jobs = [replace(job, runs=runs) for runs in ((ALONE, PLAIN, OURS), (BARE,), (ADAMW,))]
-        found: dict[str, Found] = {}
-        for part in jobs:
-            found |= isolated(part)
-        rows += [row(job, run, found) for run in job.runs]
+        times = isolated(job)
+        rows += [row(job, run, times) for run in job.runs]
         print(report.table(rows[-len(job.runs) :]), flush=True)
     text = TEXT.format(bare=BARE, load=os.getloadavg()[1], cpus=os.cpu_count(), **vars(args))
-    title = "Speed of a whole training step"
-    shown = rows if torch.cuda.is_available() else [relative(row) for row in rows]
-    report.write("train", title, text, {"Steps": shown}, lambda figure: draw(figure, rows))
-
-
-def relative(row: Mapping[str, object]) -> dict[str, object]:
-    """Returns a row without absolute values, which depend on the load of the machine."""
-    return {key: value for key, value in row.items() if key not in ABSOLUTE}
+    report.write("train", "Speed of a whole training step", text, {"Steps": rows})
 
 
 TEXT = """
@@ -102,24 +75,19 @@ true`) under DeepSpeed's ZeRO-3; `fuse_into_backward` of ds_ext without DeepSpee
 and backward, which free each gradient at once, without optimizer and DeepSpeed. "{bare}" shows
 DeepSpeed's own part: an engine that drops each gradient except that of the last norm, which AdaLomo
 steps. Times are medians of {rounds} rounds, in which the runs take turns. Ratios are medians of the
-ratios within a round, with the minimum in brackets. On a GPU, this engine and AdamW's each have
-their own process, so their rounds come later. "Weights + largest gradient + activations" is
-measured too: activations are the bytes that one forward pass leaves allocated. If the machine's
-load in the last minutes, {load:.0f} on {cpus} cores, is more than 1, other processes used it too.
+ratios within a round, with the minimum in brackets. If the machine's load in the last minutes,
+{load:.0f} on {cpus} cores, is more than 1, other processes used it too.
 """
 
 
-def isolated(job: Job) -> dict[str, Found]:
-    """Returns the results of ``job`` in a new process; empty if it runs out of memory."""
+def isolated(job: Job) -> dict[str, list[float]]:
+    """Returns the results of ``job`` in a new process."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        try:
-            return pool.submit(measure, job).result()
-        except torch.OutOfMemoryError:
-            return {}
+        return pool.submit(measure, job).result()
 
 
-def measure(job: Job) -> dict[str, Found]:
-    """Returns the results of ``job`` in this process."""
+def measure(job: Job) -> dict[str, list[float]]:
+    """Returns the seconds of each run of ``job`` in each round, in this process."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
@@ -129,19 +97,16 @@ def measure(job: Job) -> dict[str, Found]:
     deepspeed.init_distributed("nccl" if on_gpu else "gloo", verbose=False)
     engines = {run: engine_of(job, run, device) for run in job.runs if run in OPTIMIZERS}
     steps = {run: engine_step(engine, job, device) for run, engine in engines.items()}
-    floor = 0
-    if ALONE in job.runs:
-        alone, fused = (sharing(engines[OURS], job, device) for _ in range(2))
-        for param in alone.parameters():
-            param.register_post_accumulate_grad_hook(drop)
-        steps[ALONE] = plain_step(alone, job, device)
-        steps[PLAIN] = fused_step(fused, job, device)
-        floor = least(alone, tokens(job, device)) if on_gpu else 0
+    alone, fused = (sharing(engines[OURS], job, device) for _ in range(2))
+    for param in alone.parameters():
+        param.register_post_accumulate_grad_hook(drop)
+    steps |= {ALONE: plain_step(alone, job, device), PLAIN: fused_step(fused, job, device)}
     gc.collect()
-    times = report.interleaved(steps, job.rounds, torch.cuda.synchronize if on_gpu else _nothing)
-    peaks = {run: peak(step) if on_gpu else 0 for run, step in steps.items()}
+    times = report.interleaved(
+        steps, job.rounds, torch.cuda.synchronize if on_gpu else lambda: None
+    )
     torch.distributed.destroy_process_group()
-    return {run: Found(times[run], peaks[run], floor) for run in steps}
+    return times
 
 
 def join_world_of_one() -> None:
@@ -213,70 +178,10 @@ def fused_step(model: nn.Module, job: Job, device: torch.device) -> Callable[[],
     return step
 
 
-def _nothing() -> None:
-    """Does nothing: the CPU needs no synchronization."""
-
-
-def peak(step: Callable[[], None]) -> int:
-    """Returns the peak bytes on a GPU in a step."""
-    gc.collect()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    return torch.cuda.max_memory_allocated()
-
-
-def least(model: nn.Module, batch: Tensor) -> int:
-    """Returns the bytes of weights, the largest gradient, and the activations of a forward pass."""
-    sizes = [param.nbytes for param in model.parameters()]
-    before = torch.cuda.memory_allocated()
-    loss = model(batch, labels=batch).loss
-    activations = torch.cuda.memory_allocated() - before
-    del loss
-    return sum(sizes) + max(sizes) + activations
-
-
-UNITS = (ALONE, BARE, ADAMW)
-
-
-def row(job: Job, run: str, found: Mapping[str, Found]) -> dict[str, object]:
-    """Returns a row of the table."""
-    shown: dict[str, object] = {"model": job.model, "run": run}
-    columns = ["s", "tokens/s", *(f"time / {unit}" for unit in UNITS), "peak, GB", FLOOR]
-    if run not in found:
-        return shown | dict.fromkeys(columns) | {"s": "does not fit"}
-    own = found[run]
-    seconds = statistics.median(own.seconds)
-    figures = [
-        seconds,
-        job.shape[0] * job.shape[1] / seconds,
-        *(_ratio(found, run, unit) for unit in UNITS),
-        own.peak / 1e9 or None,
-        own.floor / 1e9 or None,
-    ]
-    return shown | dict(zip(columns, figures, strict=True))
-
-
-FLOOR = "weights + largest gradient + activations, GB"
-ABSOLUTE = ("s", "tokens/s", "peak, GB", FLOOR)
-
-
-def _ratio(found: Mapping[str, Found], run: str, unit: str) -> str | None:
-    """The median and minimum of a run's time relative to ``unit``, if both fit."""
-    if unit not in found:
-        return None
-    median, low = report.ratios({name: f.seconds for name, f in found.items()}, unit)[run]
-    return f"{median:.2f} ({low:.2f})"
-
-
-def draw(figure: "Figure", rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draws bars of speed, with a panel per model."""
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    for axes, model in zip(figure.subplots(len(models), squeeze=False)[:, 0], models, strict=True):
-        own = [row for row in rows if row["model"] == model]
-        speeds = [row["tokens/s"] or 0 for row in own]
-        unit = 1 if torch.cuda.is_available() else speeds[0]
-        axes.barh([row["run"] for row in own], [speed / unit for speed in speeds])
-        axes.set(title=model)
-        axes.invert_yaxis()
-    on_gpu = torch.cuda.is_available()
-    axes.set(xlabel="tokens per second" if on_gpu else f"speed / that of {ALONE}")
+def row(job: Job, run: str, times: Mapping[str, list[float]]) -> dict[str, object]:
+    """Returns a row of the table: medians of ratios within a round, and minima in brackets."""
+    found: dict[str, object] = {"model": job.model, "run": run}
+    for unit in (ALONE, BARE, ADAMW):
+        median, low = report.ratios(times, unit)[run]
+        found[f"time / {unit}"] = f"{median:.2f} ({low:.2f})"
+    return found

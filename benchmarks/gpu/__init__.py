@@ -17,7 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--stage", nargs="+", choices=[stage.name for stage in session.STAGES], help="only these"
     )
-    what.add_argument("--wheels", action="store_true", help="list the wheels to carry there")
     parser.add_argument("--fresh", action="store_true", help="repeat stages that have passed")
     parser.add_argument("--minutes", type=float, help="begin no stage that may take longer")
     parser.add_argument("--rehearse", action="store_true", help="tiny, on the CPU as if on a GPU")
@@ -26,11 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     """Runs stages, and prints the table of their results; exits with 1 if one failed."""
-    from benchmarks.gpu import session, wheels
+    from benchmarks.gpu import session
 
-    if args.wheels:
-        print(wheels.listed())
-        return
     names = args.stage or [stage.name for stage in session.STAGES]
     runner = session.Runner(args.rehearse, args.folder, args.fresh, args.minutes)
     if not runner.run(names):

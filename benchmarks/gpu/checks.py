@@ -9,7 +9,9 @@ keep other parameters from their step.
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -34,12 +36,26 @@ APART = 1 / 200  # share of 16-bit weights that may be rounded to the other of t
 
 
 def rows(on: Setting) -> Rows:
-    """Checks each optimizer with each dtype, storage and rank."""
+    """Checks each optimizer with each dtype, storage and rank.
+
+    Many processes do so at once, because each of them compiles kernels for minutes.
+    """
     names = on.optimizers or BATCHED
-    for name, case in itertools.product(names, cases()):
-        yield "Checks", check(name, *case, on.check_shapes, on.device)
-    for name, dtype, ranks in itertools.product(names, DTYPES, RANKS):
-        yield "NaN", with_nan(name, dtype, ranks, on.check_shapes, on.device)
+    if on.processes == 1:
+        found: Iterable[list[tuple[str, Row]]] = (of_optimizer(name, on) for name in names)
+        yield from itertools.chain.from_iterable(found)
+        return
+    with ProcessPoolExecutor(on.processes, mp_context=get_context("spawn")) as pool:
+        for rows_of_one in pool.map(functools.partial(of_optimizer, on=on), names):
+            yield from rows_of_one
+
+
+def of_optimizer(name: str, on: Setting) -> list[tuple[str, Row]]:
+    """Returns the rows of an optimizer."""
+    of = (on.check_shapes, on.device)
+    found = [("Checks", check(name, *case, *of)) for case in cases()]
+    pairs = itertools.product(DTYPES, RANKS)
+    return found + [("NaN", with_nan(name, dtype, ranks, *of)) for dtype, ranks in pairs]
 
 
 def cases() -> Iterator[tuple[str, str, tuple[int, int]]]:

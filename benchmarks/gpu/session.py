@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.gpu import wheels
 
 ROOT = Path(__file__).parents[2]
 PASSED, FAILED, SKIPPED, DONE, LEFT = "passed", "failed", "skipped", "passed before", "left"
+WHEELS = ROOT / "build" / "wheels"  # packages that a machine without a network lacks
 
 
 @dataclass(frozen=True)
@@ -30,23 +30,14 @@ class Stage:
         name: of the module.
         proves: one sentence for the reader of its result.
         limit: seconds after which it is ended.
-        is_kept: whether a result file is a reason not to run it again.
     """
 
     name: str
     proves: str
     limit: int
-    is_kept: bool = True
 
 
 STAGES = (
-    Stage(
-        "compiling",
-        "The kernels of all later stages compile for this GPU. Triton's cache holds them, so that "
-        "later stages do not wait for its compiler.",
-        150,
-        is_kept=False,  # the cache may be gone
-    ),
     Stage(
         "kernel_tests",
         "The tests of kernels pass on this GPU, with tensors in its memory. Where there is "
@@ -78,26 +69,12 @@ STAGES = (
         90,
     ),
     Stage(
-        "profile",
-        "How much of a backward pass the GPU is idle, how much its streams overlap, and what the "
-        "host takes for a bucket.",
-        90,
-    ),
-    Stage(
-        "one_rank",
-        "Training on one rank with NCCL's collectives equals training without a process group.",
+        "ranks",
+        "Training with NCCL's collectives, on one rank and on two if there are two GPUs, equals "
+        "training in one process without a process group.",
         60,
     ),
-    Stage(
-        "deepspeed_one_rank",
-        "DeepSpeed's ZeRO-3 and HF Trainer train on this GPU, as plain PyTorch does.",
-        90,
-    ),
-    Stage(
-        "two_ranks",
-        "Two ranks on two GPUs train as one process does on the batches of both.",
-        60,
-    ),
+    Stage("zero3", "DeepSpeed's ZeRO-3 trains on this GPU as plain PyTorch does.", 90),
 )
 
 
@@ -148,11 +125,6 @@ class Runner:
         chosen = [stage for stage in self.stages if stage.name in set(names)]
         outcomes = []
         for stage in chosen:
-            # Nothing needs the compiled kernels if nothing else is left to do.
-            rest = [other for other in chosen if other.is_kept]
-            if not stage.is_kept and rest and all(map(self.has_passed, rest)):
-                outcomes.append(Outcome(stage, SKIPPED, "the stages that need it have passed"))
-                continue
             outcomes.append(self._outcome(stage))
             last = outcomes[-1]
             print(f"{stage.name}: {last.result} {last.why}".rstrip(), flush=True)
@@ -172,7 +144,7 @@ class Runner:
         return not self.is_fresh and path.exists() and f"**{PASSED}**" in path.read_text()
 
     def _outcome(self, stage: Stage) -> Outcome:
-        if stage.is_kept and self.has_passed(stage):
+        if self.has_passed(stage):
             return Outcome(stage, DONE, f"see {self.path(stage).name}; --fresh repeats it")
         if self.minutes is not None:
             left = 60 * self.minutes - (time.monotonic() - self.began)
@@ -186,9 +158,7 @@ class Runner:
             verdict += f" {outcome.why}"
         title = f"On a GPU: {outcome.stage.name.replace('_', ' ')}"
         text = f"{outcome.stage.proves}\n\nThis stage {verdict}"
-        report.write(
-            f"gpu_{outcome.stage.name}", title, text, outcome.tables, None, folder=self.folder
-        )
+        report.write(f"gpu_{outcome.stage.name}", title, text, outcome.tables, folder=self.folder)
 
 
 def run(stage: Stage, is_rehearsal: bool) -> Outcome:
@@ -221,10 +191,9 @@ def run(stage: Stage, is_rehearsal: bool) -> Outcome:
 
 
 def environment(is_rehearsal: bool) -> dict[str, str]:
-    """The environment of a stage: carried wheels can be imported, if there are any."""
+    """The environment of a stage, which can import what was installed into ``WHEELS``."""
     env = dict(os.environ)
-    site = wheels.installed(ROOT / wheels.FOLDER, ROOT / "build" / "wheels")
-    paths = [str(ROOT), *([str(site)] if site else []), env.get("PYTHONPATH", "")]
+    paths = [str(ROOT), str(WHEELS), env.get("PYTHONPATH", "")]
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if is_rehearsal:
         env |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}

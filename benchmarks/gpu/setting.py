@@ -12,7 +12,6 @@ from unittest import mock
 import torch
 
 from benchmarks.memory import LLAMAS, Sizes
-from ds_ext.backward import gradient_config
 from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.triton import devices
 
@@ -39,12 +38,10 @@ class Setting:
         steps: of a training run that is measured, and between two events.
         exact_steps: of a training run that is compared with another.
         exact_bucket: elements of its buckets, so that there are several.
-        optimizers: whose kernels are checked and compiled; None: all batched ones.
+        optimizers: whose kernels are checked; None: all batched ones.
         check_shapes: of the parameters that each optimizer is checked with.
         sides: of square matrices that are timed.
-        bucket_sizes: elements of gradients, for the profile.
-        processes: that compile kernels.
-        kernels: the most kernels that are compiled.
+        processes: that check optimizers.
     """
 
     device: torch.device
@@ -58,9 +55,7 @@ class Setting:
     optimizers: tuple[str, ...] | None
     check_shapes: tuple[tuple[int, ...], ...]
     sides: tuple[int, ...]
-    bucket_sizes: tuple[int, ...]
     processes: int
-    kernels: int | None
 
     @property
     def is_rehearsal(self) -> bool:
@@ -101,10 +96,7 @@ GPU = Setting(
         *((3, 64, 256), (1000,), (4096,), (5,)),
     ),
     sides=(16384, 4096),
-    # A matrix each, and up to the default.
-    bucket_sizes=(1, 2**24, 2**26, gradient_config.gpu_bucket_size(torch.bfloat16.itemsize)),
     processes=16,
-    kernels=None,
 )
 TINY: Sizes = (64, 16, 24, 1, 2, 2, False)
 REHEARSAL = Setting(
@@ -119,9 +111,7 @@ REHEARSAL = Setting(
     optimizers=("lomo",),
     check_shapes=((6, 20), (9,)),
     sides=(16,),
-    bucket_sizes=(1, 2**20),
     processes=1,
-    kernels=2,
 )
 
 

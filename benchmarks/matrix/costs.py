@@ -8,7 +8,6 @@ storages from allocation to release.
 import copy
 import gc
 import json
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -57,7 +56,6 @@ def measure(
             held, watch.most = watch.now, watch.now
         stepper.step(batches[1])
         peak = watch.most
-    resident = most_resident()
     seconds, bare = _timed(stepper.step, _backward(alone), batches, rounds)
     stepper.close()
     weights = sum(p.nbytes for p in stepper.model.parameters())
@@ -67,7 +65,6 @@ def measure(
         "weights": weights,
         "held": held,
         "peak": peak,
-        "resident": resident,
         "seconds": round(statistics.median(seconds), 4),
         "alone": round(statistics.median(bare), 4),
         "ratio": round(statistics.median(ratios), 4),
@@ -96,14 +93,6 @@ def _timed(
     return found[0][1:], found[1][1:]
 
 
-def most_resident() -> int:
-    """Returns the peak of this process's resident memory, in bytes."""
-    status = Path("/proc/self/status").read_text()
-    found = re.search(r"VmHWM:\s+(\d+) kB", status)
-    assert found is not None, "Linux tells it"
-    return 1024 * int(found[1])
-
-
 def read(folder: Path, dtype: str) -> dict[str, Line]:
     """Returns the measured line of each candidate. The last line of a candidate counts."""
     path = folder / FILE
@@ -126,5 +115,4 @@ def shown(line: Line) -> dict[str, object]:
         "time / forward and backward": f"{line['ratio']:.2f}",
         "held between steps, bytes a parameter": round(line["held"] / n, 3),
         "most alive in a step, GB": line["peak"] / 1e9,
-        "resident, GB": line["resident"] / 1e9,
     }

@@ -2,15 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from benchmarks import report
-from benchmarks.matrix import costs, forgetting, picture, summary
+from benchmarks.matrix import costs, forgetting, summary
 from benchmarks.matrix.candidates import CANDIDATES
 from benchmarks.matrix.lines import Lines
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 UNIT = "deepspeed-adamw"
 TITLE = "Which optimizer fine-tunes best, and at which learning rate"
@@ -47,21 +43,17 @@ Time of a step is the process's own, which other programs' turns on the core do 
 their use of its caches does: medians of 5 steps that are taken in turns with a forward and backward
 pass alone of the same batch. Bytes are those of live tensors, counted from when they are made until
 they are freed: between steps weights, state and what else is kept, at the most also gradients and
-activations. Resident is the whole process at its peak, with the libraries and, of DeepSpeed's
-AdamW, what it needs only to begin.
+activations.
 """
 
 
-def write(
-    lines: Lines, data: Sequence[str], names: Sequence[str], seeds: int, folder: Path
-) -> None:
-    """Writes the report and its plot into ``folder``; does nothing without runs.
+def write(lines: Lines, data: Sequence[str], names: Sequence[str], folder: Path) -> None:
+    """Writes the report into ``folder``; does nothing without runs.
 
     Args:
         lines: the stored runs.
         data: data sets, in order.
         names: candidates, in order.
-        seeds: the wanted number of seeds.
         folder: the folder of the report and of the stored runs.
     """
     if not lines.all:
@@ -86,11 +78,11 @@ def write(
             {"optimizer": CANDIDATES[name].label} | costs.shown(line)
             for name, line in shown.items()
         ]
-    notes = summary.missing(lines, data, labels, seeds) + summary.failed(lines, labels)
+    notes = summary.failed(lines, labels)
     text = TEXT.format(**lines.setup) + (COSTS if shown else "")
     text += FORGETTING if again.all else ""
     if notes:
-        text += "\nMissing so far; the command below goes on with it:\n\n"
+        text += "\n"
         text += "\n".join(f"- {note}" for note in notes)
     loads = [line["load"] for line in lines.all if "load" in line]
     made = (
@@ -98,12 +90,7 @@ def write(
         f"(load of the machine {min(loads, default=0):.0f} to {max(loads, default=0):.0f} "
         "meanwhile, on which losses do not depend), page by `--report`, costs by `--costs`."
     )
-
-    def draw(figure: "Figure") -> None:
-        panels = {name: [line for line in lines.all if line["data"] == name] for name in there}
-        picture.sensitivity(figure, panels, labels)
-
-    report.write("quality", TITLE, text, {k: v for k, v in tables.items() if v}, draw, made, folder)
+    report.write("quality", TITLE, text, {k: v for k, v in tables.items() if v}, made, folder)
 
 
 def _in_other_dtypes(

@@ -1,4 +1,4 @@
-"""Tables of stored runs: each candidate's best learning rate and result, and missing runs."""
+"""Tables of stored runs: each candidate's best learning rate and result."""
 
 import math
 import statistics
@@ -126,30 +126,6 @@ def overall(
         if any(cell != "not yet" for name, cell in row.items() if name != "optimizer"):
             rows.append(row)
     return rows
-
-
-def missing(lines: Lines, data: Sequence[str], labels: Mapping[str, str], seeds: int) -> list[str]:
-    """Returns sentences about missing data sets, optima and seeds."""
-    told = []
-    for name in data:
-        found = {c: best_of(lines, name, c) for c in labels}
-        none = [labels[c] for c, own in found.items() if own is None]
-        there = {labels[c]: own for c, own in found.items() if own is not None}
-        edge = [label for label, own in there.items() if own.is_at_edge]
-        few = [label for label, own in there.items() if len(own.tried) < 5]
-        once = [label for label, own in there.items() if len(own.losses) < seeds]
-        if not there:
-            told.append(f"{name}: no run yet.")
-            continue
-        kinds = {
-            "no run that ended": none,
-            "the best rate at the edge of those tried": edge,
-            "fewer than five rates": few,
-            f"fewer than {seeds} seeds": once,
-        }
-        parts = [f"{what}: {', '.join(who)}" for what, who in kinds.items() if who]
-        told += [f"{name}: {'; '.join(parts)}."] if parts else []
-    return told
 
 
 def failed(lines: Lines, labels: Mapping[str, str]) -> list[str]:

@@ -4,8 +4,7 @@ Weights (``offload_param``, for which DeepSpeed stores ZeRO-3's runs there) and 
 (``offload_optimizer``) are copied to the device of their gradient, stepped there, and copied back,
 one bucket at a time. A step on the host would copy 2 bytes per bf16 weight instead of 4. But it
 needs several passes over host memory, and it adds numbers in another order. A step on the GPU
-overlaps with the copies, and gives the same bits as training without offload. ``benchmarks
-offload`` measures both.
+overlaps with the copies, and gives the same bits as training without offload.
 """
 
 from collections.abc import Mapping

@@ -8,10 +8,10 @@ import re
 import sys
 from collections.abc import Mapping
 
-from benchmarks.gpu.compiling import given
-from benchmarks.sass import compiled
+from benchmarks.machine_code import compiled
 from ds_ext.ops.executors.triton import kernels, launches
 from ds_ext.ops.executors.triton.launches import KernelConstants
+from tests.common.kernel_constants import given
 
 EIGHT = [kernels.FORM[name].value for name in ("IS_ADAM8_STEP", "IS_SIGN8_STEP")]
 DIVIDES = {"factors", "clipped_factors", "weighted_sums", "wide_weighted_sums"}

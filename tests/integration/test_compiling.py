@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu.compiling import plain
 from ds_ext import ops
 from ds_ext.ops.executors.triton import launches, sizes
 from ds_ext.ops.shard import Shard
@@ -20,6 +19,7 @@ from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.optimizer.updates import RunUpdate
 from tests.common import needs, paths
 from tests.common.hypers import FOR_ALL
+from tests.common.kernel_constants import plain
 from tests.unit.test_kernels import SETTINGS
 
 pytestmark = needs.nvidia
@@ -152,9 +152,10 @@ def compiling(cache, *args, given=None):
 
 COUNT = """
 import json, sys
-from benchmarks import sass
+from benchmarks import machine_code, sass
 asked = [one for one in sass.passes_of_step(sys.argv[1]) if one.kind.name == "apply"]
-print(json.dumps([(sass.row(one), sass.counted(one.kind, one.warps).size) for one in asked]))
+sizes = [machine_code.counted(one.kind, one.warps).size for one in asked]
+print(json.dumps([*zip(map(sass.row, asked), sizes)]))
 """
 
 

@@ -39,8 +39,10 @@ CLOSE = 1e-5  # of the norm of a parameter's update, in fp32
 
 
 def rows(on: Setting) -> Rows:
-    """Trains on one rank."""
-    yield from of_ranks(on, 1)
+    """Trains on one rank, and on two if there are two GPUs."""
+    worlds = (1,) if on.is_rehearsal or torch.cuda.device_count() < 2 else (1, 2)
+    for world in worlds:
+        yield from of_ranks(on, world)
 
 
 def of_ranks(on: Setting, world: int) -> Rows:
