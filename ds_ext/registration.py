@@ -8,13 +8,10 @@ file by itself. Therefore it imports the package, and with it torch, only after 
 import functools
 import importlib.util
 import inspect
-import json
-import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -41,6 +38,7 @@ def _patch() -> None:
 
 def _refuse(reason: Exception) -> None:
     """Makes ``deepspeed.initialize`` raise ``reason`` for ds_ext's optimizers, and only these."""
+    from ds_ext.config.optimizer_names import concerns_us
     from ds_ext.optimizer import RuleOptimizer
 
     deepspeed: Any = sys.modules["deepspeed"]
@@ -51,30 +49,11 @@ def _refuse(reason: Exception) -> None:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         own = getattr(given.get("args"), "deepspeed_config", None)
         config = given.get("config") or given.get("config_params") or own
-        if isinstance(given.get("optimizer"), RuleOptimizer) or _names_ours(config):
+        if isinstance(given.get("optimizer"), RuleOptimizer) or concerns_us(config):
             raise reason
         return original(*args, **kwargs)
 
     deepspeed.initialize = initialize
-
-
-def _names_ours(config: Any) -> bool:
-    """Whether a config has the section "ds_ext", or an optimizer that only ds_ext has."""
-    from ds_ext.optimizer import OPTIMIZERS
-    from ds_ext.rules.base import key_of
-
-    if isinstance(config, (str, Path)) and os.path.isfile(config):
-        try:
-            config = json.loads(Path(config).read_text())
-        except ValueError:  # DeepSpeed reports it, or reads Hjson
-            return False
-    section = config.get("optimizer") if isinstance(config, dict) else None
-    if not isinstance(config, dict) or not isinstance(section or {}, dict):
-        return False
-    name = str((section or {}).get("type", "")).lower()
-    theirs = sys.modules["deepspeed.runtime.config"].DEEPSPEED_OPTIMIZERS
-    ours = name.startswith("ds_ext.") or (key_of(name) in OPTIMIZERS and name not in theirs)
-    return ours or "ds_ext" in config
 
 
 class _WhenImported(MetaPathFinder):

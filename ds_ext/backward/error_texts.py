@@ -29,59 +29,59 @@ STEPPED = (
 )
 
 
-def cannot_repeat(who: str, words: SettingNames) -> str:
+def cannot_repeat(who: str, names: SettingNames) -> str:
     """Returns the error if the function ``who`` writes, in backward, to its saved tensors."""
     return (
-        f"{words.clipping}: {who} overwrites its saved tensors in backward, as fused losses do "
+        f"{names.clipping}: {who} overwrites its saved tensors in backward, as fused losses do "
         "(Liger's linear cross-entropy) if their result is multiplied by a factor other than 1. "
         "Exact clipping needs a second backward pass, which would be wrong. Set "
-        f"{words.sharded}, which clips exactly in one pass, or {words.no_clipping}."
+        f"{names.sharded}, which clips exactly in one pass, or {names.no_clipping}."
     )
 
 
-def measure_first(words: SettingNames) -> str:
+def measure_first(names: SettingNames) -> str:
     """Returns the error if gradients arrive before their norm was measured."""
     return (
-        f"{words.clipping} needs the norm of all gradients before ds_ext uses the first one: call "
-        f"{words.backward} instead of loss.backward(); or set {words.sharded}, which keeps this "
+        f"{names.clipping} needs the norm of all gradients before ds_ext uses the first one: call "
+        f"{names.backward} instead of loss.backward(); or set {names.sharded}, which keeps this "
         "rank's part of the gradients until the step."
     )
 
 
-def kept_for(who: str, words: SettingNames) -> str:
+def kept_for(who: str, names: SettingNames) -> str:
     """Returns the log message if gradients are kept because a graph cannot run backward twice."""
     return (
-        f"{words.clipping}: {who} allows only one backward pass of a graph, so gradients are kept "
-        f"and clipped exactly at the step, as with {words.sharded}"
+        f"{names.clipping}: {who} allows only one backward pass of a graph, so gradients are kept "
+        f"and clipped exactly at the step, as with {names.sharded}"
     )
 
 
-def second_gradient(words: SettingNames) -> str:
+def second_gradient(names: SettingNames) -> str:
     """Returns the error for a second gradient of a parameter, to follow the parameter's name."""
-    return f"got a second gradient after its update and before {words.step}. {_once(words)}"
+    return f"got a second gradient after its update and before {names.step}. {_once(names)}"
 
 
-def second_backward(words: SettingNames) -> str:
+def second_backward(names: SettingNames) -> str:
     """Returns the error for a backward pass of a graph whose weights backward has updated."""
     return (
         "a second gradient is asked of weights that backward has updated, before "
-        f"{words.step}. {_once(words)}"
+        f"{names.step}. {_once(names)}"
     )
 
 
-def _once(words: SettingNames) -> str:
+def _once(names: SettingNames) -> str:
     return (
         "ds_ext uses and frees gradients during backward. Call backward once per step (sum the "
-        f"losses first), or keep gradients until the step with {words.accumulate}. If two "
+        f"losses first), or keep gradients until the step with {names.accumulate}. If two "
         "checkpointed segments use the same weight other than through its module, set "
         "use_reentrant=False in checkpointing. After a failed backward pass, call zero_grad()."
     )
 
 
-def not_projected(optimizer: str, words: SettingNames) -> str:
+def not_projected(optimizer: str, names: SettingNames) -> str:
     """Returns the error if gradients are to be kept projected, and no rule projects any."""
     return (
-        f'{hyperparams.dotted(words.where, "gradient_policy")} = "projected": no parameter of this '
+        f'{hyperparams.dotted(names.where, "gradient_policy")} = "projected": no parameter of this '
         f"{optimizer} has a step that needs only a projection of its gradient, as GaLoreAdamW's "
-        f"with a rank has. Use {words.sharded}."
+        f"with a rank has. Use {names.sharded}."
     )

@@ -82,7 +82,7 @@ def fuse_into_backward(
         clip_mode,
         measure_updates=measure_updates,
         overlap=True,
-        words=gradient_config.ARGUMENTS,
+        setting_names=gradient_config.ARGUMENTS,
     )
     logs.show_by_default()
     optimizer.follow_groups()

@@ -84,7 +84,8 @@ class FusedBackward:
         if grad_config.policy == "projected" and not layout.any(
             bool(self.stepper.projected(optimizer.group_of))
         ):
-            raise ValueError(error_texts.not_projected(type(optimizer).__name__, grad_config.words))
+            names = grad_config.setting_names
+            raise ValueError(error_texts.not_projected(type(optimizer).__name__, names))
         self.state = StepState(self.reader)
         self.norm: float | None = None
         self.skipped = self.skipped_steps = 0
@@ -182,13 +183,13 @@ class FusedBackward:
         if not self.must_measure:
             return
         if self.state.used_up or self.buckets.holds():
-            words = self.grad_config.words
-            raise RuntimeError(f"{words.clipping}: {error_texts.second_backward(words)}")
+            names = self.grad_config.setting_names
+            raise RuntimeError(f"{names.clipping}: {error_texts.second_backward(names)}")
         who = single_use(loss)
         if self.layout.any(who is not None):
             self.state.must_keep = True
             who = who or "a function on another rank"
-            why = error_texts.kept_for(who, self.grad_config.words)
+            why = error_texts.kept_for(who, self.grad_config.setting_names)
             self.stepper.log_kept(self.grad_config, f"{why}; ")
             return
         self.layout.refuse_resized()
@@ -217,7 +218,7 @@ class FusedBackward:
             self.buckets.finish()
         if self.layout.any(self.prepass.changed is not None):
             who = self.prepass.changed or "A function on another rank"
-            raise RuntimeError(error_texts.cannot_repeat(who, self.grad_config.words))
+            raise RuntimeError(error_texts.cannot_repeat(who, self.grad_config.setting_names))
         self.state.reduce_norm(self.clipping)
 
     @contextmanager
@@ -274,7 +275,7 @@ class FusedBackward:
         stepped = self.state.stepped and self.state.used_up.intersection(params)
         if stepped and self.layout.is_first:
             counts = len(stepped), len(self.optimizer.group_of)
-            logger.warning(error_texts.STEPPED, *counts, self.grad_config.words.sharded)
+            logger.warning(error_texts.STEPPED, *counts, self.grad_config.setting_names.sharded)
         given = set(params)
         if any(owners.owner(p) is self for p in self.trained - given):
             self.buckets.discard(given)
@@ -370,7 +371,7 @@ class FusedBackward:
             state.is_measured = False  # another backward pass needs its own norm
             return receivers.SteppingMeasured(self.stepper, state)
         if self.must_measure:
-            raise RuntimeError(error_texts.measure_first(self.grad_config.words))
+            raise RuntimeError(error_texts.measure_first(self.grad_config.setting_names))
         state.coefficient = self.clipping.coefficient(self.clipping.previous_norm)
         return receivers.Stepping(self.stepper, state)
 

@@ -2,30 +2,19 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, StrictBool
 
 from ds_ext import hyperparams
 from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Layout
-from ds_ext.hyperparams import Count, NonNegative, Size
+from ds_ext.settings import Section
 
 BUCKET_SIZE = 2**24  # elements; DeepSpeed's default of 5e8 is itself 1 GB of bf16
 BUCKET_SIZE_ALONE = 2**21  # of one process: larger buckets save little time
 # A GPU steps a matrix faster than Python launches its kernels. The default bucket therefore holds a
 # layer of a 7B model. It is smaller if the GPU has little free memory.
 GPU_BUCKET_BYTES, GPU_SHARE = 2**29, 1 / 32  # the share is of free memory
-
-PolicyName = Annotated[
-    Literal["fused", "sharded", "projected"],
-    Field(description='"fused", "sharded" or "projected"'),
-]
-ClipMode = Annotated[Literal["exact", "previous"], Field(description='"exact" or "previous"')]
-
-WeightStorageName = Annotated[Literal["int8"], Field(description='"int8"')]
-Chunks = Annotated[StrictBool | Count, Field(description="true, false or a whole number > 0")]
 
 
 def gpu_bucket_size(itemsize: int, free: float = math.inf) -> int:
@@ -34,24 +23,10 @@ def gpu_bucket_size(itemsize: int, free: float = math.inf) -> int:
 
 
 @dataclass(frozen=True)
-class ConfigSection:
-    """The section "ds_ext" of a DeepSpeed config."""
-
-    gradient_policy: PolicyName | None = None  # null: "sharded" where gradients have to be kept
-    clip_mode: ClipMode = "exact"  # "previous": approximately, by the norm of the step before
-    clip_value: NonNegative = 0.0  # largest absolute value of a gradient's element; 0: none
-    measure_updates: bool | None = None  # RMS of updates and weights; null: if a monitor is on
-    shard_size: Size = 0  # ranks that hold one replica under ZeRO; 0: all ranks
-    batch_splits: Count = 1  # pieces of a batch, which each layer runs in turn
-    chunked_loss: Chunks = False  # the loss in chunks of tokens: true, or their number
-    weight_storage: WeightStorageName | None = None  # "int8": stores large matrices in 8 bits
-
-
-@dataclass(frozen=True)
 class SettingNames:
     """The names of settings and calls in errors and warnings, as the caller writes them."""
 
-    where: str  # the section of the settings of ``ConfigSection``; "" for arguments
+    where: str  # the section of the settings of ``Section``; "" for arguments
     clipping: str
     no_clipping: str
     sharded: str  # the setting that keeps gradients
@@ -80,6 +55,9 @@ ARGUMENTS = SettingNames(  # of fuse_into_backward
 )
 
 
+_CLIPPING = ("clip_value", "clip_mode", "gradient_policy")
+
+
 @dataclass(frozen=True)
 class GradientConfig:
     """How gradients are reduced, kept and clipped. ValueError if settings contradict each other."""
@@ -93,34 +71,31 @@ class GradientConfig:
     accumulate_in: torch.dtype | None = None  # of kept gradients; None: fp32
     measure_updates: bool = False  # the RMS of updates and weights, by group
     overlap: bool = False  # reduce and step buckets in parallel with backward, two in flight
-    words: SettingNames = CONFIG
+    setting_names: SettingNames = CONFIG
 
     def __post_init__(self) -> None:
-        given = {
+        values = {
             "gradient_policy": self.policy,
             "clip_mode": self.clip_mode,
             "clip_value": self.max_value,
         }
-        words = self.words
-        hyperparams.check(ConfigSection, given, words.where)
+        names = self.setting_names
+        hyperparams.check(Section, values, names.where)
         if type(self.max_norm) not in (int, float) or not 0 <= self.max_norm < math.inf:
-            raise ValueError(f"{words.clipping} is {self.max_norm!r}; allowed: a number >= 0.")
-        clip_value, clip_mode = (
-            hyperparams.dotted(words.where, key) for key in ("clip_value", "clip_mode")
-        )
+            raise ValueError(f"{names.clipping} is {self.max_norm!r}; allowed: a number >= 0.")
+        clip_value, clip_mode, policy = (hyperparams.dotted(names.where, x) for x in _CLIPPING)
         if self.max_norm and self.max_value:
             raise ValueError(
-                f"{words.clipping} = {self.max_norm} and {clip_value} = {self.max_value} "
+                f"{names.clipping} = {self.max_norm} and {clip_value} = {self.max_value} "
                 "clip the same gradients: set one of them to 0."
             )
         if self.clip_mode == "previous" and not self.max_norm:
-            raise ValueError(f'{clip_mode} = "previous" needs {words.clipping} > 0.')
+            raise ValueError(f'{clip_mode} = "previous" needs {names.clipping} > 0.')
         if self.policy == "projected" and (self.max_norm or self.max_value):
-            unclipped = words.no_clipping if self.max_norm else f"{clip_value} to 0"
-            policy = hyperparams.dotted(words.where, "gradient_policy")
+            unclipped = names.no_clipping if self.max_norm else f"{clip_value} to 0"
             raise ValueError(
                 f'{policy} = "projected" keeps projections of gradients, from which they cannot be '
-                f"clipped: set {unclipped}, or use {words.sharded}."
+                f"clipped: set {unclipped}, or use {names.sharded}."
             )
         if self.clip_mode == "previous" and self.policy == "sharded":
             raise ValueError(
@@ -131,7 +106,7 @@ class GradientConfig:
         if self.accumulate_in is not None and self.policy == "fused":
             raise ValueError(
                 "data_types.grad_accum_dtype has no effect without kept gradients: remove it, or "
-                'set "ds_ext": {"gradient_policy": "sharded"}.'
+                f"set {names.sharded}."
             )
 
     def bucket_size_for(self, layout: Layout) -> int:

@@ -70,6 +70,16 @@ def warnings(optimizer: RuleOptimizer, layout: Layout, is_config: bool = True) -
         layout: of the model, with its initial weights.
         is_config: whether a DeepSpeed config has set it up.
     """
+    yield from small_rates(optimizer, is_config)
+    relative = [p for p in optimizer.group_of if p.requires_grad and optimizer.is_relative(p)]
+    matrices = [p for p in relative if len(layout.shard(p).shape) > 1]
+    if zeros := _zeros(matrices, layout):
+        names = [layout.name(p) for p in zeros]
+        yield at_zero(type(optimizer.rule_of(zeros[0])).__name__, names, is_config)
+
+
+def small_rates(optimizer: RuleOptimizer, is_config: bool = True) -> Iterator[str]:
+    """Yields a warning for each rule whose learning rate is too small; see ``warnings``."""
     auto = (
         ' Where the config says "auto" it is learning_rate of TrainingArguments, by default 5e-5.'
     )
@@ -80,10 +90,6 @@ def warnings(optimizer: RuleOptimizer, layout: Layout, is_config: bool = True) -
                 f"lr = {lr:g} is small for {rule}, whose lr is relative to the weights: "
                 f"{rates.advice(rule) or 'try larger ones'}.{auto * is_config}"
             )
-    matrices = [p for p in relative if len(layout.shard(p).shape) > 1]
-    if zeros := _zeros(matrices, layout):
-        names = [layout.name(p) for p in zeros]
-        yield at_zero(type(optimizer.rule_of(zeros[0])).__name__, names, is_config)
 
 
 def _rate(optimizer: RuleOptimizer, param: Tensor) -> tuple[str, Any]:

@@ -120,7 +120,7 @@ class StepState:
         if again:
             name = self.reader.layout.name(again.pop())
             raise RuntimeError(
-                f"{name} {error_texts.second_gradient(self.reader.grad_config.words)}"
+                f"{name} {error_texts.second_gradient(self.reader.grad_config.setting_names)}"
             )
         self.used_up.update(params)
 

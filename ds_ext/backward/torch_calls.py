@@ -77,7 +77,7 @@ def _clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
         by, trained = found[0], found[0].trained
         asked = inspect.signature(clip).bind(params, *args, **kwargs).arguments
         if len(found) > 1 or not (_step_clips(by, asked) and trained.issubset(params)):
-            before, norm_of = _BEFOREHAND[by.grad_config.words is gradient_config.CONFIG]
+            before, norm_of = _BEFOREHAND[by.grad_config.setting_names is gradient_config.CONFIG]
             raise RuntimeError(
                 f"torch.nn.utils.{clip.__name__.lstrip('_')}: ds_ext has already used these "
                 "gradients inside backward, so there is nothing left to clip. Instead, set "
@@ -162,7 +162,7 @@ def _explaining(run: Callable[..., Any]) -> Callable[..., Any]:
             is_torchs = type(error) is RuntimeError and "second gradient" not in str(error)
             for by in _owners((args, kwargs)) if updated and is_torchs else []:
                 if by in updated:
-                    text = error_texts.second_backward(by.grad_config.words)
+                    text = error_texts.second_backward(by.grad_config.setting_names)
                     raise RuntimeError(f"{text} The error was: {error}") from error
             raise
 

@@ -1,22 +1,27 @@
-"""Validates a DeepSpeed config: finds keys that ds_ext refuses or ignores.
+"""Finds the settings of a DeepSpeed config that ds_ext refuses or ignores.
 
-The engine raises the first problem. ``python -m ds_ext check`` prints all problems.
+An engine and ``python -m ds_ext check`` call the same functions, so they say the same sentences.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ds_ext.config import parsing
-from ds_ext.config.parsing import SIZES, lookup, normalized
+from ds_ext.backward import error_texts, int8_weights, projected_grads, startup_log
+from ds_ext.backward.gradient_config import CONFIG
+from ds_ext.config import optimizer_names, parsing
+from ds_ext.config.parsing import lookup, normalized
 from ds_ext.ops import weight_update
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, param_groups
+from ds_ext.optimizer.param_groups import Grouped
+from ds_ext.rules import REGISTRY, RuleEntry
+from ds_ext.settings import SETTINGS, SIZES, Section
 from ds_ext.versions import numbers, written
 
-T = TypeVar("T")
-Allowed: TypeAlias = Callable[[Any], bool]
 _HPZ = "zero_optimization.zero_hpz_partition_size"
 
 
@@ -24,6 +29,23 @@ def raise_first(problems: Iterable[str]) -> None:
     """Raises ValueError with the first problem, if there is one."""
     for problem in problems:
         raise ValueError(problem)
+
+
+def all_problems(config: dict[str, Any], named: "Named", version: str | None = None) -> list[str]:
+    """Returns the messages with which a run refuses a config, for any number of ranks.
+
+    Args:
+        config: a DeepSpeed config without "auto".
+        named: the optimizer that it names.
+        version: the version of DeepSpeed; None if DeepSpeed is not installed.
+    """
+    found = [*misspelled_sections(config), *named.problems]
+    if not named.other:
+        found += problems(config, version, "", _states(config, named.ours))
+    return found
+
+
+# The settings.
 
 
 def problems(
@@ -35,18 +57,18 @@ def problems(
     """Yields a message for each setting that ds_ext cannot honour. All ranks yield the same.
 
     Args:
-        config: a DeepSpeed config without ``parsing.malformed`` sections.
+        config: a DeepSpeed config.
         version: the version of DeepSpeed; None if DeepSpeed is not installed.
         kept_for: see ``parsing.gradients``.
         states: the rule of each param group with each dtype of weights. Only read if the config
             offloads optimizer states.
     """
+    if found := list(parsing.malformed(config)):
+        yield from found
+        return
     config = normalized(config)
-    if version is not None:
-        yield from needs_newer_deepspeed(config, version)
-    for key, value, advice in _disallowed(config, REFUSED):
-        yield f"{key} = {value!r} is not supported: {advice}"
-    yield from _combinations(config)
+    for key in (key for key in SETTINGS if is_on(config, key)):
+        yield from _refused(config, key, version)
     try:
         parsing.gradients(config, kept_for=kept_for)
     except ValueError as error:
@@ -54,18 +76,55 @@ def problems(
     yield from offload_problems(config, states)
 
 
+def is_on(config: dict[str, Any], key: str) -> bool:
+    """Returns whether a config sets a key of ``SETTINGS`` to a value that is not off."""
+    value = lookup(config, key)
+    return value is not None and not SETTINGS[key].off(value)
+
+
+def _refused(config: dict[str, Any], key: str, version: str | None) -> Iterator[str]:
+    """Yields why the value of a key, which is on, is refused."""
+    setting, shown = SETTINGS[key], f"{key} = {lookup(config, key)!r}"
+    if version is not None and numbers(version) < setting.since:
+        yield (
+            f"{shown} needs DeepSpeed {written(setting.since)} or newer under ds_ext, and "
+            f"{version} is installed: upgrade it, or remove the key."
+        )
+    if setting.removed:
+        yield f"{shown} was removed in ds_ext {setting.removed}: {setting.advice}"
+    elif setting.advice:
+        yield f"{shown} is not supported: {setting.advice}"
+    if (stage := lookup(config, "zero_optimization.stage", 0)) < (least := setting.least_stage):
+        higher = " or higher" * (least < 3)
+        yield (
+            f"{shown} works only at zero_optimization.stage {least}{higher}, and the stage is "
+            f"{stage}: remove it, or set stage {least}."
+        )
+    for other in (other for other in setting.excludes if is_on(config, other)):
+        yield (
+            f"{shown} is not supported together with {other} = {lookup(config, other)!r}: remove "
+            "one of them."
+        )
+
+
+def int8_problems(config: dict[str, Any]) -> Iterator[str]:
+    """Yields a message for each setting that excludes weights in 8 bits."""
+    own = {"ds_ext": {"weight_storage": "int8"}}
+    yield from _refused(normalized(config) | own, "ds_ext.weight_storage", None)
+
+
 def ignored(config: dict[str, Any]) -> Iterator[str]:
     """Yields a message for each setting that is accepted but has no effect."""
     config = normalized(config)
-    for key, value, reason in _disallowed(config, IGNORED):
-        yield f"{key} = {value!r} has no effect: {reason}."
-    on, (zero, stage) = _offloaded(config), _zero(config)
-    device = _device(zero.get("offload_param"))
-    if "offload_param" not in on and device != "none":
+    for key, setting in SETTINGS.items():
+        if setting.no_effect and is_on(config, key):
+            yield f"{key} = {lookup(config, key)!r} has no effect: {setting.no_effect}."
+    stage, on = lookup(config, "zero_optimization.stage", 0), _offloaded(config)
+    if "offload_param" not in on and is_on(config, "zero_optimization.offload_param.device"):
+        device = lookup(config, "zero_optimization.offload_param.device")
         yield (
-            f'zero_optimization.offload_param.device = "{device}" has no effect: it '
-            "moves the partitions that ZeRO-3 makes of parameters, and zero_optimization.stage "
-            f"is {stage}."
+            f'zero_optimization.offload_param.device = "{device}" has no effect: it moves the '
+            f"partitions that ZeRO-3 makes of parameters, and zero_optimization.stage is {stage}."
         )
     for name, section in on.items():
         if unread := [f"{name}.{option}" for option in section if option in _NVME_OPTIONS]:
@@ -73,60 +132,6 @@ def ignored(config: dict[str, Any]) -> Iterator[str]:
                 f'zero_optimization: {", ".join(unread)} have no effect where device is "cpu": '
                 "DeepSpeed has them for NVMe and its own CPU optimizer."
             )
-
-
-def needs_newer_deepspeed(config: dict[str, Any], version: str) -> Iterator[str]:
-    """Yields a message for each key that needs a DeepSpeed newer than ``version``."""
-    for key, value, since in _disallowed(config, _SINCE):
-        if numbers(version) < since:
-            yield (
-                f"{key} = {value!r} needs DeepSpeed {written(since)} or newer under "
-                f"ds_ext, and {version} is installed: upgrade it, or remove the key."
-            )
-
-
-def _disallowed(
-    config: dict[str, Any], table: Iterable[tuple[str, Allowed, T]]
-) -> Iterator[tuple[str, Any, T]]:
-    """Yields (key, value, last column) for each row whose key is set to a disallowed value."""
-    for key, is_allowed, last in table:
-        value = lookup(config, key)
-        if value is not None and not is_allowed(value):
-            yield key, value, last
-
-
-# Mutually exclusive settings.
-
-
-def _combinations(config: dict[str, Any]) -> Iterator[str]:
-    """Yields a message for each key that needs another ZeRO stage, or excludes another key."""
-    zero, stage = "zero_optimization", lookup(config, "zero_optimization.stage")
-    size = lookup(config, _HPZ)
-    if not _at_most_one(size) and stage != 3:
-        yield (
-            f"{_HPZ} = {size!r} works only at {zero}.stage 3, and the stage is {stage or 0}: "
-            "remove it, or set stage 3."
-        )
-    if size := lookup(config, "ds_ext.shard_size"):
-        asked = f"ds_ext.shard_size = {size!r}"
-        if not stage:
-            yield f"{asked} needs {zero}.stage 1, 2 or 3, which divide a model: set it."
-        yield from _excluded(config, asked, _EXCLUDED_BY_SHARD_SIZE)
-    if lookup(config, "ds_ext.weight_storage"):
-        yield from int8_problems(config)
-
-
-def int8_problems(config: dict[str, Any]) -> Iterator[str]:
-    """Yields a message for each setting that excludes weights in 8 bits."""
-    yield from _excluded(normalized(config), 'ds_ext.weight_storage = "int8"', _EXCLUDED_BY_INT8)
-
-
-def _excluded(
-    config: dict[str, Any], asked: str, others: Iterable[tuple[str, Allowed]]
-) -> Iterator[str]:
-    """Yields a message for each other setting that ``asked`` excludes."""
-    for key, value, _ in _disallowed(config, ((*other, None) for other in others)):
-        yield f"{asked} is not supported together with {key} = {value!r}: remove one of them."
 
 
 def expert_problems(stage: Any, sequences: bool, tensor_size: Any) -> Iterator[str]:
@@ -156,10 +161,10 @@ def offload_problems(
     config: dict[str, Any], states: Iterable[tuple[Any, torch.dtype]] = ()
 ) -> Iterator[str]:
     """Yields a message for each offload setting that ds_ext cannot honour; see ``problems``."""
-    on = _offloaded(config)
+    on = _offloaded(normalized(config))
     for name, section in on.items():
         key = f"zero_optimization.{name}"
-        if (device := _device(section)) != "cpu":
+        if (device := section["device"]) != "cpu":
             yield (
                 f'{key}.device = "{device}": ds_ext offloads to the memory of the host, not to '
                 'NVMe. Set it to "cpu", or remove it.'
@@ -191,25 +196,22 @@ def has_state(rule: Any, dtype: torch.dtype) -> bool:
     return bool(masters) or any(not part.is_shared for _, part in parts)
 
 
-def _zero(config: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """The section "zero_optimization", and the ZeRO stage."""
-    zero = normalized(config).get("zero_optimization")
-    zero = zero if isinstance(zero, dict) else {}
-    return zero, zero.get("stage") or 0
-
-
 def _offloaded(config: dict[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The active offload sections by name. ``offload_param`` is active only at ZeRO-3."""
-    zero, stage = _zero(config)
-    names = ["offload_param", "offload_optimizer"] if stage == 3 else ["offload_optimizer"]
-    return {name: zero[name] for name in names if _device(zero.get(name)) != "none"}
+    is_stage_3 = lookup(config, "zero_optimization.stage") == 3
+    names = ["offload_param", "offload_optimizer"] if is_stage_3 else ["offload_optimizer"]
+    keys = {name: f"zero_optimization.{name}" for name in names}
+    return {n: lookup(config, key) for n, key in keys.items() if is_on(config, f"{key}.device")}
 
 
-def _device(section: Any) -> Any:
-    return (section.get("device") if isinstance(section, Mapping) else None) or "none"
+# DeepSpeed reads these options only for NVMe or super_offload.
+_NVME_OPTIONS = {
+    *("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"),
+    *("pipeline_read", "pipeline_write", "fast_init", "cpuadam_cores_perc"),
+}
 
 
-# Sizes that must match the number of ranks. DeepSpeed checks them only in a run.
+# Sizes that must match the number of ranks.
 
 
 def size_problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
@@ -222,27 +224,31 @@ def size_problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
     config = normalized(config)
     for key in group_keys(config) if ranks else ():
         size = lookup(config, key)
-        if type(size) is not int or not ranks:
-            continue
-        if 1 < size < ranks and ranks % size:
+        is_copy_of_all = key == _HPZ and size >= ranks
+        if ranks and ranks % size and not is_copy_of_all:
             yield f"{key} = {size} does not divide the {ranks} ranks: set it to a divisor."
-        elif size > ranks and key == "ds_ext.shard_size":
-            yield f"{key} = {size}, but there are {ranks} ranks: set it to a divisor."
-    if lookup(config, "expert_parallel.enabled"):
+    if is_on(config, "expert_parallel.enabled"):
         stage = lookup(config, "zero_optimization.stage")
-        sequences = (config.get("sequence_parallel_size") or 1) != 1
-        tensor_size = lookup(config, "tensor_parallel.autotp_size") or 1
-        yield from expert_problems(stage, sequences, tensor_size)
+        tensor_size = lookup(config, "tensor_parallel.autotp_size", 1)
+        yield from expert_problems(stage, is_on(config, "sequence_parallel_size"), tensor_size)
 
 
 def group_keys(config: dict[str, Any]) -> list[str]:
     """Returns the keys of a config that set a group size. It must divide the number of ranks."""
     config = normalized(config)
-    return [key for key in _GROUP_SIZES if lookup(config, key) not in (None, 0, 1)]
+    return [key for key in SETTINGS if SETTINGS[key].divides_ranks and is_on(config, key)]
 
 
 def batch_problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
-    """Yields a message if batch sizes contradict each other; see ``size_problems``."""
+    """Yields a message if batch sizes are missing or contradict each other.
+
+    Args:
+        config: a DeepSpeed config, in which a size may be "auto".
+        ranks: the number of data-parallel ranks; None if unknown.
+    """
+    if all(config.get(key) is None for key in SIZES[:2]):
+        yield f"neither {SIZES[1]} nor {SIZES[0]} is set: set one of them."
+        return
     whole, micro, steps = (normalized(config).get(key) for key in SIZES)
     parts = (ranks or 1) * (micro or 1) * (steps or 1)
     is_open = None in (ranks, micro, steps)  # DeepSpeed derives the missing size
@@ -253,115 +259,87 @@ def batch_problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
         )
 
 
-# The tables. ``is_allowed`` is called with every value except None.
+def misspelled_sections(config: dict[str, Any]) -> Iterator[str]:
+    """Yields a message for each top-level key that is probably meant to be "ds_ext"."""
+    for key in filter(optimizer_names.misspells_section, config):
+        yield f'unknown key {key}. Did you mean "ds_ext"?'
 
 
-def _off(value: Any) -> bool:
-    return not value
+# The optimizer.
 
 
-def _one(value: Any) -> bool:
-    return bool(value == 1)
+@dataclass
+class Named:
+    """What a config's section "optimizer" names."""
+
+    ours: RuleOptimizer | None = None  # of ds_ext
+    other: str = ""  # the type of another library
+    problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
-def _at_most_one(value: Any) -> bool:
-    return not isinstance(value, int) or value <= 1
+Grouping = Callable[[RuleEntry, Mapping[str, Any]], Grouped]
 
 
-_REMOVE = "remove it."
-_EXACT = "remove it; {} are then exact, and checkpoints load."
-_MASTER = (
-    'remove it. "weight_update" in optimizer.params says how 16-bit weights are written, with no '
-    'copy in fp32 unless it is "master"; data_types.grad_accum_dtype, what gradients are kept in; '
-    "statistics are fp32."
-)
-_ANY = (
-    "remove it, and load what engine.save_checkpoint wrote, or a checkpoint of DeepSpeed's AdamW, "
-    "as it is: it loads on any number of ranks and at any ZeRO stage without ds_to_universal."
-)
-_OFFLOAD = (
-    'remove it: offload_param and offload_optimizer, each {"device": "cpu"}, replace it, with '
-    "pin_memory."
-)
-_GROUPS = 'remove it: "ds_ext": {"shard_size": n} cuts a model among groups of n ranks.'
-_SHARED = "remove it, and save to a file system that all ranks share: each reads parts of all."
+def named_optimizer(config: dict[str, Any], grouping: Grouping = param_groups.stand_ins) -> Named:
+    """Returns the optimizer that a config names, and problems of its section.
 
-# (key, is_allowed, advice)
-REFUSED: list[tuple[str, Allowed, str]] = [
-    ("zero_optimization.zenflow", _off, _REMOVE),
-    ("zero_optimization.offload_optimizer.super_offload", _off, _REMOVE),
-    ("zero_optimization.cpu_offload", _off, _OFFLOAD),
-    ("zero_optimization.cpu_offload_param", _off, _OFFLOAD),
-    ("zero_optimization.zero_quantized_gradients", _off, _EXACT.format("gradients")),
-    ("zero_optimization.zero_quantized_weights", _off, _EXACT.format("gathered weights")),
-    ("zero_optimization.zero_quantized_nontrainable_weights", _off, _REMOVE),
-    ("zero_optimization.mics_shard_size", lambda v: v == -1, _GROUPS),
-    ("zero_optimization.mics_hierarchical_params_gather", _off, _REMOVE),
-    ("fp16.fp16_master_weights_and_grads", _off, _MASTER),
-    ("bf16.bf16_master_weights_and_grads", _off, _MASTER),
-    ("bf16.bf16_optimizer_states", _off, _MASTER),
-    ("prescale_gradients", _off, _REMOVE),
-    ("gradient_predivide_factor", _one, _REMOVE),
-    ("expert_parallel.expert_tensor_parallel_size", _one, _REMOVE),
-    ("compile.deepcompile", _off, "remove it; engine.compile() compiles the model."),
-    ("checkpoint.load_universal", _off, _ANY),
-    ("checkpoint.use_node_local_storage", _off, _SHARED),
-    ("checkpoint.writer", _off, _REMOVE),
-    ("datastates_ckpt", lambda v: v is False, _REMOVE),
-    ("nebula.enabled", _off, _REMOVE),
-]
+    Args:
+        config: a DeepSpeed config without ``malformed`` values and without "auto".
+        grouping: makes the param groups; by default, without a model.
+    """
+    section = config.get("optimizer")
+    if section is None:
+        return Named()
+    try:
+        optimizer_names.refuse_unknown(section["type"])
+        key, params = optimizer_names.registry_key(section["type"]), section.get("params") or {}
+        if key is None:
+            return Named(other=section["type"])
+        if found := param_groups.problems(REGISTRY[key], params):
+            return Named(problems=tuple(found))
+        groups = grouping(REGISTRY[key], params)
+        made = OPTIMIZERS[key](groups.groups, **groups.hypers)
+    except ValueError as error:
+        return Named(problems=(str(error),))
+    return Named(made, "", (*_unsupported(config, made),), (*startup_log.small_rates(made),))
 
-# (key, is_allowed, why other values have no effect)
-IGNORED: list[tuple[str, Allowed, str]] = [
-    (
-        "zero_optimization.reduce_scatter",
-        bool,
-        "ds_ext always reduces each gradient to the rank that steps it",
-    ),
-    (
-        "zero_optimization.ignore_unused_parameters",
-        bool,
-        "a parameter without a gradient is not stepped, and that is no error",
-    ),
-    (
-        "zero_optimization.cpu_offload_use_pin_memory",
-        lambda v: False,
-        "pin_memory in offload_param and offload_optimizer replaces it",
-    ),
-    ("checkpoint.checkpoint_serialization", bool, "DeepSpeed itself does not read it"),
-]
 
-# (key, is_allowed in any version, the first DeepSpeed version that supports other values)
-_SINCE: list[tuple[str, Allowed, tuple[int, ...]]] = [
-    ("tensor_parallel.autotp_size", _at_most_one, (0, 19, 8)),
-    ("expert_parallel.enabled", _off, (0, 19, 8)),
-    (_HPZ, _at_most_one, (0, 19, 8)),
-    ("ds_ext.shard_size", _off, (0, 19, 8)),
-    ("managed_gradient_accumulation", lambda v: v is not False, (0, 19, 4)),
-]
+def unread(config: dict[str, Any], optimizer: str) -> Iterator[str]:
+    """Yields a message for each setting of ds_ext under an ``optimizer`` that is not its own."""
+    try:
+        own, default = vars(parsing.section(config)), vars(Section())
+    except ValueError as error:
+        yield str(error)
+        return
+    for key in (key for key in own if own[key] != default[key]):
+        yield (
+            f"ds_ext.{key} = {own[key]!r} has no effect under {optimizer}, which is not a ds_ext "
+            'optimizer: remove it, or name one, such as "ds_ext.AdamW", in optimizer.type.'
+        )
 
-# (key, is_allowed with ds_ext.shard_size)
-_EXCLUDED_BY_SHARD_SIZE: list[tuple[str, Allowed]] = [
-    (_HPZ, _one),
-    ("tensor_parallel.autotp_size", lambda v: v in (0, 1)),
-    ("sequence_parallel_size", _one),
-    ("expert_parallel.enabled", _off),
-]
 
-# (key, is_allowed with ds_ext.weight_storage)
-_EXCLUDED_BY_INT8: list[tuple[str, Allowed]] = [
-    ("zero_optimization.offload_optimizer.device", lambda v: v == "none"),
-    ("zero_optimization.offload_param.device", lambda v: v == "none"),
-    (_HPZ, _at_most_one),
-    ("tensor_parallel.autotp_size", _at_most_one),
-    ("expert_parallel.enabled", _off),
-    ("fp16.enabled", _off),
-]
+def _unsupported(config: dict[str, Any], optimizer: RuleOptimizer) -> Iterator[str]:
+    """Yields the settings of the section "ds_ext" that an optimizer does not support."""
+    try:
+        own = parsing.section(config)
+    except ValueError:
+        return  # ``problems`` yields it
+    shards = {p: optimizer.shard(p) for p in optimizer.group_of}
+    if own.gradient_policy == "projected" and not projected_grads.projected(optimizer, shards):
+        yield error_texts.not_projected(type(optimizer).__name__, CONFIG)
+    if own.weight_storage:
+        found = [int8_weights.refused_hypers(optimizer, p) for p in optimizer.group_of]
+        if found and all(found):  # only the run knows which weights it stores
+            yield str(found[0])
 
-_GROUP_SIZES = ("ds_ext.shard_size", "sequence_parallel_size", _HPZ)
 
-# DeepSpeed reads these options only for NVMe or super_offload.
-_NVME_OPTIONS = {
-    *("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"),
-    *("pipeline_read", "pipeline_write", "fast_init", "cpuadam_cores_perc"),
-}
+def _states(
+    config: dict[str, Any], optimizer: RuleOptimizer | None
+) -> list[tuple[Any, torch.dtype]]:
+    """The rule of each param group, and the dtype that DeepSpeed gives the weights."""
+    if optimizer is None:
+        return []
+    is_16 = any(lookup(normalized(config), key) for key in ("bf16.enabled", "fp16.enabled"))
+    dtype = torch.bfloat16 if is_16 else torch.float32
+    return [(optimizer.rule_of(g["params"][0]), dtype) for g in optimizer.param_groups]

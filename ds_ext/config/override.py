@@ -28,9 +28,9 @@ def apply(config: dict[str, Any]) -> dict[str, Any]:
     path = os.environ.get(VARIABLE)
     if not path or not isinstance(config, dict) or "optimizer" not in config:
         return config
-    given = _read(path)
+    file = _read(path)
     own = config["optimizer"].get("params") or {}
-    params = dict(given["optimizer"].get("params") or {})
+    params = dict(file["optimizer"].get("params") or {})
     for key in [key for key, value in params.items() if value == "auto"]:
         if own.get(key, "auto") == "auto":
             raise ValueError(
@@ -38,8 +38,8 @@ def apply(config: dict[str, Any]) -> dict[str, Any]:
                 f"{key}. Write a number."
             )
         params[key] = own[key]
-    section = {"ds_ext": given["ds_ext"]} if "ds_ext" in given else {}
-    return config | section | {"optimizer": given["optimizer"] | {"params": params}}
+    section = {"ds_ext": file["ds_ext"]} if "ds_ext" in file else {}
+    return config | section | {"optimizer": file["optimizer"] | {"params": params}}
 
 
 def refuse_object(optimizer: object) -> None:
@@ -62,7 +62,7 @@ def refuse_object(optimizer: object) -> None:
 
 @functools.cache
 def _read(path: str) -> dict[str, Any]:
-    config = parsing.load(Path(path))
+    config: dict[str, Any] = parsing.load(Path(path))
     for problem in parsing.malformed(config):
         raise ValueError(f"run --config {path}: {problem}")
     return config

@@ -1,11 +1,15 @@
-"""Reads DeepSpeed configs as DeepSpeed does, and parses the settings that ds_ext uses.
+"""Reads DeepSpeed configs as DeepSpeed does, and the settings of them that ds_ext uses.
 
 The engine and the commands ``check``, ``plan`` and ``run`` share these functions.
 """
 
+import base64
+import binascii
 import contextlib
-import dataclasses
+import copy
+import functools
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,59 +18,69 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from ds_ext import hyperparams
-from ds_ext.backward.gradient_config import ConfigSection, GradientConfig
+from ds_ext.backward.gradient_config import GradientConfig
+from ds_ext.settings import DTYPES, SECTION, SETTINGS, SIZES, Section
 
-_DTYPES = {  # as DeepSpeed spells them
-    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), torch.float32),
-    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
-    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), torch.float16),
-}
+try:
+    import hjson  # installed with DeepSpeed, which allows comments in a file
+except ImportError:
+    hjson = json
 
-
-SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-# Sections that DeepSpeed requires to be objects. An optimizer or scheduler also needs a type.
-_SECTIONS = (
-    *("zero_optimization", "fp16", "bf16", "data_types", "checkpoint", "tensor_parallel"),
-    *("compile", "torch_autocast", "activation_checkpointing", "pipeline", "flops_profiler"),
-    *("hybrid_engine", "data_efficiency", "comms_logger", "weight_quantization"),
-)
-# Keys whose values DeepSpeed converts to these types, for example from "3" or "false".
-_TYPES: dict[type, tuple[str, ...]] = {
-    int: (
-        *SIZES,
-        "zero_optimization.stage",
-        "zero_optimization.reduce_bucket_size",
-        "zero_optimization.zero_hpz_partition_size",
-    ),
-    float: ("zero_optimization.offload_param.ratio", "zero_optimization.offload_optimizer.ratio"),
-    bool: (
-        "zero_optimization.cpu_offload",
-        "zero_optimization.cpu_offload_param",
-        "zero_optimization.ignore_unused_parameters",
-        "zero_optimization.offload_optimizer.super_offload",
-        "zero_optimization.reduce_scatter",
-        "zero_optimization.zero_quantized_gradients",
-        "zero_optimization.zero_quantized_nontrainable_weights",
-        "zero_optimization.zero_quantized_weights",
-        "bf16.enabled",
-        "bf16.bf16_master_weights_and_grads",
-        "bf16.bf16_optimizer_states",
-        "compile.deepcompile",
-        "fp16.enabled",
-        "fp16.fp16_master_weights_and_grads",
+# Keys whose "auto" HF Trainer or accelerate replaces, with a value of the type that they write;
+# None: the key is left out.
+_FILLED = {
+    "optimizer.params.lr": 5e-5,
+    "optimizer.params.betas": [0.9, 0.999],
+    "optimizer.params.eps": 1e-8,
+    "optimizer.params.weight_decay": 0.0,
+    "fp16.enabled": False,
+    "bf16.enabled": False,
+    "scheduler.params.warmup_min_lr": 0.0,
+    "scheduler.params.warmup_max_lr": 5e-5,
+    "scheduler.params.warmup_num_steps": 10,
+    "scheduler.params.total_num_steps": 100,
+    **dict.fromkeys(
+        (
+            *("gradient_clipping", "amp.enabled", "amp.opt_level"),
+            *("fp16.loss_scale", "fp16.initial_scale_power", "fp16.loss_scale_window"),
+            *("fp16.hysteresis", "fp16.min_loss_scale", "zero_optimization.reduce_bucket_size"),
+            "zero_optimization.stage3_prefetch_bucket_size",
+            "zero_optimization.stage3_param_persistence_threshold",
+        )
     ),
 }
-_ADAPTERS: dict[str, TypeAdapter[Any]] = {
-    key: TypeAdapter(kind) for kind, keys in _TYPES.items() for key in keys
-}
 
 
-def load(path: Path) -> dict[str, Any]:
-    """Returns the DeepSpeed config in a file.
+_REMOVED = {key for key, setting in SETTINGS.items() if setting.removed}
+
+
+def load(config: Any) -> Any:
+    """Returns the dictionary of a DeepSpeed config.
+
+    Args:
+        config: a dictionary, the path of a file, or a file's text in base 64. Returned as it is if
+            it is none of these.
 
     Raises:
         ValueError: the file is missing, or holds no JSON object, or holds a key twice.
     """
+    if isinstance(config, str) and not os.path.exists(config):
+        try:
+            return _parsed(base64.urlsafe_b64decode(config).decode(), "the config in base 64")
+        except (binascii.Error, UnicodeDecodeError):
+            return config
+    if not isinstance(config, str | os.PathLike):
+        return config
+    try:
+        return _parsed(Path(config).read_text(encoding="utf-8"), str(config))
+    except OSError as error:
+        raise ValueError(f"{config}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{config} is not a JSON file: {error}") from None
+
+
+def _parsed(text: str, name: str) -> dict[str, Any]:
+    """The JSON object in a text."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
@@ -76,32 +90,41 @@ def load(path: Path) -> dict[str, Any]:
         return dict(pairs)
 
     try:
-        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    except ValueError as error:  # no JSON, or no text
-        raise ValueError(f"{path} is not a JSON file: {error}") from None
+        config = hjson.loads(text, object_pairs_hook=unique)
+    except ValueError as error:
+        raise ValueError(f"{name} is not a JSON file: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError(f'{path} holds no JSON object such as {{"optimizer": ...}}.')
+        raise ValueError(f'{name} holds no JSON object such as {{"optimizer": ...}}.')
+    return config
+
+
+def lookup(config: Any, key: str, default: Any = None) -> Any:
+    """Returns the value of a dotted key, or ``default`` if it or one of its sections is missing."""
+    for part in key.split("."):
+        if not isinstance(config, dict) or part not in config:
+            return default
+        config = config[part]
     return config
 
 
 def malformed(config: dict[str, Any]) -> Iterator[str]:
-    """Yields a message for each section that is not an object, and each size that is no number.
+    """Yields a message for each value that does not have the type of its key.
 
-    DeepSpeed itself would fail with an error that does not name the key.
+    For some of them, DeepSpeed itself would fail with an error that does not name the key.
 
     Args:
         config: a DeepSpeed config as written, in which values may be "auto".
     """
-    for key in _SECTIONS:
-        value = config.get(key, {})
+    for key, setting in SETTINGS.items():
+        value = lookup(config, key, "auto")
         is_old_format = key == "zero_optimization" and isinstance(value, bool)
-        if not isinstance(value, dict) and not is_old_format:
-            yield f"{key} is {value!r}; allowed: a section such as {{}}."
-    for key in ("zero_optimization.offload_param", "zero_optimization.offload_optimizer"):
-        if not isinstance(value := lookup(config, key), dict | None):
-            yield f"{key} is {value!r}; allowed: a section such as {{}}."
+        is_section = setting.type is SECTION
+        if is_old_format or (value in (None, "auto") and not (is_section and key in config)):
+            continue
+        try:
+            _adapter(key).validate_python(value)
+        except ValidationError:
+            yield f"{key} is {value!r}; allowed: {hyperparams.describe(setting.type)}."
     for key in ("optimizer", "scheduler"):
         value = config.get(key, {"type": "", "params": {}})
         if not isinstance(value, dict) or not isinstance(value.get("type"), str):
@@ -111,24 +134,11 @@ def malformed(config: dict[str, Any]) -> Iterator[str]:
         is_default = key == "optimizer" and params is None
         if not isinstance(params, dict) and not is_default:
             yield f"{key}.params is {params!r}; allowed: an object such as {{}}."
-    for key in (*SIZES, "sequence_parallel_size", "tensor_parallel.autotp_size"):
-        size = lookup(config, key)
-        least = int(key != "tensor_parallel.autotp_size")
-        is_number = isinstance(size, int | float) and not isinstance(size, bool)
-        if size not in (None, "auto") and not (is_number and size >= least and size % 1 == 0):
-            yield f"{key} is {size!r}; allowed: a whole number >= {least}."
-    for key in (*_TYPES[int], *_TYPES[float]):
-        if key not in SIZES and isinstance(value := lookup(config, key), bool):
-            yield f"{key} is {value!r}; allowed: a number."
 
 
-def lookup(config: Any, key: str) -> Any:
-    """Returns the value of a dotted key, or None if the key or one of its sections is missing."""
-    for part in key.split("."):
-        if not isinstance(config, dict):
-            return None
-        config = config.get(part)
-    return config
+@functools.cache
+def _adapter(key: str) -> TypeAdapter[Any]:
+    return TypeAdapter(SETTINGS[key].type)
 
 
 def normalized(config: dict[str, Any]) -> dict[str, Any]:
@@ -136,18 +146,17 @@ def normalized(config: dict[str, Any]) -> dict[str, Any]:
 
     Leaves out keys whose value is "auto": like DeepSpeed, ds_ext uses defaults for them. HF Trainer
     and accelerate have already replaced every "auto" that they support. Leaves values as they are
-    that DeepSpeed refuses.
+    that ``malformed`` yields.
     """
     read: dict[str, Any] = _without_auto(config)
     if isinstance(zero := read.get("zero_optimization"), bool):  # DeepSpeed's old format
         read["zero_optimization"] = {"stage": int(zero)}
-    for key, adapter in _ADAPTERS.items():
+    for key in SETTINGS:
         path, _, last = key.rpartition(".")
         section = lookup(read, path) if path else read
-        value = section.get(last) if isinstance(section, dict) else None
-        if isinstance(value, str | int | float) and not isinstance(value, bool):
+        if isinstance(section, dict) and isinstance(section.get(last), str | int | float):
             with contextlib.suppress(ValidationError):
-                section[last] = adapter.validate_python(value)
+                section[last] = _adapter(key).validate_python(section[last])
     return read
 
 
@@ -158,40 +167,40 @@ def _without_auto(value: Any) -> Any:
     return {key: _without_auto(inner) for key, inner in value.items() if inner != "auto"}
 
 
-def section(config: dict[str, Any]) -> ConfigSection:
+def filled(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Replaces "auto" as HF Trainer and accelerate do, by values of the right type.
+
+    Batch sizes stay "auto".
+
+    Returns:
+        A copy of the config, and the keys that had "auto" and that HF fills in.
+    """
+    config, autos = copy.deepcopy(config), []
+    for key in (*_FILLED, *SIZES):
+        path, _, last = key.rpartition(".")
+        section = lookup(config, path) if path else config
+        if lookup(section, last) == "auto":
+            autos.append(key)
+            if key in _FILLED:
+                value = _FILLED[key]
+                del section[last]
+                section |= {} if value is None else {last: value}
+    return config, autos
+
+
+def section(config: dict[str, Any]) -> Section:
     """Returns the section "ds_ext" of a DeepSpeed config.
 
     Raises:
         ValueError: a key is unknown or its value is invalid.
     """
-    given = normalized(config).get("ds_ext")
-    if given is None:
-        given = {}
-    if not isinstance(given, dict):
-        raise ValueError(f'ds_ext is {given!r}; allowed: a section, {{"gradient_policy": ...}}.')
-    if given.get("sum_group_size") in (None, 0, 1):  # one level of sums, as without the key
-        given.pop("sum_group_size", None)
-    elif "sum_group_size" in given:
-        raise ValueError(
-            "ds_ext.sum_group_size was removed: delete it; results and checkpoints do not depend "
-            "on it."
-        )
-    return ConfigSection(**hyperparams.check(ConfigSection, given, "ds_ext"))
-
-
-def unread(config: dict[str, Any], optimizer: str) -> Iterator[str]:
-    """Yields a message for each setting of ds_ext under an ``optimizer`` that is not its own.
-
-    Raises:
-        ValueError: as of ``section``.
-    """
-    own, default = section(config), ConfigSection()
-    for key in (f.name for f in dataclasses.fields(own)):
-        if (value := getattr(own, key)) != getattr(default, key):
-            yield (
-                f"ds_ext.{key} = {value!r} has no effect under {optimizer}, which is not a ds_ext "
-                'optimizer: remove it, or name one, such as "ds_ext.AdamW", in optimizer.type.'
-            )
+    values = normalized(config).get("ds_ext")
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ValueError(f'ds_ext is {values!r}; allowed: a section, {{"gradient_policy": ...}}.')
+    present = {k: v for k, v in values.items() if f"ds_ext.{k}" not in _REMOVED}
+    return Section(**hyperparams.check(Section, present, "ds_ext"))
 
 
 def gradients(
@@ -200,15 +209,14 @@ def gradients(
     """Returns a DeepSpeed config's settings for reducing, keeping and clipping gradients.
 
     Args:
-        config: a DeepSpeed config.
+        config: a DeepSpeed config without ``malformed`` values.
         monitored: whether a DeepSpeed monitor is enabled.
         kept_for: a feature without a config key that needs kept gradients; "" if there is none.
 
     Raises:
         ValueError: a value is invalid, or two keys contradict each other.
     """
-    config = normalized(config)
-    own = section(config)
+    own, config = section(config), normalized(config)
     kept = [
         f"{key} = {value!r}"
         for key, honoured in (
@@ -227,17 +235,14 @@ def gradients(
             f'{kept[0]} needs kept gradients, and ds_ext.gradient_policy = "fused" keeps none: '
             "remove one of them."
         )
-    max_norm = config.get("gradient_clipping")
     dtype = lookup(config, "data_types.grad_accum_dtype")
-    if dtype is not None and (not isinstance(dtype, str) or dtype not in _DTYPES):
-        raise ValueError(f"data_types.grad_accum_dtype is {dtype!r}; allowed: fp32, bf16, fp16.")
     return GradientConfig(
-        bucket_size=bucket_size(config),
+        bucket_size=lookup(config, "zero_optimization.reduce_bucket_size"),
         policy=own.gradient_policy or ("sharded" if kept or kept_for else "fused"),
-        max_norm=0.0 if max_norm is None else max_norm,
+        max_norm=config.get("gradient_clipping") or 0.0,
         max_value=own.clip_value,
         clip_mode=own.clip_mode,
-        accumulate_in=None if dtype is None else _DTYPES[dtype],
+        accumulate_in=None if dtype is None else getattr(torch, DTYPES[dtype]),
         measure_updates=monitored if own.measure_updates is None else own.measure_updates,
     )
 
@@ -259,17 +264,3 @@ def log_lines(grad_config: GradientConfig, bucket_size: int, config: dict[str, A
             "Adafactor and CAME bound the RMS of each update: gradient_clipping = 0 costs nothing."
         )
     return lines
-
-
-def bucket_size(config: dict[str, Any]) -> int | None:
-    """Returns ``zero_optimization.reduce_bucket_size`` in elements; None if it is not set.
-
-    Raises:
-        ValueError: it is not a number of elements.
-    """
-    size = lookup(normalized(config), "zero_optimization.reduce_bucket_size")
-    if size is not None and (type(size) is not int or size < 0):
-        raise ValueError(
-            f"zero_optimization.reduce_bucket_size is {size!r}; allowed: a whole number >= 0."
-        )
-    return size

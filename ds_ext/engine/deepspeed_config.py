@@ -1,20 +1,23 @@
-"""Finds the problems that DeepSpeed itself has with a config, without an engine."""
+"""Finds all problems of a config without an engine, DeepSpeed's own included."""
 
-import difflib
-import logging
+import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.runtime import config as runtime_config
 from deepspeed.runtime import constants, precision_config
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from deepspeed.utils import logger
 from pydantic import BaseModel, ValidationError
 
-from ds_ext.config.config_checks import batch_problems, size_problems
-from ds_ext.config.parsing import SIZES, malformed
+from ds_ext.config import config_checks
+from ds_ext.config.config_checks import Named, named_optimizer, raise_first
+from ds_ext.config.optimizer_names import did_you_mean, misspells_section
+from ds_ext.config.parsing import filled, malformed, normalized
+from ds_ext.engine import deepspeed_versions, rank_logging, schedulers
+from ds_ext.settings import SETTINGS, SIZES
 
 # Top-level keys that DeepSpeed's modules ``constants`` and ``config`` do not define as constants.
 _SECTIONS = {
@@ -35,57 +38,99 @@ _MODELS = {
 }
 
 
-def problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
-    """Yields a message for each setting that DeepSpeed would refuse or ignore.
+def problems(config: dict[str, Any], named: Named) -> list[str]:
+    """Returns the messages with which a run refuses a config, for any number of ranks.
 
-    Finds all unknown keys, and all wrong values in the ZeRO, fp16 and bf16 sections. If there are
-    none, it also yields the first error that DeepSpeed raises while it reads the config.
+    Errors that only DeepSpeed's constructor finds are left out; see ``translated``.
 
     Args:
-        config: a DeepSpeed config without "auto" values, which HF would fill in.
-        ranks: the number of data-parallel ranks; None if unknown.
+        config: a DeepSpeed config without ``malformed`` values and without "auto".
+        named: the optimizer that it names.
     """
-    found = [*malformed(config), *_unknown(config)]
+    found = config_checks.all_problems(config, named, deepspeed_versions.INSTALLED)
     for section, model in _MODELS.items():
-        given = config.get(section)
-        if isinstance(given, dict):
-            found += _wrong(section, model, given)
-    found += size_problems(config, ranks)
-    yield from found or [*batch_problems(config, ranks), *_raised(config)]
+        if isinstance(values := config.get(section), dict):
+            found += _wrong(section, model, values)
+    if not named.problems:
+        found += schedulers.problems(config, named.ours)
+    return list(dict.fromkeys(found))
 
 
-def _unknown(config: dict[str, Any]) -> Iterator[str]:
+def read(make: Callable[[], None], made: DeepSpeedConfig, config: dict[str, Any]) -> None:
+    """Lets DeepSpeed read a config that concerns ds_ext.
+
+    Args:
+        make: DeepSpeed's constructor of ``made``.
+        made: DeepSpeed's object.
+        config: the config. Values may be "auto", which a client fills in later.
+
+    Raises:
+        ValueError: the config has problems. The message has a line for each.
+    """
+    autos = [key for key in SIZES if config.get(key) == "auto"]
+    found = [
+        f'{key} is "auto", which is filled in by HF Trainer and accelerate only: write a number.'
+        for key in autos
+    ]
+    values = filled(config)[0]
+    found += malformed(values)
+    if not found:
+        values = normalized(values)
+        found = problems(values, named_optimizer(values))
+    if found:
+        raise ValueError("\n".join(found))
+    try:
+        with translated():
+            make()
+    except ValueError:
+        raise_first(config_checks.batch_problems(config, getattr(made, "world_size", None)))
+        raise
+    raise_first(config_checks.size_problems(config, int(made.world_size)))
+
+
+def raised(config: dict[str, Any]) -> Iterator[str]:
+    """Yields the error that DeepSpeed raises when it reads a config without ``problems``.
+
+    Leaves out batch sizes, because DeepSpeed would check them for a single rank.
+    """
+    own = {k: v for k, v in config.items() if k not in SIZES} | {SIZES[1]: 1}
+    make = inspect.unwrap(DeepSpeedConfig.__init__)  # ours would check it again, for one rank
+    with rank_logging.quiet():
+        try:
+            with translated():
+                make(object.__new__(DeepSpeedConfig), own)
+        except ValueError as error:
+            yield str(error)
+
+
+def unknown(config: dict[str, Any]) -> Iterator[str]:
     """Yields a message for each top-level key that DeepSpeed does not read."""
     modules = (constants, runtime_config)
     values = [value for module in modules for value in vars(module).values()]
     known = {v for v in values if isinstance(v, str) and v.isidentifier()} | _SECTIONS
     for key in config:
-        if key not in known:
-            yield f"unknown key {key}, which DeepSpeed would ignore.{did_you_mean(key, known)}"
+        if key not in known and not misspells_section(key):
+            yield f"unknown key {key}, which DeepSpeed ignores.{did_you_mean(key, known)}"
 
 
-def did_you_mean(key: str, known: Iterable[str]) -> str:
-    """Returns " Did you mean ...?" with the closest known key, or "" if none is close."""
-    near = difflib.get_close_matches(key, known, n=1)
-    return f' Did you mean "{near[0]}"?' if near else ""
-
-
-def _wrong(section: str, model: type[BaseModel], given: dict[str, Any]) -> Iterator[str]:
+def _wrong(section: str, model: type[BaseModel], values: dict[str, Any]) -> Iterator[str]:
     """Yields a message for each value that a section's pydantic model rejects."""
     try:
-        model(**given)
+        model(**values)
     except ValidationError as error:
-        yield from format_errors(error)
+        yield from _sentences(error)
     except (AssertionError, TypeError, ValueError) as error:
         yield f"{section}: {error}"
 
 
-def format_errors(error: ValidationError) -> Iterator[str]:
+def _sentences(error: ValidationError) -> Iterator[str]:
     """Yields a readable sentence for each pydantic error, with the closest known key."""
     sections = {model.__name__: (section, model) for section, model in _MODELS.items()}
     section, model = sections.get(error.title, (error.title, BaseModel))
     for one in error.errors(include_url=False):
         key = ".".join(map(str, (section, *one["loc"])))
+        if one["type"] == "extra_forbidden" and key in SETTINGS:
+            continue  # older versions of DeepSpeed have it, and ds_ext refuses it by its name
         if one["type"] == "extra_forbidden":
             known = model.model_fields if len(one["loc"]) == 1 else ()
             yield f"unknown key {key}.{did_you_mean(str(one['loc'][-1]), known)}"
@@ -97,40 +142,12 @@ def format_errors(error: ValidationError) -> Iterator[str]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Context in which DeepSpeed's logger shows only errors."""
-    level, logger.level = logger.level, logging.ERROR
+def translated() -> Iterator[None]:
+    """Context in which DeepSpeed reads a config: its errors become a ValueError that says so."""
     try:
         yield
-    finally:
-        logger.level = level
-
-
-def with_advice(message: str) -> str:
-    """Returns DeepSpeed's message. For a removed key, adds the ds_ext setting that replaces it."""
-    if "zero_optimization.mics_" in message:
-        return (
-            f"{message.rstrip('.')}; to shard the model within groups of n ranks with an optimizer "
-            'of ds_ext, set "ds_ext": {"shard_size": n}.'
-        )
-    return message
-
-
-def _raised(config: dict[str, Any]) -> Iterator[str]:
-    """Yields the error that DeepSpeed raises when it reads a config.
-
-    Leaves out batch sizes, because DeepSpeed would check them for a single rank.
-    """
-    own = {k: v for k, v in config.items() if k not in SIZES} | {SIZES[1]: 1}
-    with quiet():
-        try:
-            runtime_config.DeepSpeedConfig(own)
-        except ValueError as error:  # as in a run
-            yield str(error)
-        except Exception as error:  # such as an assertion
-            yield refusal(error)
-
-
-def refusal(error: Exception) -> str:
-    """Returns the message about an error of DeepSpeed while it reads a config."""
-    return f"DeepSpeed refuses the config: {error or type(error).__name__}"
+    except ValidationError as error:
+        raise ValueError("\n".join(_sentences(error))) from None
+    except (DeepSpeedConfigError, AssertionError, AttributeError, KeyError, TypeError) as error:
+        message = f"DeepSpeed refuses the config: {error or type(error).__name__}"
+        raise ValueError(message) from error

@@ -14,7 +14,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
 
-from ds_ext.config import config_checks, parsing
+from ds_ext.config import config_checks
 from ds_ext.config.config_checks import raise_first
 from ds_ext.distributed import consensus
 from ds_ext.distributed.unsupported_wrappers import refuse_dtensors, refuse_wrapped
@@ -83,7 +83,7 @@ def refuse_other(optimizer: Any, config: DeepSpeedConfig) -> None:
     """
     if not isinstance(optimizer, RuleOptimizer):
         name = type(optimizer).__name__
-        raise_first(parsing.unread(config._param_dict, name))
+        raise_first(config_checks.unread(config._param_dict, name))
         raise ValueError(f'"ds_ext" in the config has no effect under {name}: remove it.')
 
 

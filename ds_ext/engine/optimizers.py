@@ -1,56 +1,24 @@
 """Resolves the optimizer that a config's "type" names, and creates its param groups."""
 
-import difflib
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
-from ds_ext.config import parsing
+from ds_ext.config.optimizer_names import PREFIX, TAKEN_OVER, deepspeeds, registry_key
 from ds_ext.engine import pipeline
 from ds_ext.engine.parameters import EMBEDDINGS, LINEARS, unpartitioned_shape
 from ds_ext.engine.rank_logging import log
-from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named, param_groups
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, param_groups
 from ds_ext.optimizer.groups import ParamGroup
 from ds_ext.optimizer.model_view import ModelView, summary
 from ds_ext.optimizer.param_groups import Grouped
 from ds_ext.rules.base import REGISTRY, key_of
 
 Names: TypeAlias = Mapping[Tensor, str]
-
-PREFIX = "ds_ext."  # optional before the name of any ds_ext optimizer in a config
-# DeepSpeed's optimizer names, and names of other libraries that mean ours without the prefix.
-_DEEPSPEEDS = frozenset(DEEPSPEED_OPTIMIZERS)
-_TAKEN_OVER = {
-    "adafactor": "torch.optim's, whose state DeepSpeed leaves full-sized and unfactored",
-    "lamb": "DeepSpeed's FusedLamb",
-}
-
-
-def ours(name: str | None) -> str | None:
-    """Returns the key in ``OPTIMIZERS`` for a config's type, or None if ds_ext does not own it.
-
-    Args:
-        name: ``optimizer.type``. DeepSpeed converts names that it knows to lower case.
-    """
-    own = key_of(name or "")
-    is_theirs = own == name and own in _DEEPSPEEDS - _TAKEN_OVER.keys()
-    return own if own in OPTIMIZERS and not is_theirs else None
-
-
-def registry_key_of_config(optimizer_type: str) -> str | None:
-    """Returns the result of ``ours`` for the type in a config that DeepSpeed has not read yet.
-
-    Raises:
-        ValueError: no library has an optimizer with that name.
-    """
-    refuse_unknown(optimizer_type)
-    return ours(optimizer_type.lower())
 
 
 def full_name(name: str) -> str:
@@ -67,59 +35,10 @@ def is_ours(client: Any, config: DeepSpeedConfig) -> bool:
         config: the engine's config.
     """
     if client is None:
-        return ours(config.optimizer_name) is not None
+        return registry_key(config.optimizer_name) is not None
     if isinstance(client, torch.optim.Optimizer):
         return isinstance(client, RuleOptimizer)
     return "ds_ext" in config._param_dict
-
-
-def concerns_us(config: Any) -> bool:
-    """Returns whether a config names a ds_ext optimizer or has the section "ds_ext".
-
-    Args:
-        config: as given to DeepSpeed: a dictionary, or the path of a file.
-    """
-    if isinstance(config, str) and os.path.isfile(config):  # not a long text in base 64
-        try:
-            config = parsing.load(Path(config))
-        except ValueError:  # DeepSpeed reports it, or reads Hjson
-            return False
-    if not isinstance(config, dict):
-        return False
-    section = config.get("optimizer")
-    name = section.get("type") if isinstance(section, dict) else section
-    is_named = isinstance(name, str) and ours(name.lower() if name.lower() in _DEEPSPEEDS else name)
-    return bool(is_named) or "ds_ext" in config
-
-
-def refuse_misspelled(name: str) -> None:
-    """Raises ValueError if a config's type is unknown, but similar to the name of our optimizer."""
-    near = difflib.get_close_matches(key_of(name), [*OPTIMIZERS, *_DEEPSPEEDS], n=1)
-    if name.lower().startswith(PREFIX) or (near and near[0] in OPTIMIZERS):
-        refuse_unknown(name)
-
-
-def refuse_unknown(name: str) -> None:
-    """Checks that ds_ext, DeepSpeed or torch has an optimizer with this name.
-
-    Args:
-        name: ``optimizer.type``.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
-    if name.lower() in _DEEPSPEEDS or ours(name) or hasattr(torch.optim, name):
-        return
-    if name.lower().startswith(PREFIX):
-        named(name)
-    spelled = [entry.spelling for entry in REGISTRY.values()]
-    by_lower = {known.lower(): known for known in [*_DEEPSPEEDS, *spelled]}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    guess = f' Did you mean "{by_lower[near[0]]}"?' if near else ""
-    raise ValueError(
-        f"optimizer.type is {name!r}, which ds_ext, DeepSpeed and torch.optim do not have.{guess} "
-        f"Optimizers of ds_ext: {', '.join(spelled)}."
-    )
 
 
 def log_owner(name: str) -> None:
@@ -128,10 +47,10 @@ def log_owner(name: str) -> None:
     Args:
         name: the full name of the optimizer.
     """
-    own = key_of(name)
-    kind = OPTIMIZERS[own].__name__
-    if own in _DEEPSPEEDS | _TAKEN_OVER.keys():
-        theirs = _TAKEN_OVER.get(own, f'DeepSpeed\'s, whose type is "{kind}"')
+    key = key_of(name)
+    kind = OPTIMIZERS[key].__name__
+    if key in deepspeeds() | TAKEN_OVER.keys():
+        theirs = TAKEN_OVER.get(key, f'DeepSpeed\'s, whose type is "{kind}"')
         log(f"{kind} is ds_ext's, not {theirs}")
 
 
@@ -156,8 +75,7 @@ def optimizer_of(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:
         model = pipeline.whole_model(model)
         params = pipeline.gather_params(model, params)
         names = model.names
-    given = engine.optimizer_params() or {}
-    made = param_groups.of_config(REGISTRY[name], given, model, params)
+    made = param_groups.of_config(REGISTRY[name], engine.optimizer_params() or {}, model, params)
     for line in _log_lines(names, optimizer_type.__name__, made):
         log(line)
     groups = pipeline.of_stage(made.groups) if pipeline.is_pipeline(engine) else made.groups
@@ -193,7 +111,7 @@ def _log_lines(names: Names, optimizer: str, made: Grouped) -> Iterator[str]:
     kinds = [param_groups.described(group, optimizer) for group in made.groups]
     if len({*kinds}) > 1:
         for kind in dict.fromkeys(kinds):
-            alike = (g for g, own in zip(made.groups, kinds, strict=True) if own == kind)
+            alike = (g for g, other in zip(made.groups, kinds, strict=True) if other == kind)
             yield f"{kind} on: {_summary(names, alike)}"
 
 

@@ -11,7 +11,8 @@ from typing import Any
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import Tensor
 
-from ds_ext.engine import deepspeed_versions, optimizers, replica_groups
+from ds_ext.config import optimizer_names
+from ds_ext.engine import deepspeed_versions, replica_groups
 from ds_ext.engine.monkeypatch import Method, replaces
 from ds_ext.engine.parameters import as_vectors, deepspeed_parameter
 
@@ -22,7 +23,7 @@ def partition(original: Method, init: Init, *args: Any, **kwargs: Any) -> None:
     """Partitions among ``ds_ext.shard_size`` ranks if the caller passes no group."""
     given = inspect.signature(original).bind_partial(init, *args, **kwargs).arguments
     config = given.get("config_dict_or_path") or given.get("config")
-    if not optimizers.concerns_us(config):
+    if not optimizer_names.concerns_us(config):
         original(init, *args, **kwargs)
         return
     init.__class__ = OwnInit

@@ -7,17 +7,14 @@ each patch asks whether the call concerns ds_ext, and else calls DeepSpeed's met
 
 import functools
 import inspect
-import os
-from pathlib import Path
 from typing import Any
 
-from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
-from pydantic import ValidationError
 
 from ds_ext.backward import foreign_grads, fuse, int8_weights, norm_prepass, owners
-from ds_ext.config import config_checks, override, parsing
+from ds_ext.config import config_checks, optimizer_names, override, parsing
 from ds_ext.distributed import groups
 from ds_ext.engine import (
     deepspeed_config,
@@ -50,28 +47,20 @@ def register() -> None:
 
 # DeepSpeed has no hook before it reads a config, and reports one problem of a wrong one at a time.
 @replaces(DeepSpeedConfig, "__init__")
-def read(original: Method, config: DeepSpeedConfig, given: Any, *args: Any, **kwargs: Any) -> None:
+def report_config_errors(
+    original: Method, config: DeepSpeedConfig, given: Any, *args: Any, **kwargs: Any
+) -> None:
     """Reports invalid keys and values as the command ``check`` does, one line per key."""
     taken = override.apply(given)
-    if not optimizers.concerns_us(taken):
+    if not optimizer_names.concerns_us(taken):
         original(config, given, *args, **kwargs)
         return
-    with rank_logging.traceback_once((ValueError, AssertionError)):
-        try:
-            is_file = isinstance(given, str | os.PathLike) and os.path.exists(given)
-            loaded = parsing.load(Path(given)) if is_file else given
-            if isinstance(loaded, dict) and (found := list(parsing.malformed(loaded))):
-                raise ValueError("\n".join(found))
-            if taken is not given:
-                own, ours = (x["optimizer"].get("type") for x in (given, taken))
-                _log_replaced(own, ours)
-            original(config, taken, *args, **kwargs)
-        except (AttributeError, TypeError) as error:  # a value has a wrong type
-            raise ValueError(deepspeed_config.refusal(error)) from error
-        except ValidationError as error:
-            raise ValueError("\n".join(deepspeed_config.format_errors(error))) from None
-        except DeepSpeedConfigError as error:
-            raise DeepSpeedConfigError(deepspeed_config.with_advice(str(error))) from None
+    with rank_logging.traceback_once():
+        loaded = parsing.load(taken)
+        if taken is not given:
+            _log_replaced(*(one["optimizer"].get("type") for one in (given, taken)))
+        make = functools.partial(original, config, loaded, *args, **kwargs)
+        deepspeed_config.read(make, config, loaded)
 
 
 @functools.cache
@@ -115,9 +104,9 @@ def _refuse_ignored(client: Any, name: str, config: DeepSpeedConfig) -> None:
     """Raises ValueError if an engine's optimizer would ignore what the program asks of ds_ext."""
     with rank_logging.traceback_once():
         if client is None:
-            optimizers.refuse_misspelled(name)
+            optimizer_names.refuse_misspelled(name)
         if "ds_ext" in config._param_dict:
-            config_checks.raise_first(parsing.unread(config._param_dict, name))
+            config_checks.raise_first(config_checks.unread(config._param_dict, name))
 
 
 # DeepSpeed decides here how it wraps an optimizer that a function has made.

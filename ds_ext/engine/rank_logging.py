@@ -1,11 +1,13 @@
 """Shows log lines, warnings and tracebacks once, not on every rank."""
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
 import torch.distributed as dist
+from deepspeed.utils import logger as deepspeed_logger
 
 from ds_ext import logs
 from ds_ext.distributed import consensus
@@ -31,6 +33,16 @@ def warn(message: str) -> None:
     logs.show_by_default()
     if consensus.is_first():
         logs.logger.warning(message)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Context in which DeepSpeed's logger shows only errors."""
+    level, deepspeed_logger.level = deepspeed_logger.level, logging.ERROR
+    try:
+        yield
+    finally:
+        deepspeed_logger.level = level
 
 
 # Tracebacks of errors that all ranks raise.

@@ -4,10 +4,13 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from deepspeed.runtime import lr_schedules
-from torch.optim import Optimizer, lr_scheduler
+from torch.nn import Parameter
+from torch.optim import AdamW, lr_scheduler
 
-from ds_ext.engine.deepspeed_config import did_you_mean, quiet
+from ds_ext.config.optimizer_names import did_you_mean
+from ds_ext.engine import rank_logging
 from ds_ext.optimizer import RuleOptimizer
 
 
@@ -59,36 +62,32 @@ def check_metrics(scheduler: Any, given: dict[str, Any]) -> None:
         )
 
 
-def problems(config: dict[str, Any], optimizer: Optimizer) -> Iterator[str]:
+def problems(config: dict[str, Any], optimizer: RuleOptimizer | None) -> Iterator[str]:
     """Yields a message for each problem with the scheduler in a config.
 
     Args:
-        config: a DeepSpeed config without "auto" values, which HF would fill in.
-        optimizer: the optimizer to schedule. Its learning rates change.
+        config: a DeepSpeed config without ``parsing.malformed`` values and without "auto".
+        optimizer: the optimizer to schedule, whose learning rates change; None if it is another's.
     """
-    section = config.get("scheduler")
-    if section is None:
+    if "scheduler" not in config:
         return
-    name = section.get("type") if isinstance(section, dict) else None
-    if not isinstance(name, str):
-        yield f'scheduler is {section!r}; allowed: {{"type": ..., "params": ...}}.'
-        return
+    name, params = config["scheduler"]["type"], config["scheduler"]["params"]
     own = {n: getattr(lr_schedules, n) for n in lr_schedules.VALID_LR_SCHEDULES}
     torchs = {n: k for n, k in vars(lr_scheduler).items() if isinstance(k, type) and n[0] != "_"}
-    kind, params = {**torchs, **own}.get(name), section.get("params") or {}
+    kind = {**torchs, **own}.get(name)
     if kind is None:
         yield (
             f"scheduler.type is {name!r}, which DeepSpeed and torch do not have."
             f"{did_you_mean(name, [*own, *torchs])} DeepSpeed's schedulers: {', '.join(own)}."
         )
         return
-    with quiet():
+    with rank_logging.quiet():
         try:
-            if isinstance(optimizer, RuleOptimizer):
+            if optimizer is None:
+                kind(AdamW([Parameter(torch.empty(1, device="meta"))]), **params)
+            else:
                 refuse_own_rate(optimizer)
-            made = kind(optimizer, **params)
-            if isinstance(optimizer, RuleOptimizer):
-                check_betas(made, optimizer)
+                check_betas(kind(optimizer, **params), optimizer)
         except ValueError as error:
             yield str(error)
         except Exception as error:  # wrong names and types of arguments

@@ -100,8 +100,8 @@ def stand_ins(entry: RuleEntry, given: Keys) -> Grouped:
         rest.pop("target_modules", None)
         keys += [_rest(entry, rest.pop("others", None)), *entry.roles.values()]
     hypers = hyperparams.check(hypers_of(entry.rule), rest, SECTION)
-    empty = torch.empty(8, 8, dtype=torch.float32, device="meta")
-    matrices = [Parameter(empty) for _ in keys]
+    # Not of one tensor: within zero.Init, torch.empty makes it on a device.
+    matrices = [Parameter(torch.empty(8, 8, dtype=torch.float32, device="meta")) for _ in keys]
     return Grouped([{"params": [p], **own} for p, own in zip(matrices, keys, strict=True)], hypers)
 
 

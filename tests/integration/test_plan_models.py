@@ -10,7 +10,7 @@ import transformers
 import ds_ext
 from benchmarks import memory as measured
 from ds_ext.commands.cli import main
-from ds_ext.engine.optimizers import _DEEPSPEEDS, _TAKEN_OVER
+from ds_ext.config import optimizer_names
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import activations, lora, memory, models, options
 from ds_ext.planner.activations import GradientLifetime, MicroBatch
@@ -281,7 +281,9 @@ def test_numbers_of_a_config_may_be_text(tmp_path, folder, capsys):
 
 
 def test_optimizers_of_deepspeed_in_a_config_are_its_own(tmp_path, folder, capsys):
-    assert options.DEEPSPEEDS == _DEEPSPEEDS - _TAKEN_OVER.keys()
+    theirs = optimizer_names.deepspeeds()
+    assert options.DEEPSPEEDS == theirs - optimizer_names.TAKEN_OVER.keys()
+    assert theirs == optimizer_names._DEEPSPEEDS
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"optimizer": {"type": "AdamW"}, "fp16": {"enabled": "auto"}}))
     _, rows = plan(capsys, "--model", folder, "--config", path)

@@ -8,12 +8,12 @@ from collections import Counter
 from typing import Any, NamedTuple, get_type_hints
 
 from ds_ext import hyperparams
-from ds_ext.backward.gradient_config import ConfigSection
 from ds_ext.ops.weight_update import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.ema import EmaConfig
 from ds_ext.optimizer.sections import SectionConfig
 from ds_ext.rules import REGISTRY
+from ds_ext.settings import Section
 
 # The meaning of keys whose fields have no comment.
 _USUAL = {
@@ -31,12 +31,6 @@ _USUAL = {
 
 # What the page says instead of the comment, where a user needs other words than a maintainer.
 _FOR_USERS = {
-    "gradient_policy": "null: `sharded` if gradients must be kept, else `fused`; `projected`: "
-    "for GaLore-AdamW",
-    "clip_mode": "`previous`: clip by the previous step's norm, approximately",
-    "clip_value": "largest absolute value of a gradient element; 0: no limit",
-    "measure_updates": "measure RMS of updates and weights; null: if a monitor is on",
-    "shard_size": "ranks that share one copy of what ZeRO divides; 0: all ranks",
     "weight_update": "rounding of 16-bit weights",
     "ema_decay": "of the moving average of weights; 0: none",
     "ema_dtype": "of the average; `bf16` is rounded stochastically",
@@ -45,7 +39,7 @@ _FOR_USERS = {
 
 def keys() -> str:
     """Lists of all keys: of the section "ds_ext", of several optimizers, and of each one."""
-    lines = ['## The section `"ds_ext"`', "", *(k.line() for k in _keys(ConfigSection)), ""]
+    lines = ['## The section `"ds_ext"`', "", *(k.line() for k in _keys(Section)), ""]
     lines += ["## `optimizer.params` of every optimizer", ""]
     lines += [*(k.line() for kind in (RoundingConfig, EmaConfig) for k in _keys(kind)), ""]
     splitting = [entry.spelling for entry in REGISTRY.values() if entry.has_sections]

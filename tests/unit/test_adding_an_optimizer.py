@@ -79,9 +79,9 @@ def test_its_optimizer_is_found_by_name(page):
 
 
 def test_deepspeed_and_the_planner_know_it(page):
-    from ds_ext.engine import optimizers
+    from ds_ext.config import optimizer_names
 
-    assert optimizers.concerns_us({"optimizer": {"type": "SignSGD"}})
+    assert optimizer_names.concerns_us({"optimizer": {"type": "SignSGD"}})
     rule = OPTIMIZERS["signsgd"].hypers()
     assert memory.optimizer_memory(rule, {"a": SHAPE}, None, 1, torch.float32, 1).state == 4 * 35
 

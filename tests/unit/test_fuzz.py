@@ -24,6 +24,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, bucket_step
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
+from ds_ext.settings import SETTINGS as ALL_SETTINGS
 from tests.common.hypers import FOR_ALL
 from tests.common.manifests import manifest
 
@@ -286,7 +287,7 @@ def moves(found):
         ranks = moved
 
 
-KEYS = [key for key, *_ in config_checks.REFUSED] + [
+KEYS = [key for key, setting in ALL_SETTINGS.items() if setting.advice] + [
     *("gradient_clipping", "gradient_accumulation_steps", "managed_gradient_accumulation"),
     *("ds_ext.gradient_policy", "ds_ext.clip_mode", "ds_ext.clip_value", "ds_ext.measure_updates"),
     *("data_types.grad_accum_dtype", "zero_optimization.reduce_bucket_size", "ds_ext", "ds_ext.x"),

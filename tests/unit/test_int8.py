@@ -339,7 +339,7 @@ def test_settings_are_refused_by_their_key(key, value):
     for name in reversed(key.split(".")):
         config = {name: config}
     asked = {"ds_ext": {"weight_storage": "int8"}}
-    text = f'ds_ext.weight_storage = "int8" is not supported together with {key} = {value!r}: '
+    text = f"ds_ext.weight_storage = 'int8' is not supported together with {key} = {value!r}: "
     assert any(text in problem for problem in config_checks.problems(asked | config))
     assert not any("int8" in problem for problem in config_checks.problems(config))
     model = made()

@@ -23,7 +23,7 @@ WALLS = {
     "backward": "ops distributed optimizer",
     "forward": "",
     "checkpoint": "ops optimizer",
-    "config": "ops backward",
+    "config": "ops rules optimizer backward",
     "engine": "ops rules distributed optimizer forward backward checkpoint config",
     "commands": "__init__ rules optimizer backward config planner engine",
     "planner": "__init__ ops distributed optimizer forward backward config",
@@ -31,9 +31,9 @@ WALLS = {
     "ms_swift": "optimizer engine",
     "hf": "distributed backward",
     "__init__": "ops distributed optimizer forward backward checkpoint registration hf",
-    "registration": "optimizer rules engine",
+    "registration": "optimizer config engine",
 }
-FOUNDATION = {"contract", "errors", "logs", "hyperparams", "rates", "versions"}
+FOUNDATION = {"contract", "errors", "logs", "hyperparams", "rates", "settings", "versions"}
 
 # The only rooms that may import a package; torch's own distributed package counts as one.
 ONLY = {

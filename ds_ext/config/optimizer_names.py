@@ -1,0 +1,91 @@
+"""Decides whether a config's "type" names an optimizer of ds_ext, of DeepSpeed or of torch."""
+
+import difflib
+import sys
+from typing import Any
+
+import torch
+
+from ds_ext.config import parsing
+from ds_ext.rules.base import REGISTRY, key_of, named
+
+PREFIX = "ds_ext."  # optional before the name of any ds_ext optimizer in a config
+# Used if DeepSpeed is not imported.
+_DEEPSPEEDS = frozenset("adagrad adam adamw lamb lion muadam muadamw muon musgd".split())
+# Names of other libraries that mean ours without the prefix, and what they would name.
+TAKEN_OVER = {
+    "adafactor": "torch.optim's, whose state DeepSpeed leaves full-sized and unfactored",
+    "lamb": "DeepSpeed's FusedLamb",
+}
+
+
+def deepspeeds() -> frozenset[str]:
+    """Returns the names of DeepSpeed's optimizers, of the imported version if there is one."""
+    module = sys.modules.get("deepspeed.runtime.config")
+    return frozenset(getattr(module, "DEEPSPEED_OPTIMIZERS", _DEEPSPEEDS))
+
+
+def registry_key(name: str | None) -> str | None:
+    """Returns the key in ``OPTIMIZERS`` for a config's type, or None if ds_ext does not own it."""
+    key = key_of(name or "")
+    is_theirs = key == (name or "").lower() and key in deepspeeds() - TAKEN_OVER.keys()
+    return key if key in REGISTRY and not is_theirs else None
+
+
+def concerns_us(config: Any) -> bool:
+    """Returns whether a config names a ds_ext optimizer or has a section "ds_ext".
+
+    Args:
+        config: as given to DeepSpeed; see ``parsing.load``.
+    """
+    try:
+        config = parsing.load(config)
+    except ValueError:  # DeepSpeed reports it
+        return False
+    if not isinstance(config, dict):
+        return False
+    section = config.get("optimizer")
+    name = section.get("type") if isinstance(section, dict) else section
+    is_named = isinstance(name, str) and registry_key(name) is not None
+    return is_named or any(key == "ds_ext" or misspells_section(key) for key in config)
+
+
+def misspells_section(key: str) -> bool:
+    """Returns whether a top-level key of a config is probably meant to be "ds_ext"."""
+    return key != "ds_ext" and bool(difflib.get_close_matches(key, ["ds_ext"], cutoff=0.8))
+
+
+def did_you_mean(key: str, known: Any) -> str:
+    """Returns " Did you mean ...?" with the closest known key, or "" if none is close."""
+    near = difflib.get_close_matches(key, known, n=1)
+    return f' Did you mean "{near[0]}"?' if near else ""
+
+
+def refuse_misspelled(name: str) -> None:
+    """Raises ValueError if a config's type is unknown, but similar to the name of our optimizer."""
+    near = difflib.get_close_matches(key_of(name), [*REGISTRY, *deepspeeds()], n=1)
+    if name.lower().startswith(PREFIX) or (near and near[0] in REGISTRY):
+        refuse_unknown(name)
+
+
+def refuse_unknown(name: str) -> None:
+    """Checks that ds_ext, DeepSpeed or torch has an optimizer with this name.
+
+    Args:
+        name: ``optimizer.type``.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if name.lower() in deepspeeds() or registry_key(name) or hasattr(torch.optim, name):
+        return
+    if name.lower().startswith(PREFIX):
+        named(name)
+    spelled = [entry.spelling for entry in REGISTRY.values()]
+    by_lower = {known.lower(): known for known in [*deepspeeds(), *spelled]}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    guess = f' Did you mean "{by_lower[near[0]]}"?' if near else ""
+    raise ValueError(
+        f"optimizer.type is {name!r}, which ds_ext, DeepSpeed and torch.optim do not have.{guess} "
+        f"Optimizers of ds_ext: {', '.join(spelled)}."
+    )

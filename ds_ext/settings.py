@@ -1,0 +1,219 @@
+"""Settings of a DeepSpeed config that ds_ext uses, refuses or ignores: each key once.
+
+``Section`` has the keys of the section "ds_ext", ``SETTINGS`` all keys. The engine,
+``fuse_into_backward``, the commands and docs/reference/keys.md read them. To add a key, add it
+here, and read its value where it is used.
+"""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+from pydantic import BeforeValidator, Field, StrictBool
+
+from ds_ext.hyperparams import Count, NonNegative, Size
+
+
+def _at_most_one(value: Any) -> bool:
+    return not isinstance(value, int) or value <= 1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What ds_ext does with a key of a config. None of it applies to null and to ``off`` values."""
+
+    type: Any = Any  # DeepSpeed converts values to it, for example "3" to 3
+    off: Callable[[Any], bool] = operator.not_
+    advice: str = ""  # if given, other values are refused; says what to do instead
+    removed: str = ""  # the version of ds_ext that removed the key
+    no_effect: str = ""  # if given, other values have no effect; says why
+    since: tuple[int, ...] = ()  # the first version of DeepSpeed under which other values work
+    least_stage: int = 0  # the lowest ZeRO stage at which other values work
+    excludes: tuple[str, ...] = ()  # keys that must be off then
+    divides_ranks: bool = False  # whether the number of ranks must be a multiple of the value
+
+
+_HPZ = "zero_optimization.zero_hpz_partition_size"
+_AUTO_TP = "tensor_parallel.autotp_size"
+_AUTO_EP = "expert_parallel.enabled"
+_SEQUENCES = "sequence_parallel_size"
+_OFFLOAD_PARAM = "zero_optimization.offload_param"
+_OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer"
+
+_SHARD_SIZE = Setting(
+    since=(0, 19, 8),
+    least_stage=1,
+    excludes=(_HPZ, _AUTO_TP, _SEQUENCES, _AUTO_EP),
+    divides_ranks=True,
+)
+_OFFLOADS = (f"{_OFFLOAD_OPTIMIZER}.device", f"{_OFFLOAD_PARAM}.device")
+_INT8 = Setting(excludes=(*_OFFLOADS, _HPZ, _AUTO_TP, _AUTO_EP, "fp16.enabled"))
+
+PolicyName = Annotated[
+    Literal["fused", "sharded", "projected"],
+    Field(description='"fused", "sharded" or "projected"'),
+]
+ClipMode = Annotated[Literal["exact", "previous"], Field(description='"exact" or "previous"')]
+Int8 = Annotated[Literal["int8"], Field(description='"int8"')]
+Chunks = Annotated[StrictBool | Count, Field(description="true, false or a whole number > 0")]
+
+
+@dataclass(frozen=True)
+class Section:
+    """The section "ds_ext". The comment of a key is its description in docs/reference/keys.md."""
+
+    # null: `sharded` if gradients must be kept, else `fused`; `projected`: for GaLore-AdamW
+    gradient_policy: PolicyName | None = None
+    clip_mode: ClipMode = "exact"  # `previous`: clip by the previous step's norm, approximately
+    clip_value: NonNegative = 0.0  # largest absolute value of a gradient element; 0: no limit
+    measure_updates: bool | None = None  # RMS of updates and weights; null: if a monitor is on
+    # ranks that share one copy of what ZeRO divides; 0: all ranks
+    shard_size: Annotated[Size, _SHARD_SIZE] = 0
+    batch_splits: Count = 1  # pieces of a batch, which each layer runs in turn
+    chunked_loss: Chunks = False  # the loss in chunks of tokens: true, or their number
+    weight_storage: Annotated[Int8, _INT8] | None = None  # `int8`: stores large matrices in 8 bits
+
+
+# Types of DeepSpeed's values, for errors that name the key. pydantic alone takes true for 1.
+
+
+def _refuse_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+def _refuse_text(value: Any) -> Any:
+    if isinstance(value, bool | str):
+        raise ValueError
+    return value
+
+
+SECTION = Annotated[dict[str, Any], Field(description="a section such as {}")]
+_SWITCH = Annotated[bool, Field(description="true or false")]
+_NUMBER = Annotated[float, BeforeValidator(_refuse_bool), Field(description="a number")]
+_WHOLE = Annotated[
+    int, BeforeValidator(_refuse_bool), Field(ge=0, description="a whole number >= 0")
+]
+_STAGE = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0, le=3, description="0, 1, 2, 3")]
+# DeepSpeed does not convert text to these.
+_COUNT = Annotated[
+    int, BeforeValidator(_refuse_text), Field(gt=0, description="a whole number > 0")
+]
+_SIZE = Annotated[
+    int, BeforeValidator(_refuse_text), Field(ge=0, description="a whole number >= 0")
+]
+DTYPES = {  # as DeepSpeed spells them
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "float32"),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "float16"),
+}
+_DTYPE: Any = Annotated[Literal[tuple(DTYPES)], Field(description="fp32, bf16, fp16")]
+
+_REMOVE = "remove it."
+_EXACT = "remove it; {} are then exact, and checkpoints load."
+_MASTER = (
+    'remove it. "weight_update" in optimizer.params says how 16-bit weights are written, with no '
+    'copy in fp32 unless it is "master"; data_types.grad_accum_dtype, what gradients are kept in; '
+    "statistics are fp32."
+)
+_HOST = (
+    'remove it: offload_param and offload_optimizer, each {"device": "cpu"}, replace it, with '
+    "pin_memory."
+)
+# Sections that DeepSpeed requires to be objects.
+_SECTIONS = (
+    *("zero_optimization", "fp16", "bf16", "data_types", "checkpoint", "tensor_parallel"),
+    *("compile", "torch_autocast", "activation_checkpointing", "pipeline", "flops_profiler"),
+    *("hybrid_engine", "data_efficiency", "comms_logger", "weight_quantization"),
+)
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+_ZERO = {
+    "stage": Setting(_STAGE),
+    "reduce_bucket_size": Setting(_WHOLE),
+    "zero_hpz_partition_size": Setting(
+        _WHOLE, _at_most_one, since=(0, 19, 8), least_stage=3, divides_ranks=True
+    ),
+    "offload_param": Setting(SECTION | None),
+    "offload_param.device": Setting(off=lambda v: v == "none"),
+    "offload_param.ratio": Setting(_NUMBER),
+    "offload_optimizer": Setting(SECTION | None),
+    "offload_optimizer.device": Setting(off=lambda v: v == "none"),
+    "offload_optimizer.ratio": Setting(_NUMBER),
+    "offload_optimizer.super_offload": Setting(_SWITCH, advice=_REMOVE),
+    "cpu_offload": Setting(_SWITCH, advice=_HOST),
+    "cpu_offload_param": Setting(_SWITCH, advice=_HOST),
+    "cpu_offload_use_pin_memory": Setting(
+        off=lambda v: False,
+        no_effect="pin_memory in offload_param and offload_optimizer replaces it",
+    ),
+    "zero_quantized_gradients": Setting(_SWITCH, advice=_EXACT.format("gradients"), removed="1.1"),
+    "zero_quantized_weights": Setting(
+        _SWITCH, advice=_EXACT.format("gathered weights"), removed="1.1"
+    ),
+    "zero_quantized_nontrainable_weights": Setting(_SWITCH, advice=_REMOVE),
+    "mics_shard_size": Setting(
+        off=lambda v: v == -1,
+        advice='remove it: "ds_ext": {"shard_size": n} cuts a model among groups of n ranks.',
+    ),
+    "mics_hierarchical_params_gather": Setting(advice=_REMOVE),
+    "zenflow": Setting(advice=_REMOVE),
+    "reduce_scatter": Setting(
+        _SWITCH, bool, no_effect="ds_ext always reduces each gradient to the rank that steps it"
+    ),
+    "ignore_unused_parameters": Setting(
+        _SWITCH,
+        bool,
+        no_effect="a parameter without a gradient is not stepped, and that is no error",
+    ),
+}
+SETTINGS: dict[str, Setting] = {
+    **{key: Setting(SECTION) for key in _SECTIONS},
+    **{key: Setting(_COUNT) for key in SIZES},
+    "gradient_clipping": Setting(NonNegative),
+    "data_types.grad_accum_dtype": Setting(_DTYPE),
+    "managed_gradient_accumulation": Setting(off=lambda v: v is not False, since=(0, 19, 4)),
+    "sequence_parallel_size": Setting(_COUNT, _at_most_one, divides_ranks=True),
+    "tensor_parallel.autotp_size": Setting(_SIZE, _at_most_one, since=(0, 19, 8)),
+    "expert_parallel.enabled": Setting(since=(0, 19, 8)),
+    "expert_parallel.expert_tensor_parallel_size": Setting(off=lambda v: v == 1, advice=_REMOVE),
+    **{f"zero_optimization.{key}": setting for key, setting in _ZERO.items()},
+    "bf16.enabled": Setting(_SWITCH),
+    "fp16.enabled": Setting(_SWITCH),
+    "fp16.fp16_master_weights_and_grads": Setting(_SWITCH, advice=_MASTER),
+    "bf16.bf16_master_weights_and_grads": Setting(_SWITCH, advice=_MASTER),
+    "bf16.bf16_optimizer_states": Setting(_SWITCH, advice=_MASTER),
+    "prescale_gradients": Setting(advice=_REMOVE),
+    "gradient_predivide_factor": Setting(off=lambda v: v == 1, advice=_REMOVE),
+    "compile.deepcompile": Setting(
+        _SWITCH, advice="remove it; engine.compile() compiles the model."
+    ),
+    "checkpoint.load_universal": Setting(
+        advice="remove it, and load what engine.save_checkpoint wrote, or a checkpoint of "
+        "DeepSpeed's AdamW, as it is: it loads on any number of ranks and at any ZeRO stage "
+        "without ds_to_universal."
+    ),
+    "checkpoint.use_node_local_storage": Setting(
+        advice="remove it, and save to a file system that all ranks share: each reads parts of all."
+    ),
+    "checkpoint.writer": Setting(advice=_REMOVE),
+    "checkpoint.checkpoint_serialization": Setting(
+        off=bool, no_effect="DeepSpeed itself does not read it"
+    ),
+    "datastates_ckpt": Setting(off=lambda v: v is False, advice=_REMOVE),
+    "nebula.enabled": Setting(advice=_REMOVE),
+    "ds_ext.sum_group_size": Setting(
+        off=lambda v: v in (0, 1),
+        advice="delete it; results and checkpoints do not depend on it.",
+        removed="1.1",
+    ),
+    **{
+        f"ds_ext.{key}": extra
+        for key, hint in get_type_hints(Section, include_extras=True).items()
+        for option in (hint, *get_args(hint))
+        for extra in getattr(option, "__metadata__", ())
+        if isinstance(extra, Setting)
+    },
+}
