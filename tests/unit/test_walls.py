@@ -57,6 +57,11 @@ WITHOUT_TORCH = {
 DEEPSPEED_ATTRIBUTES = ("ds_", "_ds_", "allreduce", "group_name", "tensor_model_parallel")
 
 
+# The modules with a registered rule, which only ``all_rules`` imports, and ``all_rules`` itself.
+RULES = {f.stem for f in (PACKAGE / "rules").glob("*.py") if "\n@register(" in f.read_text()}
+RULES |= {"all_rules"}
+
+
 def package_of(path: str) -> str:
     """The package of a file (relative to ds_ext/)."""
     first = Path(path).parts[0].removesuffix(".py")
@@ -119,6 +124,8 @@ def violations(source: str, path: str) -> list[str]:
                 found.append(f"{path} imports {module}")
         if name.split(".")[0] == "ds_ext":
             found += _own_import(package, name)
+        if package == "rules" and path != "rules/all_rules.py":
+            found += [f"{path} imports the rule {x}" for x in RULES & {*name.split(".")[2:3]}]
     if package != "engine":
         found += [f"{path} reads {name}" for name in deepspeed_attributes(source)]
     return sorted(set(found))
@@ -192,6 +199,8 @@ PLANTED = [
     ("ops/new.py", "import torch\ntorch.distributed.barrier()", "ops/new.py imports torch.distr"),
     ("ops/passes.py", "def f():\n    import triton.language as tl", "ops/passes.py imports triton"),
     ("rules/new.py", "import triton", "rules/new.py imports triton"),
+    ("rules/new.py", "from ds_ext.rules.adamw import AdamW", "rules/new.py imports the rule adamw"),
+    ("rules/__init__.py", "from ds_ext.rules import all_rules", "rules/__init__.py imports the ru"),
     ("optimizer/new.py", "import deepspeed", "optimizer/new.py imports deepspeed"),
     ("backward/buckets.py", "import deepspeed.comm", "backward/buckets.py imports deepspeed"),
     ("checkpoint/folder.py", "from deepspeed import comm", "checkpoint/folder.py imports deeps"),
@@ -227,6 +236,7 @@ ALLOWED = [
     ("engine/adapter.py", "from ds_ext.ops.shard import Shard\np.ds_shape"),
     ("rules/new.py", "from ds_ext import ops\nfrom ds_ext.hyperparams import Positive"),
     ("rules/all_rules.py", "from ds_ext.rules.came import CAME"),
+    ("rules/new.py", "from ds_ext.rules import factored, lowrank"),
     ("ops/executors/triton/kernels/new.py", "import triton\nimport triton.language as tl"),
     ("optimizer/new.py", "from ds_ext.rules import CAME\nimport torch.distributions"),
 ]
