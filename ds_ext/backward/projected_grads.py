@@ -57,7 +57,11 @@ def project(
     refuse_replaced(optimizer, kept)
     for on_device in by_device(updates):
         for u in on_device:
-            state_checks.make_or_check(optimizer, u)
+            state = optimizer.state[u.param]
+            if state:
+                state_checks.check(optimizer, u, state, None)
+            else:
+                state_checks.make(optimizer, u, state)
         generators: list[StepGenerator] = []
         for u in with_turns(optimizer, on_device):
             rule, state = optimizer.rule_of(u.param), optimizer.state[u.param]

@@ -260,7 +260,7 @@ class BucketPlans:
             if allow_batches:
                 return self._of(table, updates, states)
             for u, state in zip(updates, states, strict=True):
-                state_checks.check(table, u, state)
+                state_checks.check(table, u, state, u.g.device)
         except ValueError:
             for i in new:
                 states[i].clear()
@@ -275,7 +275,7 @@ class BucketPlans:
         plan = self._made.get(key)
         is_new = plan is None or not plan.fits(table, updates, states)
         for i in range(len(updates)) if is_new or plan is None else plan.alone:
-            state_checks.check(table, updates[i], states[i])
+            state_checks.check(table, updates[i], states[i], updates[i].g.device)
         if is_new or plan is None:
             if len(self._made) >= self.MAX_PLANS:
                 self._made.clear()

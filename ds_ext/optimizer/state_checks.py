@@ -40,21 +40,8 @@ def make(table: ParamTable, u: RunUpdate, state: State) -> None:
     state.update(zeros(parts, u.p, table.number_of[u.param]), step=0)
 
 
-def make_or_check(table: ParamTable, u: RunUpdate) -> None:
-    """Makes the state of a run if it has none yet, or checks it where it is stored.
-
-    Raises:
-        ValueError: as of ``make`` and ``check_state``.
-    """
-    state = table.state[u.param]
-    if state:
-        check_state(table, u.param, u.shard, state, u.p.dtype, None, lambda: u.p)
-    else:
-        make(table, u, state)
-
-
-def check(table: ParamTable, u: RunUpdate, state: State) -> None:
-    """Checks the sizes of a run; casts its state and moves it to the gradient's device.
+def check(table: ParamTable, u: RunUpdate, state: State, device: torch.device | None) -> None:
+    """Checks the sizes of a run; casts its state, and moves it to ``device`` if given.
 
     Raises:
         ValueError: weight or gradient have another size than the shard, or the state does not fit.
@@ -66,7 +53,7 @@ def check(table: ParamTable, u: RunUpdate, state: State) -> None:
             f"its gradient {sizes[1]}, but the optimizer expects {n}. Compute the gradients again "
             "after you replace the data of parameters."
         )
-    check_state(table, u.param, u.shard, state, u.p.dtype, u.g.device, lambda: u.p)
+    check_state(table, u.param, u.shard, state, u.p.dtype, device, lambda: u.p)
 
 
 def check_state(
