@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import ds_ext
 from ds_ext.checkpoint import resharding
 from ds_ext.engine.checkpoint_contents import owned
 from tests.common import table
@@ -57,3 +58,49 @@ def train(name: str, stage: int) -> dict[str, Any]:
         engine.step()
     kept = resharding.save_state(engine.optimizer.optimizer, owned(engine.optimizer.layout))
     return {"after": whole(engine.module), "state": kept}
+
+
+class Linear(nn.Module):
+    """A model whose gradient is the same small whole numbers on every rank: sums are exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(13, 29))
+        self.bias = nn.Parameter(torch.randn(7))
+
+    def forward(self, step: int) -> torch.Tensor:
+        g = torch.arange(13 * 29).view(13, 29) * (step + 3) % 7 - 3
+        h = torch.arange(7) + step
+        return (self.weight * g).sum() + (self.bias * h).sum()
+
+
+def bits(stage: int, weight_update: str) -> dict[str, torch.Tensor]:
+    """bf16 weights after steps whose gradients do not depend on the number of ranks."""
+    torch.manual_seed(4)
+    model = Linear()
+    made = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10},
+        "optimizer": {
+            "type": "LOMO",
+            "params": {"lr": 1e-3, "weight_update": weight_update, "seed": 5},
+        },
+    }
+    engine = deepspeed.initialize(model=model, config=made)[0]
+    for step in range(10):
+        engine.backward(engine(step))
+        engine.step()
+    return whole(model)
+
+
+def bits_reference(weight_update: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(4)
+    model = Linear().bfloat16()
+    params = [{"params": [model.weight]}, {"params": [model.bias]}]
+    optimizer = ds_ext.LOMO(params, lr=1e-3, weight_update=weight_update, seed=5)
+    for step in range(10):
+        optimizer.zero_grad()
+        model(step).backward()
+        optimizer.step()
+    return {n: p.detach() for n, p in model.named_parameters()}

@@ -16,6 +16,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from tests.common import by_role, models, ranks
 from tests.common.hypers import FOR_ALL, TRAINED
 from tests.common.ranks import logged, shared_folder
+from tests.distributed import freezing_jobs
 from tests.integration import trainer_runs
 from tests.integration.trainer_jobs import config as shipped
 
@@ -188,6 +189,10 @@ BITS = {
     "master": ({"weight_update": "master"}, HALF),
     "fp32": ({}, {}),
     "master24": ({"weight_update": "master24"}, HALF),
+    "clipped by the step before": (
+        {},
+        {"gradient_clipping": 0.05, "ds_ext": {"clip_mode": "previous"}},
+    ),
 }
 
 
@@ -198,10 +203,11 @@ IN_BITS = [
     for stage in (0, 2, 3)
 ]
 IN_BITS += [("master24", "came", 0), ("master24", "lomo", 2), ("master24", "adalomo", 3)]
+IN_BITS += [("clipped by the step before", "lamb", 3)]
 
 
-def bits(way: str, kind: str, stage: int) -> dict[str, bool]:
-    """bf16 weights: gone on from, bit for bit, and masters in fp32."""
+def bits(way: str, kind: str, stage: int) -> dict[str, Any]:
+    """Six steps without a break, and three, a checkpoint, another engine and the last three."""
     hypers, more = BITS[way]
     runs = [start(kind, stage, seed, hypers, **more) for seed in (7, 8)]
     steps(runs[0], range(3))
@@ -216,7 +222,38 @@ def bits(way: str, kind: str, stage: int) -> dict[str, bool]:
         "same": same(whole(runs[0]), whole(runs[1])),
         "held": all(torch.equal(a, b) for a, b in zip(held, loaded, strict=True)),
         "residual": any((a != a.bfloat16()).any() for a in held),
+        "metrics": [engine.optimizer.metrics() for engine in runs],
     }
+
+
+def loss_scale() -> dict[str, Any]:
+    """The same under fp16 autocast, whose dynamic loss scale rises between the steps."""
+    made = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": 3},
+        "torch_autocast": {"enabled": True, "dtype": "float16"},
+        "ds_ext": {"gradient_policy": "sharded"},
+    }
+    runs = []
+    for _ in range(2):
+        model = freezing_jobs.make().requires_grad_(True)
+        optimizer = ds_ext.LAMB(model.parameters(), lr=0.01)
+        runs.append(deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0])
+        runs[-1].optimizer.loss_scaler.scale_window = 2
+
+    def advance(engine: deepspeed.DeepSpeedEngine, numbers: range) -> None:
+        for step in numbers:
+            engine.backward(freezing_jobs.loss_of(engine, step, dist.get_rank()))
+            engine.step()
+
+    advance(runs[0], range(3))
+    with shared_folder() as folder:
+        runs[0].save_checkpoint(folder)
+        advance(runs[0], range(3, 6))
+        runs[1].load_checkpoint(folder)
+    advance(runs[1], range(3, 6))
+    scales = [engine.optimizer.loss_scale for engine in runs]
+    return {"same": same(whole(runs[0]), whole(runs[1])), "scales": scales}
 
 
 def fp32_of(engine: deepspeed.DeepSpeedEngine) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Moments of 8 bits on real ranks, by gradients whose sums do not depend on their order.
+"""Moments of 8 bits and bf16 weights on real ranks, by gradients whose sums are exact.
 
 Elsewhere sums differ in their last bits, which makes some codes jump. Here none may: what is left
 are the last bits of weights, which ranks that have parts of groups compute in another way.
@@ -56,3 +56,26 @@ def test_every_code_and_scale_is_that_of_one_process(name, ranks, stage):
                     assert found["values"].equal(state[moment][key].flatten()[part])
                     pieces += len(found["values"])
     assert pieces >= sum(p.numel() for p in exact)
+
+
+BITS = [
+    (n, stage, way)
+    for n in (1, 2, 3)
+    for stage in range(4)
+    for way in ("stochastic", "nearest", "master")
+] + [(2, 1, "master24"), (3, 3, "master24")]
+QUICK_BITS = [
+    (2, 1, "nearest"),
+    (2, 2, "stochastic"),
+    (3, 1, "master"),
+    (3, 3, "stochastic"),
+    (3, 3, "master24"),
+]
+
+
+@pytest.mark.supports("bf16 weights", stage="stage", optimizer="LOMO")
+@pytest.mark.parametrize("ranks, stage, weight_update", params(BITS, QUICK_BITS))
+def test_bf16_weights_have_the_same_bits_on_any_number_of_ranks(ranks, stage, weight_update):
+    got = worlds.once(ranks, exact_sums_jobs.bits, stage, weight_update)[0]
+    for n, p in exact_sums_jobs.bits_reference(weight_update).items():
+        assert p.dtype == torch.bfloat16 and torch.equal(got[n], p), n

@@ -22,6 +22,7 @@ QUICK += [("muon", 1), ("apollo", 0)]
 QUICK_ELSEWHERE = [("galore 8-bit", 2)]
 QUICK_BITS = [("stochastic", "adalomo", 2), ("master", "galore 8-bit", 2)]
 QUICK_BITS += [("master24", "adalomo", 3)]
+QUICK_BITS += [("clipped by the step before", "lamb", 3)]
 TOOLS = [(way, stage) for way in ("fp32", "master") for stage in STAGES] + [("master24", 2)]
 ADAMW = [(dtype, stage) for dtype in ("fp32", "bf16") for stage in STAGES]
 
@@ -80,11 +81,22 @@ def test_parameters_that_were_frozen_when_saved_keep_their_state(folder, kind, s
 
 
 @pytest.mark.parametrize("way, kind, stage", params(IN_BITS, QUICK_BITS))
-def test_weights_of_16_bits_and_their_masters_bit_for_bit(way, kind, stage):
+def test_masters_and_the_previous_norm_are_resumed_bit_for_bit(way, kind, stage):
     for got in worlds.once(2, resume_jobs.bits, way, kind, stage):
         assert got["same"] and got["held"]
+        for key in ("grad_norm", "clip_coefficient"):
+            assert got["metrics"][0][key] == got["metrics"][1][key]
+        if way == "clipped by the step before":
+            assert got["metrics"][0]["clip_coefficient"] < 1
         if way.startswith("master"):  # what is held is more than bf16
             assert got["residual"]
+
+
+def test_a_dynamic_loss_scale_is_resumed_bit_for_bit():
+    for got in worlds.once(2, resume_jobs.loss_scale):
+        scale, resumed = got["scales"]
+        assert got["same"] and scale == resumed
+        assert scale != 2**16  # it moved, so that its count had to be resumed
 
 
 WAITING = [(kind, stage) for kind in ("came", "muon") for stage in STAGES]

@@ -250,10 +250,3 @@ def test_target_modules_choose_what_galore_projects(ranks):
 def test_a_second_backward_before_step_is_an_error(ranks, stage, one_forward):
     for told in worlds.once(ranks, zero_jobs.second_backward, stage, one_forward):
         assert "second gradient" in told and "before engine.step()" in told
-
-
-@pytest.mark.parametrize("ranks", params(RANKS, (2,)))
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(ranks):
-    got = worlds.once(ranks, zero_jobs.resume)[0]
-    assert got["equal"]
-    assert "CAME" in got["message"] and "LOMO" in got["message"]

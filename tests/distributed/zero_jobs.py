@@ -20,7 +20,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models, paths
 from tests.common.hypers import FOR_ALL, TRAINED, changed
 from tests.common.plain import FusedEngine
-from tests.common.ranks import identical, message, shared_folder, whole
+from tests.common.ranks import identical, message, whole
 
 STEPS = 4
 
@@ -431,38 +431,3 @@ def galore_json() -> dict[str, Any]:
     }
     bad = {"type": "GaLoreAdamW", "params": {"target_modules": ["upp"]}}
     return {"ranks": ranks, "message": attempt(base | {"optimizer": bad})}
-
-
-def resume() -> dict[str, Any]:
-    """Six steps without a break, and three, a checkpoint, a new engine and three more."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    case = CASES["came"]
-
-    def start():
-        model = build(case)
-        optimizer = ds_ext.CAME(model.parameters(), lr=1e-3)
-        made = config(case) | {"scheduler": {"type": "WarmupLR", "params": SCHEDULE}}
-        return deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
-
-    def steps(engine, numbers):
-        for step in numbers:
-            engine.backward(engine(models.batch(step, world)[rank], step=step))
-            engine.step()
-
-    unbroken, first, second = start(), start(), start()
-    steps(unbroken, range(6))
-    steps(first, range(3))
-    other = deepspeed.initialize(model=build(case), optimizer=None, config=config(case) | OTHER)[0]
-    with shared_folder() as folder:
-        first.save_checkpoint(folder, tag="three")
-        steps(first, range(3, 4))
-        second.load_checkpoint(folder, tag="three")
-        told = message(lambda: other.load_checkpoint(folder, tag="three"), ds_ext.CheckpointError)
-    lr = second.get_lr()
-    steps(second, range(3, 6))
-    a, b = whole(unbroken.module), whole(second.module)
-    return {"equal": all(torch.equal(a[n], b[n]) for n in a), "lr": lr, "message": told}
-
-
-SCHEDULE = {"warmup_num_steps": 10, "warmup_max_lr": 1e-3}
-OTHER = {"optimizer": {"type": "LOMO", "params": {}}}
