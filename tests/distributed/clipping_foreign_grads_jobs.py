@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_ext
 from tests.common.ranks import message
-from tests.distributed.discarding_jobs import whole
+from tests.distributed.skipped_batches_jobs import whole
 
 CLIP = 0.05
 LR = 0.5

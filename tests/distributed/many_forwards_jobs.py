@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax, logsigmoid
 
 import ds_ext
-from tests.distributed.discarding_jobs import whole
+from tests.distributed.skipped_batches_jobs import whole
 
 LR = 0.5
 STEPS = 3

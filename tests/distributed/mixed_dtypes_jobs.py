@@ -6,7 +6,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from tests.distributed.rehearsing_jobs import config
+from tests.distributed.exact_clipping_jobs import config
 from tests.distributed.training_jobs import whole
 from tests.unit.test_dtypes_mixed import Mixed, make, optimizer_of
 

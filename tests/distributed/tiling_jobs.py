@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ds_ext
-from tests.distributed.rehearsing_jobs import config
+from tests.distributed.exact_clipping_jobs import config
 from tests.distributed.training_jobs import whole
 
 STEPS, VOCAB, WIDTH, LENGTH, TILES = 3, 11, 8, 6, 3

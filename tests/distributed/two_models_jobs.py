@@ -12,7 +12,7 @@ from torch.nn.functional import softplus
 from torch.utils.checkpoint import checkpoint
 
 import ds_ext
-from tests.distributed.discarding_jobs import whole
+from tests.distributed.skipped_batches_jobs import whole
 
 STEPS = 3
 LR = 0.1

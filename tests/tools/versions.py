@@ -42,7 +42,7 @@ FEATURES = TESTS | {  # the others that depend on torch; in torch 2.6 FSDP2 need
     "tests/unit/test_int8.py": "bf16_model_rounded or goes_on_with_the_same",
     "tests/unit/test_kernels.py": "noise_and_what_is_not_finite",
     "tests/unit/test_native.py": "equals_the_torch_ops and adalomo",
-    "tests/unit/test_split_batch.py": "gradients_are_those_of_the_whole",
+    "tests/unit/test_chunked_batch.py": "gradients_are_those_of_the_whole",
     "tests/unit/test_training_loops.py": "clipping_by_torch",
 }
 

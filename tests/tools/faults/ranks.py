@@ -8,19 +8,19 @@ FAULTS = (
         "distributed/placement.py",
         "if size_of(self.replicas) == 1:",
         "if size_of(self.replicas) >= 1:",
-        "distributed/test_copies.py -k 'one_process and 4-adalomo'",
+        "distributed/test_shard_size.py -k 'one_process and 4-adalomo'",
     ),
     Fault(
         "engine/replica_groups.py",
         "if shards in _of_shards:",
         "if not shards:",
-        "distributed/test_copies.py -k built",
+        "distributed/test_shard_size.py -k built",
     ),
     Fault(
         "engine/own_engine.py",
         "return super().is_first_weights_partition_group() and not",
         "return super().is_first_weights_partition_group() or not",
-        "distributed/test_copies.py -k checkpoint",
+        "distributed/test_shard_size.py -k checkpoint",
     ),
     # FSDP2: segments called again, tied weights, what HF Trainer and accelerate ask for
     Fault(
@@ -119,13 +119,13 @@ FAULTS = (
         "distributed/layout.py",
         "is_ready = found >= (1 if all_ended else self.world)",
         "is_ready = found >= 1",
-        "distributed/test_order.py",
+        "distributed/test_bucket_order.py",
     ),
     Fault(
         "distributed/desync.py",
         "        if are_alike():\n            return",
         "        are_alike()\n        return",
-        "distributed/test_order.py",
+        "distributed/test_bucket_order.py",
     ),
     Fault(
         "distributed/consensus.py",

@@ -1,24 +1,24 @@
-"""Sums travel on process groups of their own where collectives wait for each other: queues_jobs.py.
+"""Sums travel on process groups of their own where collectives wait for each other.
 
 Here over gloo, where they need not.
 """
 
 from tests import worlds
-from tests.distributed import queues_jobs
+from tests.distributed import communication_groups_jobs
 from tests.distributed.test_faults import LOST
 
 
 def test_a_group_of_their_own_gives_the_same_bits_and_is_made_once():
-    for rank in worlds.run(2, queues_jobs.twice):
+    for rank in worlds.run(2, communication_groups_jobs.twice):
         for stage, weights in enumerate(rank["apart"]):
-            plain = rank["plain"][stage % len(queues_jobs.STAGES)]
+            plain = rank["plain"][stage % len(communication_groups_jobs.STAGES)]
             assert weights.keys() == plain.keys()
             assert all(weights[name].equal(plain[name]) for name in plain)
         assert rank["is_used"] and len(set(rank["counts"])) == 1
 
 
 def test_streams_change_no_bit_and_nothing_runs_too_early():
-    for rank in worlds.run(2, queues_jobs.on_streams):
+    for rank in worlds.run(2, communication_groups_jobs.on_streams):
         assert rank["errors"] == []
         for plain, found in zip(rank["plain"], rank["found"], strict=True):
             assert all(found[name].equal(plain[name]) for name in plain)
@@ -26,24 +26,24 @@ def test_streams_change_no_bit_and_nothing_runs_too_early():
 
 
 def test_one_rank_communicates_if_it_is_asked_to():
-    (rank,) = worlds.run(1, queues_jobs.alone)
+    (rank,) = worlds.run(1, communication_groups_jobs.alone)
     for plain, found in zip(rank["plain"], rank["found"], strict=True):
         assert all(found[name].equal(plain[name]) for name in plain)
     assert rank["sums"][0] == 0 and rank["sums"][1] >= 6  # a bucket or more for each step
 
 
 def test_it_waits_as_long_as_the_others():
-    for before, in_engine, of_all in worlds.run(2, queues_jobs.limits):
+    for before, in_engine, of_all in worlds.run(2, communication_groups_jobs.limits):
         assert before == 77
         assert in_engine == of_all != 77
 
 
 def test_a_group_that_was_destroyed_is_made_anew():
     # Torch names it by the number of groups: the next one of this name would wait for the last.
-    assert worlds.run(2, queues_jobs.renewed, limit=60)[0] >= 4
+    assert worlds.run(2, communication_groups_jobs.renewed, limit=60)[0] >= 4
 
 
 def test_a_lost_rank_is_told_there_too():
-    other, victim = worlds.fresh(2, queues_jobs.killed, timeout=60)
+    other, victim = worlds.fresh(2, communication_groups_jobs.killed, timeout=60)
     assert (other.code, victim.code) == (1, -9)
     assert LOST in other.output and other.seconds < 30

@@ -1,4 +1,4 @@
-"""Sums on process groups of their own, as on a GPU: jobs of test_queues.py, on real ranks."""
+"""Sums on process groups of their own, as on a GPU: jobs on real ranks."""
 
 import os
 import signal

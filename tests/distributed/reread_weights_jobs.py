@@ -1,4 +1,4 @@
-"""Jobs of test_rereading.py: weights that are read again after their step, and complex ones."""
+"""Jobs whose weights are read again after their step, or are complex."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import ds_ext
 from tests.common.ranks import message
-from tests.distributed.rehearsing_jobs import config
+from tests.distributed.exact_clipping_jobs import config
 from tests.distributed.training_jobs import whole
 from tests.unit.test_reread_weights import Reading, Rotating
 

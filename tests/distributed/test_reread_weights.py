@@ -6,18 +6,18 @@ import torch
 from tests import worlds
 from tests.common.plain import mean_step
 from tests.common.updates import check_each
-from tests.distributed import rereading_jobs
+from tests.distributed import reread_weights_jobs
 
 
 @pytest.mark.parametrize("world, stage", [(1, 0), (1, 3), (2, 0), (2, 2), (2, 3)])
 def test_a_weight_read_again_is_the_old_one_or_an_error(world, stage):
-    found = worlds.run(world, rereading_jobs.reread, stage)
+    found = worlds.run(world, reread_weights_jobs.reread, stage)
     if (world, stage) != (2, 3):  # where it was gathered before, and its shards are stepped
         assert all("modified by an inplace operation" in got["message"] for got in found)
         return
-    plain = rereading_jobs.make()
+    plain = reread_weights_jobs.make()
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
-    mean_step(sgd, [plain(rereading_jobs.data(rank)) for rank in range(world)])
+    mean_step(sgd, [plain(reread_weights_jobs.data(rank)) for rank in range(world)])
     for got in found:
         check_each(got["after"], dict(plain.named_parameters()), got["before"])
 
@@ -25,10 +25,10 @@ def test_a_weight_read_again_is_the_old_one_or_an_error(world, stage):
 @pytest.mark.parametrize("stage, accumulation", [(0, 1), (1, 1), (0, 2), (2, 2), (3, 1)])
 def test_a_gradient_penalty_is_exact_or_refused_before_a_step(stage, accumulation):
     """DeepSpeed's hook of a model's output divides by the number of micro-batches each time."""
-    found = worlds.run(2, rereading_jobs.penalty, stage, accumulation)
-    plain = rereading_jobs.penalized()
+    found = worlds.run(2, reread_weights_jobs.penalty, stage, accumulation)
+    plain = reread_weights_jobs.penalized()
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
-    mean_step(sgd, [rereading_jobs.penalized_loss(plain, rank) for rank in range(2)])
+    mean_step(sgd, [reread_weights_jobs.penalized_loss(plain, rank) for rank in range(2)])
     for got in found:
         if accumulation == 1 and stage < 3:
             check_each(got["after"], dict(plain.named_parameters()), got["before"])
@@ -39,5 +39,5 @@ def test_a_gradient_penalty_is_exact_or_refused_before_a_step(stage, accumulatio
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_engines_refuse_complex_parameters(stage):
-    for message in worlds.run(2, rereading_jobs.complex_parameter, stage):
+    for message in worlds.run(2, reread_weights_jobs.complex_parameter, stage):
         assert "complex64" in message and "view_as_real" in message

@@ -1,4 +1,4 @@
-"""ZeRO among groups of ranks that hold copies: jobs of test_copies.py, on real ranks."""
+"""ZeRO among groups of ranks that hold copies: jobs of test_shard_size.py, on real ranks."""
 
 import json
 import tempfile

@@ -1,8 +1,8 @@
-"""A program with DeepSpeed engines that are not ours, run as a script: see test_foreign.py.
+"""A program with DeepSpeed engines that are not ours, run as a script.
 
-``python -m tests.distributed.foreign_jobs WAY`` trains them on each of two ranks, and prints what
-others may see of it as JSON. WAY says what else the program does: "plain" nothing, "imported"
-imports ds_ext, and "beside" trains an engine of ours before, between and after them.
+``python -m tests.distributed.other_optimizers_jobs WAY`` trains them on each of two ranks, and
+prints what others may see of it as JSON. WAY says what else the program does: "plain" nothing,
+"imported" imports ds_ext, and "beside" trains an engine of ours before, between and after them.
 """
 
 import contextlib

@@ -6,8 +6,8 @@ import transformers
 from tests import worlds
 from tests.common.plain import mean_step
 from tests.common.updates import check_each
-from tests.distributed import order_jobs
-from tests.distributed.order_jobs import CASES, FROM, STEPS, TIMEOUT, WAITING
+from tests.distributed import bucket_order_jobs
+from tests.distributed.bucket_order_jobs import CASES, FROM, STEPS, TIMEOUT, WAITING
 
 EXACT = [case for case in CASES if case[1] != 3 or not case[0]]
 TOLD = [case for case in CASES if case not in EXACT and case != WAITING]
@@ -20,11 +20,13 @@ TOLD = [case for case in CASES if case not in EXACT and case != WAITING]
 )
 @pytest.mark.parametrize("case", EXACT, ids=str)
 def test_any_order_is_exact_below_stage_3_and_one_order_at_it(case):
-    model, before = order_jobs.make(), order_jobs.make()
+    model, before = bucket_order_jobs.make(), bucket_order_jobs.make()
     optimizer = transformers.Adafactor(model.parameters(), lr=0.01, relative_step=False)
     for step in range(STEPS):
-        mean_step(optimizer, [order_jobs.loss_of(model, step, rank, case[0]) for rank in (0, 1)])
-    for got in worlds.once(2, order_jobs.train, *CASES[case]):
+        mean_step(
+            optimizer, [bucket_order_jobs.loss_of(model, step, rank, case[0]) for rank in (0, 1)]
+        )
+    for got in worlds.once(2, bucket_order_jobs.train, *CASES[case]):
         assert got["error"] == ""
         expected, old = (dict(m.named_parameters()) for m in (model, before))
         check_each(got["after"], expected, old, STEPS)
@@ -44,7 +46,7 @@ NEXT = {
 @pytest.mark.parametrize("case", TOLD, ids=str)
 def test_ranks_that_differ_at_stage_3_are_all_told_so_at_once(case):
     way, _, since = case
-    for rank in worlds.fresh(2, order_jobs.train, *CASES[case], timeout=60):
+    for rank in worlds.fresh(2, bucket_order_jobs.train, *CASES[case], timeout=60):
         assert rank.code == 0, rank.output
         got = rank.result
         assert f"next is {NEXT[way, since]}" in got["error"], got["error"]
@@ -53,7 +55,7 @@ def test_ranks_that_differ_at_stage_3_are_all_told_so_at_once(case):
 
 
 def test_ranks_that_wait_for_other_weights_end_at_the_time_limit():
-    for rank in worlds.fresh(2, order_jobs.train, *CASES[WAITING], timeout=TIMEOUT):
+    for rank in worlds.fresh(2, bucket_order_jobs.train, *CASES[WAITING], timeout=TIMEOUT):
         assert rank.result, rank.output
         assert rank.result["error"].startswith("LostRankError"), rank.result["error"]
         assert rank.result["step"] == FROM and rank.result["seconds"] < TIMEOUT + 10

@@ -8,8 +8,8 @@ from tests import worlds
 from tests.common import low_rank
 from tests.common.choose import params
 from tests.common.updates import check, error
-from tests.distributed import sectioned_jobs
-from tests.distributed.sectioned_jobs import KINDS, STEPS
+from tests.distributed import sections_jobs
+from tests.distributed.sections_jobs import KINDS, STEPS
 
 WAYS = (None, 0, 1, 2, 3, "fsdp2")
 CASES = [(kind, ranks, way) for kind in KINDS for ranks in (2, 3) for way in WAYS]
@@ -48,7 +48,7 @@ class Apart(torch.optim.Optimizer):
 
 def trained(kind, got, ranks, is_split=True):
     """One process, with the mean of the ranks' losses."""
-    model, made = sectioned_jobs.model_of(kind), []
+    model, made = sections_jobs.model_of(kind), []
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     for name, p in named.items():
         own, lr, decay = got["groups"][name]
@@ -61,7 +61,7 @@ def trained(kind, got, ranks, is_split=True):
             made.append(torch.optim.Muon([p], lr=lr, weight_decay=decay))
     with low_rank.in_dtype(torch.float64):
         for step in range(STEPS):
-            losses = [model(**sectioned_jobs.batch(step, rank)).loss for rank in range(ranks)]
+            losses = [model(**sections_jobs.batch(step, rank)).loss for rank in range(ranks)]
             torch.stack(losses).mean().backward()
             for optimizer in made:
                 optimizer.step()
@@ -72,7 +72,7 @@ def trained(kind, got, ranks, is_split=True):
 
 @pytest.mark.parametrize("kind, ranks, way", params(CASES, QUICK))
 def test_sections_are_stepped_as_separate_parameters(kind, ranks, way):
-    got = worlds.run(ranks, sectioned_jobs.train, kind, way)[0]
+    got = worlds.run(ranks, sections_jobs.train, kind, way)[0]
     assert got["identical"]
     assert len([line for line in got["said"] if '"split": "auto" found' in line]) == 1
     after = trained(kind, got, ranks)
@@ -83,7 +83,7 @@ def test_sections_are_stepped_as_separate_parameters(kind, ranks, way):
 
 
 def test_wrong_sizes_are_refused_on_every_rank():
-    for said in worlds.run(2, sectioned_jobs.refused, 3):
+    for said in worlds.run(2, sections_jobs.refused, 3):
         assert said.startswith(
             "optimizer.params.param_groups[0].split is [24, 12], but "
             "model.layers.0.self_attn.qkv_proj.weight has the shape [48, 24]"

@@ -11,8 +11,8 @@ from ds_ext.planner import memory, options, rows
 from tests import worlds
 from tests.common import updates
 from tests.common.choose import params
-from tests.distributed import splitting_jobs as jobs
-from tests.distributed.splitting_jobs import Case
+from tests.distributed import chunked_batch_jobs as jobs
+from tests.distributed.chunked_batch_jobs import Case
 
 CASES = [
     *(Case(stage, max_norm=norm) for stage in (0, 1, 2, 3, "fsdp2") for norm in (0.0, 0.3)),

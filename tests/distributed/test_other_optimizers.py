@@ -1,4 +1,4 @@
-"""Engines of DeepSpeed with optimizers of others take no path of ours: see foreign_jobs.py."""
+"""DeepSpeed engines with optimizers of others take no path of ours."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.distributed.foreign_jobs import PROGRAMS
+from tests.distributed.other_optimizers_jobs import PROGRAMS
 from tests.worlds import ROOT, free_port
 
 pytestmark = pytest.mark.slow
@@ -18,7 +18,7 @@ WAYS = ("imported", "beside")
 def start(way, rank, port):
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu"}
     own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.distributed.foreign_jobs", way]
+    command = [sys.executable, "-m", "tests.distributed.other_optimizers_jobs", way]
     out = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=os.environ | own, **out)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests import worlds
-from tests.distributed import discarding_jobs
+from tests.distributed import skipped_batches_jobs
 
 WORLD = 2
 CASES = [(0, "fused", 1, 0.0), (3, "fused", 1, 0.0), (2, "fused", 1, 0.1)]
@@ -13,10 +13,10 @@ CASES += [(0, "sharded", 2, 0.0), (3, "sharded", 2, 0.1)]
 
 @pytest.mark.parametrize("stage, policy, accumulation, max_norm", CASES)
 def test_a_skipped_batch_leaves_no_trace(stage, policy, accumulation, max_norm):
-    results = worlds.run(WORLD, discarding_jobs.engines, stage, policy, accumulation, max_norm)
+    results = worlds.run(WORLD, skipped_batches_jobs.engines, stage, policy, accumulation, max_norm)
     for rank, steps in enumerate(results):
-        model = discarding_jobs.make()
-        for step, (got, (how, _)) in enumerate(zip(steps, discarding_jobs.HOW, strict=True)):
+        model = skipped_batches_jobs.make()
+        for step, (got, (how, _)) in enumerate(zip(steps, skipped_batches_jobs.HOW, strict=True)):
             if policy == "sharded" or how.endswith("forward"):
                 assert all(map(torch.equal, got["before"], got["last"])), (how, rank)
             _expected_step(model, got["before"], step, accumulation, max_norm)
@@ -36,10 +36,10 @@ def _expected_step(model, start, step, accumulation, max_norm) -> None:
             p.grad = None
     for part in range(accumulation):
         for rank in range(WORLD):
-            loss = model(discarding_jobs.batch(10 * step + part, rank))
+            loss = model(skipped_batches_jobs.batch(10 * step + part, rank))
             (loss / WORLD / accumulation).backward()
     if max_norm:
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     with torch.no_grad():
         for p in model.parameters():
-            p -= discarding_jobs.LR * p.grad
+            p -= skipped_batches_jobs.LR * p.grad

@@ -1,4 +1,4 @@
-"""Jobs of test_rehearsing.py: exact clipping by engines, of graphs that are hard to repeat."""
+"""Jobs of test_exact_clipping.py: exact clipping by engines, of graphs that are hard to repeat."""
 
 import tempfile
 from typing import Any

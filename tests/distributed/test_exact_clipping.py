@@ -7,10 +7,10 @@ from tests import worlds
 from tests.common import fused_losses
 from tests.common.plain import mean_step
 from tests.common.updates import check_each
-from tests.distributed import rehearsing_jobs
+from tests.distributed import exact_clipping_jobs
 
 
-def sgd_step(model, losses, max_norm=rehearsing_jobs.CLIP):
+def sgd_step(model, losses, max_norm=exact_clipping_jobs.CLIP):
     """A step of SGD, which LOMO's is -> the norm."""
     return mean_step(torch.optim.SGD(model.parameters(), lr=0.5), losses, max_norm)
 
@@ -19,7 +19,7 @@ def sgd_step(model, losses, max_norm=rehearsing_jobs.CLIP):
 def test_a_loss_that_one_rank_writes_to_in_place_is_refused_on_all(stage):
     plain = fused_losses.make(None)
     sgd_step(plain, [plain(*fused_losses.batch(10 + rank)) for rank in range(2)])
-    told = worlds.run(2, rehearsing_jobs.in_place, stage)
+    told = worlds.run(2, exact_clipping_jobs.in_place, stage)
     for rank, got in enumerate(told):
         assert '"gradient_policy": "sharded"' in got["message"] and got["kept"]
         assert ("InPlaceCrossEntropy" if rank else "on another rank") in got["message"]
@@ -29,8 +29,8 @@ def test_a_loss_that_one_rank_writes_to_in_place_is_refused_on_all(stage):
 @pytest.mark.parametrize("world, policy", [(1, "fused"), (2, "fused"), (2, "sharded")])
 def test_hf_trainer_clips_such_a_loss_exactly_or_says_what_to_set(world, policy):
     """It multiplies the loss by the number of ranks; DeepSpeed's mean is over as many."""
-    plain = rehearsing_jobs.large(fused_losses.Classifier(None, factor=world))
-    for got in worlds.run(world, rehearsing_jobs.trainer, 2, policy):
+    plain = exact_clipping_jobs.large(fused_losses.Classifier(None, factor=world))
+    for got in worlds.run(world, exact_clipping_jobs.trainer, 2, policy):
         if world > 1 and policy == "fused":
             assert "InPlaceCrossEntropy overwrites" in got["message"]
             assert all(torch.equal(x, got["before"][n]) for n, x in got["after"].items())
@@ -46,7 +46,7 @@ def test_hf_trainer_clips_such_a_loss_exactly_or_says_what_to_set(world, policy)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_measuring_leaves_the_buffers_of_checkpointed_segments_alone(stage, reentrant):
     once, twice = (
-        worlds.run(2, rehearsing_jobs.normed, stage, reentrant, policy)
+        worlds.run(2, exact_clipping_jobs.normed, stage, reentrant, policy)
         for policy in ("sharded", "fused")
     )
     for expected, got in zip(once, twice, strict=True):

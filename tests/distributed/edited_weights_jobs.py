@@ -1,4 +1,4 @@
-"""Jobs of test_edits.py: training whose weights are edited after each step."""
+"""Jobs of test_edited_weights.py: training whose weights are edited after each step."""
 
 import contextlib
 from typing import Any
