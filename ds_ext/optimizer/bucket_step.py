@@ -78,7 +78,7 @@ class BatchedStep:
             p = replace(p, update_sums=self._update_sums())
         self.batch.gradients, self.batch.square_parts = self.gradients, None
         step = self.rule.step(p, self.gradients, self.state, self.t, self.batch)
-        e = ema.averages(self.state, self.rule, self.plan.param_ids, self.t)
+        e = ema.average(self.state, self.rule, self.plan.param_ids, self.t)
         self.batch.begin(p, self.gradients, self.state)
         return ema.averaged(step, self.rule, p, e, self.t, self.batch)
 

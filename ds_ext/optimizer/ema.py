@@ -11,9 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext import ops
@@ -55,34 +53,25 @@ class EmaConfig:
 DEFAULTS = {"ema_decay": EmaConfig.ema_decay, "ema_dtype": EmaConfig.ema_dtype}
 
 
-def average(s: dict[str, Any], rule: Any, number: int, t: int, first: int) -> Average | None:
+def average(s: dict[str, Any], rule: Any, number: Any, t: int, first: int = 0) -> Average | None:
     """Returns the average that step ``t`` advances; None if the rule keeps none.
 
     Args:
-        s: the state.
+        s: the state of a parameter, or of a batch.
         rule: the rule.
-        number: of the parameter.
+        number: of the parameter; of a batch, those of its parameters, [n].
         t: the number of the step.
-        first: the index of the run's first element in the parameter, from which random bits count.
+        first: the index of the run's first element in the parameter, from which random bits count;
+            a batch knows it.
     """
     if not rule.ema_decay:
         return None
-    e: Tensor = s[EMA]
+    e: Tensor | Runs = s[EMA]
     if e.dtype != torch.bfloat16:
         return e
+    if isinstance(e, Runs):
+        return Weights(e, "STOCHASTIC", key=keys(rule.seed + _SEED, number, t))
     return StochasticWeight(e, key(rule.seed + _SEED, number, t), first)
-
-
-def averages(
-    s: dict[str, Any], rule: Any, numbers: NDArray[np.uint32], t: int
-) -> Runs | Weights | None:
-    """Returns the same as ``average`` for a batch; ``numbers`` are those of the parameters, [n]."""
-    if not rule.ema_decay:
-        return None
-    e: Runs = s[EMA]
-    if e.dtype != torch.bfloat16:
-        return e
-    return Weights(e, "STOCHASTIC", key=keys(rule.seed + _SEED, numbers, t))
 
 
 def averaged(

@@ -89,6 +89,7 @@ class BatchPlan:
         self._are_whole = all(x.run is None for x in pieces)
         self._state: dict[str, Any] | None = None  # of the step in progress
         self._layouts = [x.layout for x in _runs(self.state(states))]
+        assert None not in self._layouts, "a batch of states that were not checked"
 
     def fits(self, states: Sequence[State]) -> bool:
         """Returns whether states have the layouts of those that were checked, and equal steps.
