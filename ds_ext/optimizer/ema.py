@@ -74,6 +74,15 @@ def average(s: dict[str, Any], rule: Any, number: Any, t: int, first: int = 0) -
     return StochasticWeight(e, key(rule.seed + _SEED, number, t), first)
 
 
+def needs_own_step(rule: Any, dtype: torch.dtype) -> bool:
+    """Returns whether no batched pass advances a rule's averages of weights of a dtype.
+
+    A bf16 average reads a weight and its master as one expression, for which tables have no form.
+    """
+    has_master = (rule.weight_update, dtype) in weight_update.MASTER_DTYPES
+    return bool(rule.ema_decay) and rule.ema_dtype == "bf16" and has_master
+
+
 def averaged(
     step: StepGenerator, rule: Any, p: Any, e: Average | None, t: int, shard: Any
 ) -> StepGenerator:

@@ -332,7 +332,7 @@ def are_batched(
     """
     if not may_join(shard) or not all(dtype in DTYPES for dtype in dtypes):
         return False
-    if sections.are_set(rule):
+    if sections.are_set(rule) or ema.needs_own_step(rule, dtypes[0]):
         return False
     shards = [shard]
     if table.stacks and param in table.stacks:
