@@ -70,6 +70,7 @@ def fuse_into_backward(
     for refuse in REFUSALS:
         refuse(model)
     param_checks.refuse_shared_memory(model.parameters())
+    param_checks.refuse_all_frozen(optimizer)
     if bucket_size is not None and (type(bucket_size) is not int or bucket_size < 0):
         raise ValueError(f"bucket_size is {bucket_size!r}; allowed: a whole number >= 0, or None.")
     if gradient_policy is None:

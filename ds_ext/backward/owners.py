@@ -21,7 +21,8 @@ from ds_ext.distributed import consensus
 from ds_ext.distributed.groups import Group
 from ds_ext.distributed.layout import Layout
 from ds_ext.logs import logger
-from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizer import RuleOptimizer, plain_step
+from ds_ext.optimizer.bucket_optimizer import BucketOptimizer
 
 
 class GradientOwner(Protocol):
@@ -86,6 +87,24 @@ def owner(param: Tensor) -> GradientOwner | None:
 def of(params: Iterable[Tensor]) -> list[GradientOwner]:
     """Returns the owners of ``params``, each once."""
     return list(dict.fromkeys(filter(None, map(owner, params))))
+
+
+def refuse_second(optimizer: BucketOptimizer) -> None:
+    """Checks that nothing else steps the parameters of an optimizer that finds no gradients.
+
+    Raises:
+        RuntimeError: an engine or ``fuse_into_backward`` steps them, with another optimizer.
+    """
+    name = type(optimizer).__name__
+    for by in of(optimizer.group_of) if _live else ():
+        raise RuntimeError(
+            f"{name}.step() found no gradients: an engine or fuse_into_backward steps these "
+            f"parameters inside backward with another optimizer, {type(by.optimizer).__name__}. "
+            f"Remove this {name}."
+        )
+
+
+plain_step.WITHOUT_GRADIENTS.append(refuse_second)
 
 
 def claim(param: Tensor, by: GradientOwner, name: str) -> None:

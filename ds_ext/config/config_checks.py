@@ -94,7 +94,8 @@ def _refused(config: dict[str, Any], key: str, version: str | None) -> Iterator[
         yield f"{shown} was removed in ds_ext {setting.removed}: {setting.advice}"
     elif setting.advice:
         yield f"{shown} is not supported: {setting.advice}"
-    if (stage := lookup(config, "zero_optimization.stage", 0)) < (least := setting.least_stage):
+    least, stage = setting.least_stage, lookup(config, "zero_optimization.stage") or 0
+    if stage < least:
         higher = " or higher" * (least < 3)
         yield (
             f"{shown} works only at zero_optimization.stage {least}{higher}, and the stage is "
@@ -119,7 +120,7 @@ def ignored(config: dict[str, Any]) -> Iterator[str]:
     for key, setting in SETTINGS.items():
         if setting.no_effect and is_on(config, key):
             yield f"{key} = {lookup(config, key)!r} has no effect: {setting.no_effect}."
-    stage, on = lookup(config, "zero_optimization.stage", 0), _offloaded(config)
+    stage, on = lookup(config, "zero_optimization.stage") or 0, _offloaded(config)
     if "offload_param" not in on and is_on(config, "zero_optimization.offload_param.device"):
         device = lookup(config, "zero_optimization.offload_param.device")
         yield (

@@ -18,6 +18,7 @@ from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.config import config_checks, parsing
 from ds_ext.distributed import consensus
 from ds_ext.engine import (
+    deepspeed_config,
     engine_settings,
     expert_parallel,
     hook_cleanup,
@@ -94,6 +95,8 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             log(f"{type(self.optimizer).__name__}: {line}")
         for line in config_checks.ignored(config):
             log(line)
+        for line in deepspeed_config.unknown(config):
+            warn(line)
         warnings = consensus.gathered(list(startup_log.warnings(self.optimizer, self.layout)))
         for warning in dict.fromkeys(itertools.chain(*warnings)):
             warn(warning)

@@ -106,6 +106,8 @@ def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     refuse_wrapped(engine.module)
     refuse_dtensors(engine.module)
     param_checks.refuse_shared_memory(engine.module.parameters())
+    if not pipeline.is_pipeline(engine):  # a stage may have none
+        param_checks.refuse_all_frozen(optimizer)
     config = effective(engine)
     firsts = {id(optimizer.group_of[p]): p for p in optimizer.group_of}.values()
     dtypes = {p.dtype for p in optimizer.group_of}

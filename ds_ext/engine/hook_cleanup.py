@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
 
 from ds_ext.backward.module_hooks import Hook
 
@@ -58,6 +59,20 @@ def refuse_partitions(engine: DeepSpeedEngine) -> None:
         raise ValueError(
             f"zero_optimization.stage = {stage}: the model's parameters are partitioned, by "
             "deepspeed.zero.Init or by an engine at stage 3: set stage 3, or load the model anew."
+        )
+
+
+def refuse_zero3(model: nn.Module) -> None:
+    """Checks that ``fuse_into_backward`` gets a model that ZeRO-3 has not partitioned.
+
+    Raises:
+        ValueError: ZeRO-3 has partitioned it.
+    """
+    if any(hasattr(p, "ds_tensor") for p in model.parameters()):
+        raise ValueError(
+            "fuse_into_backward: ZeRO-3 has partitioned this model, which only a DeepSpeed engine "
+            "can train: pass the optimizer to deepspeed.initialize, or load the model anew without "
+            "ZeRO-3."
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ds_ext.config.optimizer_names import PREFIX, TAKEN_OVER, deepspeeds, registry_key
 from ds_ext.engine import pipeline
 from ds_ext.engine.parameters import EMBEDDINGS, LINEARS, unpartitioned_shape
-from ds_ext.engine.rank_logging import log
+from ds_ext.engine.rank_logging import log, warn
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, param_groups
 from ds_ext.optimizer.groups import ParamGroup
 from ds_ext.optimizer.model_view import ModelView, summary
@@ -39,6 +39,17 @@ def is_ours(client: Any, config: DeepSpeedConfig) -> bool:
     if isinstance(client, torch.optim.Optimizer):
         return isinstance(client, RuleOptimizer)
     return "ds_ext" in config._param_dict
+
+
+def warn_ignored_type(client: Any, config: DeepSpeedConfig) -> None:
+    """Warns if a program passes an optimizer, and its config names one too, which is not used."""
+    ignored = config.optimizer_name
+    if ignored and (registry_key(ignored) or isinstance(client, RuleOptimizer)):
+        name = type(client).__name__ if isinstance(client, torch.optim.Optimizer) else "a function"
+        warn(
+            f'optimizer.type "{ignored}" in the config has no effect, because the program passes '
+            f"{name} to deepspeed.initialize as the optimizer: leave one of them out."
+        )
 
 
 def log_owner(name: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 from ds_ext.backward import foreign_grads, fuse, int8_weights, norm_prepass, owners
 from ds_ext.config import config_checks, optimizer_names, override, parsing
@@ -19,6 +20,7 @@ from ds_ext.distributed import groups
 from ds_ext.engine import (
     deepspeed_config,
     expert_parallel,
+    hook_cleanup,
     optimizers,
     own_engine,
     partition_patches,  # noqa: F401  adds its own to PATCHES
@@ -38,7 +40,7 @@ from ds_ext.optimizer import RuleOptimizer
 @functools.cache
 def register() -> None:
     """Makes DeepSpeed build and drive ds_ext optimizers. Repeated calls have no effect."""
-    fuse.REFUSALS.append(expert_parallel.refuse_spread_experts)
+    fuse.REFUSALS += [expert_parallel.refuse_spread_experts, hook_cleanup.refuse_zero3]
     norm_prepass.HARMLESS.add(LinearFunctionForZeroStage3.__name__)  # every linear
     tiled.register()
     for patch, method in [(patch, patch.bound()) for patch in PATCHES]:
@@ -77,6 +79,8 @@ def build(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) 
     given = inspect.signature(original).bind(engine, *args, **kwargs).arguments
     model, client, config = given["model"], given.get("optimizer"), given["config_class"]
     override.refuse_object(client)
+    if client is not None:
+        optimizers.warn_ignored_type(client, config)
     is_stored = int8_weights.is_stored(model)
     if optimizers.is_ours(client, config) or (is_stored and callable(client)):
         engine._ds_ext_mpu = given.get("mpu")  # AutoTP replaces engine.mpu
@@ -127,7 +131,13 @@ def _do_optimizer_sanity_check(original: Method, engine: DeepSpeedEngine, optimi
 # DeepSpeed does not say which engines a backward pass will reach.
 @replaces(DeepSpeedEngine)
 def _backward_prologue(original: Method, engine: DeepSpeedEngine) -> None:
-    """Rejects a norm-measuring pass through DeepSpeed's own engine, which would count a step."""
+    """Rejects a norm-measuring pass through DeepSpeed's own engine, which would count a step.
+
+    Also rejects one of an engine without an optimizer, if its config was meant for ds_ext.
+    """
     if foreign_grads.measured() is not None and not isinstance(engine.optimizer, ZeroAdapter):
         raise RuntimeError(unsupported_api.MEASURED_BESIDE)
+    is_inference = isinstance(engine.optimizer, DeepSpeedZeRoOffload)
+    if is_inference and "ds_ext" in engine._config._param_dict:
+        raise RuntimeError(unsupported_api.NO_OPTIMIZER)
     original(engine)

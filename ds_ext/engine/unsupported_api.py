@@ -40,6 +40,10 @@ COALESCE = (
 )
 BACKWARD = "engine.optimizer.backward(loss): call engine.backward(loss)."
 CLIP = f"engine.clip_fp32_gradients(): {_CLIPPED}"
+NO_OPTIMIZER = (
+    'this engine cannot train: its config has a section "ds_ext" and names no optimizer. Name one '
+    'in optimizer.type, such as "AdaLomo", or pass one to deepspeed.initialize.'
+)
 MEASURED_BESIDE = (
     "gradient_clipping: this loss also reaches an engine with an optimizer of DeepSpeed's own, "
     "which would count the backward pass that measures the norm as one of its steps. Set "

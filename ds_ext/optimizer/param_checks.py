@@ -41,6 +41,16 @@ def refuse_params(table: ParamTable, params: Collection[Tensor]) -> None:
         )
 
 
+def refuse_all_frozen(optimizer: ParamTable) -> None:
+    """Raises ValueError if no parameter of an optimizer is trained."""
+    if not any(p.requires_grad for p in optimizer.group_of):
+        raise ValueError(
+            f"{type(optimizer).__name__}: all its parameters have requires_grad=False, so nothing "
+            "would be trained: call requires_grad_(True) of those to train before "
+            "deepspeed.initialize or fuse_into_backward."
+        )
+
+
 def refuse_shared_memory(params: Iterable[Tensor]) -> None:
     """Raises ValueError if a trained parameter has elements in the memory of another element.
 

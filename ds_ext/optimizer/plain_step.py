@@ -4,7 +4,7 @@ A process holds plain parameters completely. It holds a part of each DTensor, an
 all-reduce the sums of DTensors.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ BATCHED_BUCKET_ELEMENTS = 2**30
 # The most row and column sums of a bucket. Convolutions have nearly as many sums as elements.
 BUCKET_SUMS = 2**23
 
+# Checks of an optimizer that finds no gradients; ds_ext.backward adds its own.
+WITHOUT_GRADIENTS: list[Callable[[BucketOptimizer], None]] = []
+
 
 def step(optimizer: BucketOptimizer) -> None:
     """Steps all parameters of an optimizer that have a gradient.
@@ -34,6 +37,8 @@ def step(optimizer: BucketOptimizer) -> None:
     """
     optimizer.check_param_groups()
     stepped = [p for p in optimizer.number_of if p.grad is not None]
+    for check in () if stepped else WITHOUT_GRADIENTS:
+        check(optimizer)
     param_checks.refuse_complex(optimizer, stepped)
     kinds = {optimizer.hypers_of(group) for group in optimizer.param_groups}
     are_batched = all(rules.entry_of(kind).is_batched for kind in kinds)

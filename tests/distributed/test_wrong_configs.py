@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
+from tests import worlds
+from tests.distributed import wrong_configs_jobs
 from tests.distributed.wrong_configs_jobs import WRONG
 from tests.worlds import ROOT, free_port
-
-pytestmark = pytest.mark.slow
 
 
 def start(rank, port):
@@ -21,6 +21,7 @@ def start(rank, port):
     )
 
 
+@pytest.mark.slow
 def test_a_wrong_config_is_told_with_one_traceback():
     port = free_port()
     ranks = [start(rank, port) for rank in range(2)]
@@ -37,3 +38,37 @@ def test_a_wrong_config_is_told_with_one_traceback():
     for words, line in zip(WRONG, lines, strict=True):
         assert words in line and line.endswith("(traceback: rank 0)")
         assert line.removeprefix("[ds_ext] rank 1: ").partition(" (traceback")[0] in first
+
+
+FROZEN = "ValueError: AdaLomo: all its parameters have requires_grad=False"
+BESIDE = 'optimizer.type "AdaLomo" in the config has no effect, because the program passes'
+MISTAKES = {  # the error; or "" and the one warning
+    "frozen": (FROZEN, ""),
+    "fused_frozen": (FROZEN, ""),
+    "second": ("RuntimeError: AdamW.step() found no gradients: an engine", ""),
+    "beside_the_type": ("", f"{BESIDE} AdamW to deepspeed.initialize"),
+    "own_beside_the_type": ("", f"{BESIDE} Lion to deepspeed.initialize"),
+    "fused_at_stage_3": ("ValueError: fuse_into_backward: ZeRO-3 has partitioned", ""),
+    "no_optimizer": (
+        'RuntimeError: this engine cannot train: its config has a section "ds_ext"',
+        "",
+    ),
+    "auto_sizes": ('ValueError: train_batch_size is "auto", which is filled in by HF', ""),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_of_a_program_is_named_at_once(name):
+    (told,) = worlds.once(1, wrong_configs_jobs.mistakes)
+    assert told.keys() == MISTAKES.keys()
+    error, warning = MISTAKES[name]
+    assert told[name].error.startswith(error) and bool(told[name].error) == bool(error)
+    assert sum(line.startswith(warning) for line in told[name].log) == 1 or not warning
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_of_the_ranks_are_summed_or_averaged(stage):
+    """LOMO steps by lr times the gradient, which is the sum of a rank's inputs: 2 and 4."""
+    for op, gradient in (("sum", 6.0), ("mean", 3.0)):
+        for before, after in worlds.run(2, wrong_configs_jobs.summed, stage, op):
+            assert (before - after - 0.5 * gradient).abs().max() < 1e-5

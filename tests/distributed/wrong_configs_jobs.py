@@ -3,14 +3,18 @@
 What is wrong is told by ``sys.excepthook``, as where a script ends; the last really ends it.
 """
 
+import logging
 import sys
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from torch import nn
 
-import ds_ext  # noqa: F401
+import ds_ext
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
 
@@ -105,19 +109,183 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
     ("gradient_clipping", {"gradient_clipping": True}),
     ("data_types.grad_accum_dtype", {"data_types": {"grad_accum_dtype": "FP32"}} | KEPT),
     ("communication_data_type", {"communication_data_type": "fp64"}),
+    # Keys that are unknown, that a version removed, or that have no effect.
+    ('ds_exts. Did you mean "ds_ext"?', {"ds_exts": {"batch_splits": 2}}),
+    ("unknown key ds_ext.polcy", {"ds_ext": {"polcy": 1}}),
+    ("unknown key zero_optimization.stge", {"zero_optimization": {"stge": 3}}),
+    ("ds_ext.sum_group_size = 2 was removed in ds_ext 1.1", {"ds_ext": {"sum_group_size": 2}}),
+    (None, {"ds_ext": {"sum_group_size": 1}}),
+    ("zero_quantized_weights = True was removed", _zero(3, zero_quantized_weights="true")),
+    ("zero_quantized_gradients = True was removed", _zero(3, zero_quantized_gradients=True)),
+    ("zero_optimization.mics_shard_size = 2 is not supported", _zero(3, mics_shard_size=2)),
+    (None, _zero(2, reduce_scatter=False)),
+    (None, _zero(2, offload_param={"device": "cpu"})),
+    # The optimizer.
+    (None, _ours({"lr": 1e-5})),
+    ("unknown key optimizer.params.lrr", _ours({"lrr": 1, "eps": 1e-8})),
+    (
+        "param_groups[0].type is 'AdaLom'",
+        _ours({"param_groups": [{"match": "a", "type": "AdaLom"}]}),
+    ),
+    ("optimizer.type is 'AdaLom'", {"optimizer": {"type": "AdaLom"}} | OURS),
+    ("almost no optimizer state", _zero(3, offload_optimizer={"device": "cpu"})),
+    ('gradient_policy = "projected"', {"ds_ext": {"gradient_policy": "projected"}}),
+    ("weight_update", {"ds_ext": {"weight_storage": "int8"}} | _ours({"weight_update": "master"})),
+    # The scheduler.
+    ("scheduler.type is 'WarmupLRR'", {"scheduler": {"type": "WarmupLRR", "params": {}}}),
+    ("scheduler.params", {"scheduler": {"type": "WarmupLR", "params": {"warmup": 3}}}),
+    (
+        "there is no lr for a scheduler to set",
+        {
+            "optimizer": {"type": "Adafactor", "params": {"relative_step": True}},
+            "scheduler": WARMUP,
+        },
+    ),
+    # Sizes, and settings that exclude each other.
+    (
+        "train_batch_size = 7 is not",
+        {"train_batch_size": 7, "gradient_accumulation_steps": 2},
+    ),
+    ("ds_ext.shard_size = 2 does not divide the 1 ranks", {"ds_ext": {"shard_size": 2}}),
+    ("works only at", {"ds_ext": {"shard_size": 1}} | _zero(0)),
+    ("not supported together", {"ds_ext": {"weight_storage": "int8"}, "fp16": {"enabled": True}}),
+    ("keeps none", {"ds_ext": {"gradient_policy": "fused"}, "gradient_accumulation_steps": 2}),
+    ("clip the same", {"ds_ext": {"clip_value": 1.0}, "gradient_clipping": 1.0}),
+    ("DeepSpeed refuses the config", {"wall_clock_breakdown": "x"}),
+    ("prescale_gradients", {"prescale_gradients": True, "nebula": {"enabled": True}}),
 ]
+UNKNOWN = {"gradient_cliping": 1.0}  # a run warns
 
 
-def judged() -> list[str]:
-    """The error of ``deepspeed.initialize`` with each config of ``JUDGED``; "" without one."""
+class Run(NamedTuple):
+    """What ``deepspeed.initialize`` says of a config."""
+
+    error: str
+    log: list[str]
+
+
+class _Lines(logging.Handler):
+    """Collects the lines of a logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps a line."""
+        self.lines.append(record.getMessage())
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Context that returns the lines of the logger "ds_ext" within it."""
+    handler, logger = _Lines(), logging.getLogger("ds_ext")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield handler.lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def judged() -> list[Run]:
+    """What ``deepspeed.initialize`` says of each config of ``JUDGED``, and of ``UNKNOWN``."""
     found = []
-    for _, changes in JUDGED:
-        try:
-            deepspeed.initialize(model=nn.Linear(4, 4), config=SIZES | RIGHT | changes)
-            found.append("")
-        except (ValueError, AssertionError) as error:  # any other error is a crash
-            found.append(str(error))
+    for _, changes in [*JUDGED, ("", UNKNOWN)]:
+        error = ""
+        with logged() as lines:
+            try:
+                deepspeed.initialize(model=nn.Linear(4, 4), config=SIZES | RIGHT | changes)
+            except (ValueError, AssertionError) as refused:  # any other error is a crash
+                error = str(refused)
+        found.append(Run(error, lines))
     return found
+
+
+class Mistakes:
+    """Programs that misuse an optimizer, each in its own way."""
+
+    def frozen(self) -> None:
+        """Nothing to train under an engine."""
+        _engine(nn.Linear(4, 4).requires_grad_(False))
+
+    def fused_frozen(self) -> None:
+        """Nothing to train without an engine."""
+        model = nn.Linear(4, 4).requires_grad_(False)
+        ds_ext.fuse_into_backward(model, ds_ext.AdaLomo(model.parameters()))
+
+    def second(self) -> None:
+        """An optimizer beside the engine's."""
+        model = nn.Linear(4, 4)
+        engine = _engine(model)
+        optimizer = ds_ext.AdamW(model.parameters())
+        engine.backward(engine(torch.eye(4)).sum())
+        optimizer.step()
+
+    def beside_the_type(self) -> None:
+        """An optimizer of torch, and a type in the config."""
+        model = nn.Linear(4, 4)
+        _engine(model, optimizer=torch.optim.AdamW(model.parameters()))
+
+    def own_beside_the_type(self) -> None:
+        """Another optimizer of ds_ext, and a type in the config."""
+        model = nn.Linear(4, 4)
+        _engine(model, optimizer=ds_ext.Lion(model.parameters()))
+
+    def fused_at_stage_3(self) -> None:
+        """A model that ZeRO-3 has partitioned."""
+        model = nn.Linear(4, 4)
+        engine = _engine(model, _zero(3))
+        assert engine.module is model
+        ds_ext.fuse_into_backward(model, ds_ext.AdaLomo(model.parameters()))
+
+    def no_optimizer(self) -> None:
+        """A section for ds_ext in a config that names no optimizer."""
+        config = SIZES | {"ds_ext": {"batch_splits": 1}}
+        engine = deepspeed.initialize(model=nn.Linear(4, 4), config=config)[0]
+        engine.backward(engine(torch.eye(4)).sum())
+
+    def auto_sizes(self) -> None:
+        """Batch sizes that HF would fill in."""
+        _engine(
+            nn.Linear(4, 4), {key: "auto" for key in ("train_batch_size", *SIZES) if "size" in key}
+        )
+
+
+def _engine(model: nn.Module, changes: Any = None, **given: Any) -> Any:
+    config = SIZES | _zero(1) | RIGHT | (changes or {})
+    return deepspeed.initialize(model=model, config=config, **given)[0]
+
+
+def mistakes() -> dict[str, Run]:
+    """What each of ``Mistakes`` is told, by its name."""
+    found = {}
+    for name, mistake in vars(Mistakes).items():
+        if name.startswith("_"):
+            continue
+        error = ""
+        with logged() as lines:
+            try:
+                mistake(Mistakes())
+            except Exception as refused:
+                error = f"{type(refused).__name__}: {refused}"
+        found[name] = Run(error, lines)
+    return found
+
+
+def summed(stage: int, op: str) -> Any:
+    """The weights before and after a step of LOMO, with each way to combine ranks' gradients."""
+    torch.manual_seed(1)
+    model = nn.Linear(4, 4, bias=False)
+    before = model.weight.detach().clone()
+    lomo = {"optimizer": {"type": "LOMO", "params": {"lr": 0.5}}, "gradient_allreduce_op": op}
+    engine = deepspeed.initialize(model=model, config=SIZES | _zero(stage) | lomo)[0]
+    x = torch.full((2, 4), 1.0 + dist.get_rank())
+    engine.backward(engine(x).sum())
+    engine.step()
+    return before, model.weight.detach().clone()
 
 
 def main() -> None:

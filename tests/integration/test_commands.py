@@ -17,6 +17,7 @@ from ds_ext.commands import config as configs
 from ds_ext.commands import run
 from ds_ext.commands.cli import main
 from ds_ext.config import optimizer_names
+from ds_ext.config.parsing import lookup
 from ds_ext.optimizer import OPTIMIZERS
 from tests import worlds
 from tests.common.choose import params
@@ -526,10 +527,34 @@ def test_what_ends_all_ranks_is_found(name, tmp_path, capsys):
 @pytest.mark.parametrize("number", range(len(JUDGED)))
 def test_check_and_a_run_judge_alike(number, tmp_path, capsys):
     key, changes = JUDGED[number]
-    (run,) = worlds.once(1, wrong_configs_jobs.judged)
-    errors, _ = checked(SIZES | wrong_configs_jobs.RIGHT | changes, tmp_path, capsys, "--ranks", 1)
-    assert [error.removeprefix("error: ") for error in errors] == run[number].splitlines()
-    assert (key or "") in run[number] and bool(errors) == (key is not None)
+    (runs,) = worlds.once(1, wrong_configs_jobs.judged)
+    config = SIZES | wrong_configs_jobs.RIGHT | changes
+    errors, notes = checked(config, tmp_path, capsys, "--ranks", 1)
+    assert [error.removeprefix("error: ") for error in errors] == runs[number].error.splitlines()
+    assert (key or "") in runs[number].error and bool(errors) == (key is not None)
+    if not errors:
+        said = {note.removeprefix("note: ") for note in notes if '"auto", which' not in note}
+        assert said <= {*runs[number].log}
+        is_small = lookup(changes, "optimizer.params.lr") == 1e-5
+        assert any("is small for AdaLomo" in note for note in said) == is_small
+        assert any("has no effect" in line for line in runs[number].log) == any(
+            "has no effect" in note for note in said
+        )
+
+
+def test_a_run_warns_of_an_unknown_key_and_check_refuses_it(tmp_path, capsys):
+    (runs,) = worlds.once(1, wrong_configs_jobs.judged)
+    config = SIZES | wrong_configs_jobs.RIGHT | wrong_configs_jobs.UNKNOWN
+    (error,) = checked(config, tmp_path, capsys, "--ranks", 1)[0]
+    assert 'unknown key gradient_cliping, which DeepSpeed ignores. Did you mean "g' in error
+    assert not runs[-1].error and runs[-1].log.count(error.removeprefix("error: ")) == 1
+
+
+def test_comments_in_a_config_are_read_as_deepspeed_reads_them(tmp_path, capsys):
+    text = json.dumps(SIZES | wrong_configs_jobs.RIGHT | {"ds_ext": {"polcy": 1}}, indent=1)
+    commented = text.replace('"ds_ext"', '# ours\n "ds_ext"')
+    assert checked(text, tmp_path, capsys) == checked(commented, tmp_path, capsys)
+    assert optimizer_names.concerns_us(str(tmp_path / "ds.json"))
 
 
 def test_what_needs_a_model_or_ranks_is_named(tmp_path, capsys):
