@@ -9,6 +9,7 @@ from ds_ext.backward.reduced_grad import ReducedGrad, ReducedGrads
 from ds_ext.backward.streams import from_host
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement
+from ds_ext.ops.executors.flat_sums import square_sums_of
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import nonfinite
 
@@ -59,7 +60,7 @@ class GradientReader:
         if dtype is None:
             known = [grad.square for grad in grads.values() if grad.square is not None]
             return torch.stack(known).double()
-        found = ops.square_sums_of([self._own(param, grad) for param, grad in grads.items()])
+        found = square_sums_of([self._own(param, grad) for param, grad in grads.items()])
         return found.to(self.layout.device).double()
 
     def upper_bounds(self) -> Tensor:

@@ -10,6 +10,7 @@ from ds_ext import ops
 from ds_ext.backward.reduced_grad import ReducedGrad, VotedParams
 from ds_ext.backward.streams import SideStreams, from_host, to_host
 from ds_ext.distributed.layout import Layout
+from ds_ext.ops.executors.flat_sums import largest, square_sums_of
 from ds_ext.optimizer import nonfinite
 
 
@@ -129,7 +130,7 @@ class Reduction:
 
     def _found(self, flats: dict[Tensor, Tensor]) -> list[Tensor]:
         """The values to check: sums of squares, or the largest magnitudes of summed gradients."""
-        op = ops.largest if self.layout.sums_gradients else ops.square_sums_of
+        op = largest if self.layout.sums_gradients else square_sums_of
         return _of_each(op, flats.values())
 
     def _upper_bound(self, param: Tensor, flat: Tensor) -> float:

@@ -1,10 +1,9 @@
-"""Passes over memory. Nothing here knows any rule.
+"""Memory passes that rules are built from. No rule is named here.
 
 This package exports ``ops.apply_(...)`` and the other passes.
 """
 
-from ds_ext.ops import executors as _executors  # registers them  # noqa: F401
-from ds_ext.ops.batch import Batch, Runs
+from ds_ext.ops.batch import Batch
 from ds_ext.ops.expressions import (
     Extended,
     Gradient,
@@ -26,15 +25,13 @@ from ds_ext.ops.expressions import (
     times,
     write_,
 )
-from ds_ext.ops.moments import AdamStep, Residual, RootQuotient, SignStep, advance_
-from ds_ext.ops.passes import (
+from ds_ext.ops.functions import (
     advance_1x1_,
     apply_,
     blocks,
     count_beyond,
     evaluate,
     factors_,
-    largest,
     lerp_,
     normalize_columns,
     normalize_rows,
@@ -46,11 +43,12 @@ from ds_ext.ops.passes import (
     square_lerp_,
     square_sum,
     square_sums,
-    square_sums_of,
     unit_quotient,
     weighted_square_sums,
 )
+from ds_ext.ops.moments import AdamStep, Residual, RootQuotient, SignStep, advance_
 from ds_ext.ops.products import Operand, PlacedProduct, Product, add_product_, product, terms_for
+from ds_ext.ops.runs import Runs
 
 __all__ = [
     "AdamStep",
@@ -83,7 +81,6 @@ __all__ = [
     "factors_",
     "flat",
     "is_part",
-    "largest",
     "lerp_",
     "product",
     "row_col_square_sums",
@@ -100,7 +97,6 @@ __all__ = [
     "square_lerp_",
     "square_sum",
     "square_sums",
-    "square_sums_of",
     "terms_for",
     "times",
     "unit_quotient",

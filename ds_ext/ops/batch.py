@@ -1,160 +1,28 @@
 """Many parameters that are stepped as one: pure data, which rules get instead of single tensors.
 
-A ``Batch`` replaces a ``Shard``, ``Runs`` and ``Weights`` replace a tensor, and vectors [n] replace
-numbers of one parameter. ``executors.batched`` makes the passes.
+A ``Batch`` replaces a ``Shard``, ``Runs`` replace a tensor, and vectors [n] replace
+numbers of one parameter. ``passes`` of a batch are the passes over its runs.
 """
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from ds_ext.ops.expressions import Source, WeightStorage
+from ds_ext.ops.passes import Passes
+from ds_ext.ops.runs import Runs
 from ds_ext.ops.schema import SCALE_GROUP
 from ds_ext.ops.shard import Shard
 
-Pointers: TypeAlias = NDArray[np.int64]
 GeometryTuple: TypeAlias = tuple[int, int, int, int, int]  # start, elements, matrices, rows, cols
 CPU = torch.device("cpu")
 
 
-class Layout(NamedTuple):
-    """What the contiguous tensors of ``Runs`` have in common, and their sizes."""
-
-    dtype: torch.dtype
-    device: torch.device
-    sizes: tuple[int, ...]  # elements of each tensor
-
-
-class Runs:
-    """A flat tensor of each parameter of a batch. All have one dtype; each may lie anywhere.
-
-    Args:
-        tensors: the tensors.
-        layout: their layout, if it is known.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], layout: Layout | None = None) -> None:
-        self.tensors = tensors
-        self._pointers: Pointers | None = None
-        if layout is not None:
-            self.layout = layout
-
-    @functools.cached_property
-    def layout(self) -> Layout | None:
-        """The layout; None if a tensor is not contiguous, or dtypes or devices differ."""
-        dtype, device, sizes = self.dtype, self.device, []
-        for x in self.tensors:
-            if x.dtype != dtype or x.device != device or not x.is_contiguous():
-                return None
-            sizes.append(x.numel())
-        return Layout(dtype, device, tuple(sizes))
-
-    @property
-    def pointers(self) -> Pointers:
-        """The address of each parameter's first element, [n]."""
-        if self._pointers is None:
-            self._pointers = np.array([x.data_ptr() for x in self.tensors], dtype=np.int64)
-        return self._pointers
-
-    base = 0
-
-    @property
-    def offsets(self) -> Pointers:
-        """The pointers: a base and offsets give the addresses of every kind of column."""
-        return self.pointers
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of all tensors."""
-        return self.tensors[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of all tensors."""
-        return self.tensors[0].device
-
-    def source(self) -> Source:
-        """Returns the description of this input for native code and kernels."""
-        return Source("IS_RUN", {"x": cast(Tensor, self)})
-
-
-class Flat(NamedTuple):
-    """The concatenated numbers of a batch's parameters, in one tensor."""
-
-    values: Tensor  # [total], fp32
-    firsts: NDArray[np.int64]  # index of each parameter's first number, [n]
-
-    @property
-    def base(self) -> int:
-        """The address of the tensor."""
-        return self.values.data_ptr()
-
-    @property
-    def offsets(self) -> Pointers:
-        """The bytes before each parameter's first element, [n]."""
-        return 4 * self.firsts
-
-    @property
-    def pointers(self) -> Pointers:
-        """The address of each parameter's first element, [n]."""
-        return 4 * self.firsts + self.values.data_ptr()
-
-    def contiguous(self) -> "Flat":
-        """Returns itself, as a contiguous tensor does."""
-        return self
-
-
-class Shifted(NamedTuple):
-    """Runs with a byte offset for each parameter."""
-
-    runs: "Runs | Flat"
-    by: NDArray[np.int64]  # bytes, [n]
-
-    @property
-    def base(self) -> int:
-        """That of the runs."""
-        return self.runs.base
-
-    @property
-    def offsets(self) -> Pointers:
-        """Those of the runs, shifted, [n]."""
-        return self.runs.offsets + self.by
-
-    @property
-    def pointers(self) -> Pointers:
-        """The address of each parameter's first element, [n]."""
-        return self.runs.pointers + self.by
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The weights of a batch and their storage: a ``WeightStorage`` of many parameters."""
-
-    run: Runs
-    how: str = "PLAIN"
-    aux: Runs | None = None
-    key: NDArray[np.uint32] | None = None  # [n]
-    # Σ(Δw²) and Σw² of each parameter: added in fp64 on a CPU, overwritten in fp32 on a GPU.
-    update_sums: "Runs | Flat | None" = None
-    norm_cache: Any = None  # the executor's cached norms of the weights
-
-    def storage(self) -> WeightStorage:
-        """Returns itself, because it has the fields of ``WeightStorage`` except ``start``.
-
-        Passes read ``Batch.noise_firsts`` instead of ``start``.
-        """
-        return cast(WeightStorage, self)
-
-
 class Batch:
-    """The geometry of the runs of many parameters of one kind.
+    """The geometry of the runs of many parameters of one kind, with the passes over them.
 
     Args:
         shards: one for each parameter; all of the same ``kind``.
@@ -162,6 +30,8 @@ class Batch:
             count; by default the start of its shard.
         device: the device of the runs.
     """
+
+    passes: Passes
 
     def __init__(
         self,

@@ -11,9 +11,11 @@ from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext.ops import scratch
+from ds_ext.ops.runs import Runs
 from ds_ext.ops.schema import FORMS
 from ds_ext.ops.shard import Block
 
@@ -22,18 +24,24 @@ Number: TypeAlias = Tensor | float  # a tensor [] is read on the device when the
 
 @dataclass(frozen=True)
 class WeightStorage:
-    """A weight that a kernel can read and write."""
+    """A weight that native code and kernels can read and write, or the weights of a batch.
 
-    run: Tensor
+    In a batch, ``Runs`` replace tensors, and ``key`` is a vector [n].
+    """
+
+    run: Tensor | Runs
     how: str = "PLAIN"  # one of schema.STORAGE: see weight_storage.py
-    aux: Tensor | None = None
-    key: int = 0
+    aux: Tensor | Runs | None = None
+    key: int | NDArray[np.uint32] = 0
     start: int | None = None  # first element of the run in its parameter; None: its shard's start
+    # Σ(Δw²) and Σw² of each parameter of a batch: added in fp64 on a CPU, overwritten in fp32 on a
+    # GPU.
+    update_sums: Runs | None = None
+    norm_cache: Any = None  # the executor's cached norms of the weights of a batch
 
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns its tensors by the name of their table column."""
-        return {"w": self.run} | ({} if self.aux is None else {"aux": self.aux})
+    def storage(self) -> "WeightStorage":
+        """Returns itself: the weights of a batch are only read and written by passes."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -41,13 +49,13 @@ class Source:
     """The description of a pass's input: a form of ``schema.FORMS``, and its columns."""
 
     form: str
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor | Runs] = field(default_factory=dict)
     scalars: Mapping[str, Number] = field(default_factory=dict)
     # The weights to read. They are the input of IS_WEIGHT; with other forms, passes add ``decay``
     # times the weights to the input.
     storage: WeightStorage | None = None
 
-    def plus(self, form: str, tensors: Mapping[str, Tensor], **scalars: Number) -> "Source":
+    def plus(self, form: str, tensors: Mapping[str, Tensor | Runs], **scalars: Number) -> "Source":
         """Returns the same input in another form, with more columns."""
         tensors, numbers = {**self.tensors, **tensors}, {**self.scalars, **scalars}
         return Source(form, tensors, numbers, self.storage)
@@ -60,7 +68,7 @@ class Source:
 
 def source_of(x: Any) -> Source | None:
     """Returns the description of a run for native code and kernels; None if they cannot read it."""
-    if isinstance(x, Tensor):
+    if isinstance(x, Tensor | Runs):
         return Source("IS_RUN", {"x": x})
     if hasattr(x, "storage"):
         return Source("IS_WEIGHT", storage=x.storage())
@@ -104,9 +112,8 @@ class WritableRun(Run, Protocol):
         ...
 
 
-Readable: TypeAlias = "Tensor | Run"
-Gradient: TypeAlias = "Tensor | Scaled"  # has a dtype and a device too
-Writable: TypeAlias = "Tensor | WritableRun"
+Readable: TypeAlias = Tensor | Run
+Writable: TypeAlias = Tensor | WritableRun
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -195,6 +202,9 @@ class Scaled:
         """Returns the number of elements of the run."""
         assert isinstance(self.x, Tensor)
         return self.x.numel()
+
+
+Gradient: TypeAlias = Tensor | Scaled  # has a dtype and a device too
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops import scratch
-from ds_ext.ops.batch import Runs
 from ds_ext.ops.expressions import (
     Readable,
     Source,
@@ -24,6 +23,7 @@ from ds_ext.ops.expressions import (
     root,
     write_,
 )
+from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Block
 
 TINY = 1e-37  # numbers below may be 0 in fp32

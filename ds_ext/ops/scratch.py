@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class _Kind:
-    """Flat buffers of one dtype, at most ``BLOCK`` elements each; ``seen`` are their last views."""
+    """Runs buffers of one dtype, at most ``BLOCK`` elements each; ``seen`` are their last views."""
 
     def __init__(self) -> None:
         self.held: list[Tensor] = []

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ds_ext.hyperparams import Size
 from ds_ext.ops import scratch
-from ds_ext.ops.batch import Runs, Weights
+from ds_ext.ops.expressions import WeightStorage
 from ds_ext.ops.rounding import ROUND, key, keys
+from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part
 from ds_ext.ops.weight_storage import MASTERS, StochasticWeight, StoredWeight
@@ -86,16 +87,16 @@ def weights(
     numbers: NDArray[np.uint32],
     t: int,
     norm_cache: Any = None,
-) -> Weights:
+) -> WeightStorage:
     """``weight`` for a batch whose masters, if it needs any, exist already.
 
     ``numbers`` are the numbers of its parameters, [n]; ``norm_cache`` has the norms of the weights.
     """
     if masters is not None:
-        return Weights(runs, MASTERS[masters.dtype].HOW, masters, norm_cache=norm_cache)
+        return WeightStorage(runs, MASTERS[masters.dtype].HOW, masters, norm_cache=norm_cache)
     if runs.dtype not in ROUND or how.weight_update == "nearest":
-        return Weights(runs, norm_cache=norm_cache)
-    return Weights(runs, "STOCHASTIC", key=keys(how.seed, numbers, t), norm_cache=norm_cache)
+        return WeightStorage(runs, norm_cache=norm_cache)
+    return WeightStorage(runs, "STOCHASTIC", key=keys(how.seed, numbers, t), norm_cache=norm_cache)
 
 
 def master_parts(s: Mapping[str, Any], n: int) -> dict[str, Part]:

@@ -13,12 +13,10 @@ from torch import Tensor
 from ds_ext import ops, rules
 from ds_ext.distributed.lockstep import Generators, StepGenerator
 from ds_ext.ops import turns, weight_update
-from ds_ext.ops.batch import Flat, Runs
-from ds_ext.ops.executors.batched import added_up
-from ds_ext.ops.executors.table_batch import AnyNormCache
+from ds_ext.ops.executors.tables import AnyNormCache
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.executors.triton.launch_memory import Memory
-from ds_ext.ops.shard import Shard
+from ds_ext.ops.runs import Runs
 from ds_ext.optimizer import ema, expert_stacks, nonfinite, sections, state_checks
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
@@ -76,19 +74,20 @@ class BatchedStep:
                 for run, x in zip(self.runs.tensors, self.plan.pieces, strict=True)
             ]
             p = replace(p, update_sums=self._update_sums())
-        self.batch.gradients, self.batch.square_parts = self.gradients, None
+        passes = self.batch.passes
+        passes.gradients, passes.square_parts = self.gradients, None
         step = self.rule.step(p, self.gradients, self.state, self.t, self.batch)
         e = ema.average(self.state, self.rule, self.plan.param_ids, self.t)
-        self.batch.begin(p, self.gradients, self.state)
+        passes.begin(p, self.gradients, self.state)
         return ema.averaged(step, self.rule, p, e, self.t, self.batch)
 
-    def _update_sums(self) -> Runs | Flat:
+    def _update_sums(self) -> Runs:
         """Where passes write two sums of each parameter: the statistics, or ``totals`` on a GPU."""
         if not devices.supports(self.batch.device):
             return Runs(self.sums)
         n = len(self.sums)
         self.totals = torch.zeros(2 * n, dtype=torch.float32, device=self.batch.device)
-        return Flat(self.totals, 2 * np.arange(n))
+        return Runs((self.totals,), firsts=2 * np.arange(n))
 
     def squares(self) -> Tensor:
         """Returns the sums of squares of gradients, [n].
@@ -96,8 +95,8 @@ class BatchedStep:
         It takes no pass if the rule has added them up already.
         """
         g = self.gradients
-        known: Tensor | None = added_up(self.batch)
-        return ops.square_sum(g, cast(Shard, self.batch), g) if known is None else known
+        known = self.batch.passes.added_up()
+        return ops.square_sum(g, self.batch, g) if known is None else known
 
     def retain(self, good: NDArray[np.bool_]) -> bool:
         """Rolls the step back and keeps only ``good`` parameters; returns whether some are left."""
@@ -109,7 +108,7 @@ class BatchedStep:
             if not is_good:
                 rollback(self.states[piece.position])
         remaining = [piece for piece, is_good in pieces if is_good]
-        self.batch.detach()  # the plan outlives the step, and would hold its gradients
+        self.batch.passes.detach()  # the plan outlives the step, and would hold its gradients
         if remaining:
             plan = self.plan
             self._set_plan(
@@ -224,7 +223,7 @@ class BucketStep:
         """Stores weights and states, after the rules have ended."""
         for batch in self.batches:
             batch.end(self.norms)
-            batch.batch.detach()
+            batch.batch.passes.detach()
         bad, state = self.check.bad, self.table.state
         self.staged.write_back(bad)
         for param in bad:

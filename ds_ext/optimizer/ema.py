@@ -18,8 +18,9 @@ from ds_ext import ops
 from ds_ext.distributed.lockstep import StepGenerator
 from ds_ext.hyperparams import Fraction, Precision
 from ds_ext.ops import weight_update
-from ds_ext.ops.batch import Runs, Weights
+from ds_ext.ops.expressions import WeightStorage
 from ds_ext.ops.rounding import key, keys
+from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts
 from ds_ext.ops.weight_storage import StochasticWeight
@@ -29,7 +30,7 @@ from ds_ext.rules.base import refuse_reserved_state
 EMA = "ema"  # the key of the average in a state
 _SEED = 2**40  # added to the seed: the bits differ from those that round weights
 
-Average: TypeAlias = weight_update.Weight | Runs | Weights
+Average: TypeAlias = weight_update.Weight | Runs | WeightStorage
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def average(s: dict[str, Any], rule: Any, number: Any, t: int, first: int = 0) -
     if e.dtype != torch.bfloat16:
         return e
     if isinstance(e, Runs):
-        return Weights(e, "STOCHASTIC", key=keys(rule.seed + _SEED, number, t))
+        return WeightStorage(e, "STOCHASTIC", key=keys(rule.seed + _SEED, number, t))
     return StochasticWeight(e, key(rule.seed + _SEED, number, t), first)
 
 
@@ -104,7 +105,7 @@ def _advancing(
 ) -> StepGenerator:
     yield from step
     weight = 1.0 if t == 1 else 1 - rule.ema_decay
-    if getattr(p, "aux", None) is None and isinstance(p, StochasticWeight | Weights):
+    if getattr(p, "aux", None) is None and isinstance(p, StochasticWeight | WeightStorage):
         p = p.run  # has all bits of the weight
     if isinstance(e, Tensor | Runs):
         ops.lerp_(e, p, weight, shard)  # type: ignore[arg-type]

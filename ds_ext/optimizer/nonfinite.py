@@ -27,11 +27,11 @@ from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.distributed.lockstep import StepGenerator, advance
-from ds_ext.ops.batch import Flat
-from ds_ext.ops.executors.table_batch import TableBatch
+from ds_ext.ops.executors.table_passes import TableBatch
 from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable
-from ds_ext.ops.executors.triton.launch_memory import Addresses, Memory
+from ds_ext.ops.executors.triton.launch_memory import Memory
 from ds_ext.ops.executors.triton.launcher import GradLimits
+from ds_ext.ops.runs import Runs
 
 # A rank votes 1 for a good gradient, BAD_VOTE for a bad one. The sum over ranks of a good gradient
 # is at most MAX_GOOD_VOTES.
@@ -73,7 +73,7 @@ class DeviceGradFlags:
         bounds: NDArray[np.float32],
         is_square: bool,
         device: torch.device,
-    ) -> Addresses:
+    ) -> Runs:
         """Returns where kernels write the checked values of gradients, [n].
 
         Args:
@@ -89,7 +89,7 @@ class DeviceGradFlags:
             known.setdefault(param, (len(known), device, bound, is_square))[0]
             for param, bound in zip(params, bounds.tolist(), strict=True)
         ]
-        return Addresses(self._values[device], 4 * np.array(places, dtype=np.int64))
+        return Runs((self._values[device],), firsts=np.array(places, dtype=np.int64))
 
     def read(self, *extra: Tensor) -> tuple[Flagged, list[float]]:
         """Synchronizes with the device; returns the flagged gradients and the extra scalars."""
@@ -189,21 +189,21 @@ def checked_on_device(step: DeviceStep, memory: Memory, check: GradCheck) -> Ste
         check: by the first round, by votes, by both or not at all.
     """
     by_sums, by_votes = step.params[0] in check.params, step.params[0] in check.votes
-    batch = step.batch
-    batch.attach(memory)
+    passes = step.batch.passes
+    passes.attach(memory)
     rule = step.begin()
     if by_votes:  # recorded first, because a pass with limits skips bad gradients
         limits = _limits_of_votes(step, check.votes)
         _record(step, limits, check, is_square=False)
-        batch.limits = limits
+        passes.limits = limits
     begins_checked = by_sums and not step.sums_first
     sums = None if begins_checked else advance(rule, None)
     if by_sums:
-        batch.limits = None
+        passes.limits = None
         *totals, found = yield (*(sums or ()), step.squares())
         limits = _limits(found, step.upper_bounds)
         _record(step, limits, check, is_square=True)
-        batch.limits = limits
+        passes.limits = limits
         sums = advance(rule, None if begins_checked else tuple(totals))
     while sums is not None:
         sums = advance(rule, (yield sums))
@@ -216,11 +216,11 @@ def _limits_of_votes(step: DeviceStep, votes: Mapping[Tensor, Tensor]) -> GradLi
 
 
 def _limits(found: Tensor, bounds: Any) -> GradLimits:
-    return GradLimits(Flat(found, np.arange(len(found))), bounds)
+    return GradLimits(Runs((found,), firsts=np.arange(len(found))), bounds)
 
 
 def _record(step: DeviceStep, limits: GradLimits, check: GradCheck, is_square: bool) -> None:
     """Makes the device copy the checked values to ``check.flags``."""
     assert check.flags is not None, "nothing would read the flags of gradients checked on a device"
     at = check.flags.places(step.params, limits.most, is_square, step.batch.device)
-    cast(KernelTable, step.batch.own).copy_checked_values(limits, at)
+    cast(KernelTable, step.batch.passes.own).copy_checked_values(limits, at)

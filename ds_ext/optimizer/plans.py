@@ -19,10 +19,11 @@ from torch import Tensor
 
 from ds_ext import rules
 from ds_ext.ops import weight_update
-from ds_ext.ops.batch import Layout, Runs, kind, may_join, stacked
-from ds_ext.ops.executors.table_batch import TableBatch
+from ds_ext.ops.batch import kind, may_join, stacked
+from ds_ext.ops.executors.table_passes import TableBatch
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.rounding import ROUND
+from ds_ext.ops.runs import Layout, Runs
 from ds_ext.ops.schema import DTYPES
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts, leaves
@@ -84,7 +85,7 @@ class BatchPlan:
         # The largest allowed sums of squares of gradients, [n].
         self.upper_bounds: NDArray[np.float32] = nonfinite.upper_bound(numel, torch.float32)
         reads_norm = caches_norms(rule, pieces[0].shard)
-        self.norm_cache = self.batch.new_norm_cache() if reads_norm else None
+        self.norm_cache = self.batch.passes.new_norm_cache() if reads_norm else None
         self.positions = [x.position for x in pieces]
         self._are_whole = all(x.run is None for x in pieces)
         self._state: dict[str, Any] | None = None  # of the step in progress

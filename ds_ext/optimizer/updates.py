@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ext import ops
+from ds_ext.ops.executors.flat_sums import square_sums_of
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import NestedState
 from ds_ext.optimizer import host_offload
@@ -57,7 +57,7 @@ class ProjectedGrads:
 
     def square(self) -> Tensor:
         """Returns the sum of squares of this rank's part, []."""
-        return ops.square_sums_of(self.values).sum()
+        return square_sums_of(self.values).sum()
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
         """Replaces the kept numbers by ``move`` of them."""

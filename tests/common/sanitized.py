@@ -17,9 +17,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from ds_ext.ops.batch import Runs
-from ds_ext.ops.executors import batched, table_batch
+from ds_ext.ops.executors import table_passes, tables
 from ds_ext.ops.executors.native import library, native_table
+from ds_ext.ops.runs import Runs
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, plans, state_checks
 from ds_ext.rules import REGISTRY
 from tests.common.hypers import SIMULATED
@@ -196,8 +196,8 @@ def overrun() -> None:
     with (
         mock.patch.object(plans.BatchPlan, "fits", lambda *_: True),
         mock.patch.object(state_checks, "check", lambda *_: None),
-        mock.patch.object(table_batch, "checked", unchecked),
-        mock.patch.object(batched, "checked", unchecked),
+        mock.patch.object(tables, "checked", unchecked),
+        mock.patch.object(table_passes, "checked", unchecked),
     ):
         step(params, optimizer)
 

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from ds_ext import ops
-from ds_ext.ops import passes
-from ds_ext.ops.batch import Runs, Weights
-from ds_ext.ops.executors.table_batch import TableBatch
+from ds_ext.ops.executors.table_passes import TableBatch
 from ds_ext.ops.executors.triton import launcher, launches
+from ds_ext.ops.expressions import WeightStorage
+from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import needs, paths, table
@@ -52,7 +52,7 @@ def test_a_quotient_is_that_of_each_element(shape):
     u = ops.Quotient(x.view(-1), row.unsqueeze(2), col.unsqueeze(1), 0.5)
     expected = x.view(shard.mats, shard.rows, shard.cols)
     expected = expected * row.unsqueeze(2) * col.unsqueeze(1) * 0.5
-    assert passes.evaluate(u, shard, x).view_as(expected).allclose(expected, rtol=1e-14)
+    assert ops.evaluate(u, shard, x).view_as(expected).allclose(expected, rtol=1e-14)
 
 
 @pytest.mark.parametrize("path", ["ops", "native"])
@@ -91,5 +91,5 @@ def test_a_launch_has_no_more_parameters_than_a_program_looks_through(monkeypatc
     count = launcher.MAX_PARAMETERS + 5
     x = Runs([torch.ones(8)] * count)
     batch = TableBatch([Shard.whole((8,))] * count, device=paths.DEVICE)
-    ops.apply_(Weights(x), x, batch, lr=0.1)
+    ops.apply_(WeightStorage(x), x, batch, lr=0.1)
     assert launched == [launcher.MAX_PARAMETERS, 5]

@@ -9,11 +9,11 @@ import torch
 from ds_ext import ops
 from ds_ext.distributed import lockstep
 from ds_ext.ops import rounding, scratch, weight_update
-from ds_ext.ops.batch import Runs
-from ds_ext.ops.executors import single
-from ds_ext.ops.executors.table_batch import TableBatch
+from ds_ext.ops.executors import table_passes
+from ds_ext.ops.executors.table_passes import TableBatch
 from ds_ext.ops.executors.triton import launches, sizes
 from ds_ext.ops.executors.triton.launch_memory import Memory
+from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.weight_update import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS
@@ -376,13 +376,13 @@ def test_what_no_kernel_reads_is_applied_by_one_in_slices(
     name, hypers, dtype, world, kernels, launched, monkeypatch
 ):
     made, limit = [], 512
-    original = single.read
+    original = table_passes.read
 
     def read(u, b):
         made.append(original(u, b))
         return made[-1]
 
-    monkeypatch.setattr(single, "read", read)
+    monkeypatch.setattr(table_passes, "read", read)
     monkeypatch.setattr(scratch, "product_limit", lambda device: limit)
     shapes, hypers = ((70, 64), (37, 150)), SETTINGS[name] | hypers
     found, before = trained(name, dtype, "stochastic", world, hypers, shapes)
@@ -463,6 +463,6 @@ def test_kernels_round_products_before_they_add_them(kernels, monkeypatch):
 def test_plain_torch_reads_the_results_of_passes_at_once(kernels):
     v, x = torch.zeros(6, device=DEVICE), torch.ones(6, device=DEVICE)
     batch = TableBatch([Shard.whole((6,))], device=v.device)
-    batch.attach(Memory(v.device))
+    batch.passes.attach(Memory(v.device))
     ops.lerp_(Runs([v]), Runs([x]), 0.5, batch)
     assert v.sum() == 3

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from ds_ext.ops import Scaled
-from ds_ext.ops.batch import Flat, Runs
 from ds_ext.ops.executors.native import native_table as native
 from ds_ext.ops.executors.triton import devices, kernels, launch_memory, launches
 from ds_ext.ops.executors.triton.columns import ADDRESSES, ARGUMENT, ARGUMENTS, NUMBERS, TILE
 from ds_ext.ops.executors.triton.device_arrays import DeviceArrays
 from ds_ext.ops.executors.triton.launcher import LEAST_ADDRESS, GradLimits, Launcher
+from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import mapped
 from ds_ext.optimizer import OPTIMIZERS
@@ -112,9 +112,11 @@ class Twice:
         owners = []
         for plan in self.optimizer._plans._made.values():
             for one in plan.batches:
-                owners += [(of, "_launches") for of in (one.batch.own, one.batch.whole)]
-                owners += [(of, "_folds") for of in (one.batch.own, one.batch.whole)]
-                owners.append((one.batch._arrays, "_used"))
+                owners += [
+                    (of, "_launches") for of in (one.batch.passes.own, one.batch.passes.whole)
+                ]
+                owners += [(of, "_folds") for of in (one.batch.passes.own, one.batch.passes.whole)]
+                owners.append((one.batch.passes._arrays, "_used"))
         kept = [vars(owner)[name] for owner, name in owners]
         for owner, name in owners:
             setattr(owner, name, {})
@@ -257,7 +259,7 @@ def test_the_kernel_has_an_argument_for_each_column():
 
 def test_folds_with_and_without_limits_are_kept_apart(noted):
     of = launcher()
-    part, out = torch.zeros(64), Flat(torch.zeros(2), np.arange(2))
+    part, out = torch.zeros(64), Runs((torch.zeros(2),), firsts=np.arange(2))
     limits = GradLimits(out, np.ones(2, dtype=np.float32))
     for of.limits in (None, limits, None):
         of.fold((of.sums["flat"][1], part, out))

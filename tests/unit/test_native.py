@@ -28,7 +28,7 @@ from ds_ext import ops
 from ds_ext.distributed import lockstep
 from ds_ext.ops.executors.native import bf16_products, library
 from ds_ext.ops.executors.native import native_table as native
-from ds_ext.ops.executors.table_batch import TableBatch
+from ds_ext.ops.executors.table_passes import TableBatch
 from ds_ext.ops.shard import Box, Shard, TensorParallelSplit
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.update_stats import UpdateStats

@@ -10,7 +10,7 @@ from torch import nn
 
 import ds_ext
 from ds_ext import hyperparams
-from ds_ext.ops.passes import accumulator
+from ds_ext.ops.expressions import accumulator
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
 from ds_ext.optimizer import OPTIMIZERS

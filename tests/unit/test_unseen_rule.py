@@ -9,8 +9,11 @@ from torch import nn
 
 from ds_ext import ops
 from ds_ext.hyperparams import NonNegative
-from ds_ext.ops.batch import Runs, Weights
-from ds_ext.ops.executors import table_batch
+from ds_ext.ops.executors.native.native_table import NativeTable
+from ds_ext.ops.executors.table_passes import TableBatch
+from ds_ext.ops.executors.triton.kernel_table import KernelTable
+from ds_ext.ops.expressions import WeightStorage
+from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part
 from ds_ext.ops.weight_update import RoundingConfig
@@ -99,10 +102,10 @@ def test_the_planner_counts_it():
 def test_no_moment_advances_if_a_later_run_is_unsupported(monkeypatch):
     paths.use(monkeypatch, "kernels")
     g, m, v = (Runs([torch.full((6,), x)]) for x in (1.0, 0.0, 0.0))
-    batch = table_batch.TableBatch([Shard.whole((6,))], device=paths.DEVICE)
+    batch = TableBatch([Shard.whole((6,))], device=paths.DEVICE)
     step = ops.AdamStep(ops.RootQuotient(m, v, 1e-8), g, 0.9, 0.99)
     unread = ops.Sum(ops.Sum(g, g, 1.0), g, 1.0)  # no kernel reads a sum of sums
-    with pytest.raises(TypeError, match="SquareSums .* is_batched=False"):
+    with pytest.raises(TypeError, match="ops.square_sums .* is_batched=False"):
         ops.square_sums((step, unread), batch, g)
     assert m.tensors[0].eq(0).all() and v.tensors[0].eq(0).all()
 
@@ -174,8 +177,8 @@ def test_a_sum_may_stand_anywhere_in_an_update(make, path, is_batch, monkeypatch
         x, p, m = (w.abs() + 0.5 for w in table.weights([(42,)] * 3, torch.float32))
         given, at = (x, p, m), Shard.whole((6, 7))
         if is_batch and way == path:
-            at = table_batch.TableBatch([at], device=p.device)
-            given = Runs([x]), Weights(Runs([p])), Runs([m])
+            at = TableBatch([at], device=p.device)
+            given = Runs([x]), WeightStorage(Runs([p])), Runs([m])
         before = torch.cat([p, m])
         try:
             make(*given, at)
@@ -197,7 +200,7 @@ def test_tables_run_the_passes_that_they_support(path, monkeypatch):
         ran.append(name)
         return original(self, name, *args, **kwargs)
 
-    kind = table_batch.KernelTable if path == "kernels" else table_batch.NativeTable
+    kind = KernelTable if path == "kernels" else NativeTable
     original = kind.run
     monkeypatch.setattr(kind, "run", noting)
     params, optimizer = made()
@@ -227,7 +230,7 @@ def square_lerp_to(y, x, at):
 
 
 def apply_to(y, x, at):
-    ops.apply_(Weights(y) if isinstance(y, Runs) else y, x, at, lr=0.5, weight_decay=0.1)
+    ops.apply_(WeightStorage(y) if isinstance(y, Runs) else y, x, at, lr=0.5, weight_decay=0.1)
 
 
 def sum_of_squares(y, x, at):
@@ -339,7 +342,7 @@ def test_factors_that_no_table_reads_are_refused_in_a_batch(path, monkeypatch):
 
     def step(self, p, g, s, t, shard):
         u = ops.unit_quotient(g, shard, g)
-        wide = type(u.row)(u.row.values.double(), u.row.firsts)
+        wide = Runs((u.row.values.double(),), firsts=u.row.offsets // 4)
         u = ops.normalize_rows(replace(u, row=wide), ops.square_sum(g, shard, g), 1e-8, shard)
         ops.apply_(p, u, shard, lr=self.lr)
         yield from ()
@@ -348,7 +351,7 @@ def test_factors_that_no_table_reads_are_refused_in_a_batch(path, monkeypatch):
     try:
         monkeypatch.setattr(REGISTRY["kept"].rule, "step", step)
         params = [nn.Parameter(torch.zeros(shape)) for shape in ((30, 40), (20, 40))]
-        with pytest.raises(TypeError, match="NormalizeRows .* is_batched=False"):
+        with pytest.raises(TypeError, match="ops.normalize_rows .* is_batched=False"):
             steps(OPTIMIZERS["kept"](params), params, [[torch.ones_like(p) for p in params]])
     finally:
         del REGISTRY["kept"]

@@ -65,7 +65,7 @@ FAULTS = (
         "unit/test_normalized.py -k sharded",
     ),
     Fault(
-        "ops/executors/table_batch.py",
+        "ops/executors/tables.py",
         "layout is None or layout.dtype not in dtypes",
         "layout is None",
         "unit/test_unseen_rule.py -k 'native and bf16 and (lerp_from or sign)'",
@@ -84,9 +84,9 @@ FAULTS = (
     ),
     # expressions that native code and kernels cannot evaluate
     Fault(
-        "ops/executors/batched.py",
-        'if "decay" in columns and name not in schema.ADD_WEIGHTS:',
-        'if "decay" in columns and not schema.ADD_WEIGHTS:',
+        "ops/executors/table_passes.py",
+        'if "decay" in source.scalars and name not in schema.ADD_WEIGHTS:',
+        'if "decay" in source.scalars and not schema.ADD_WEIGHTS:',
         "unit/test_unseen_rule.py -k lerp_of_sum-native",
     ),
     Fault(

@@ -1,11 +1,9 @@
 """Cached norms of the updated weights, for native passes."""
 
-from typing import Any
-
 import numpy as np
 
 from ds_ext.ops import schema
-from ds_ext.ops.batch import Pointers
+from ds_ext.ops.runs import Pointers, Runs
 
 
 class NormCache:
@@ -22,7 +20,7 @@ class NormCache:
         step = self._values.strides[0]
         self.pointers: Pointers = self._values.ctypes.data + step * np.arange(n)
 
-    def check(self, runs: Any) -> None:
+    def check(self, runs: Runs) -> None:
         """Invalidates entries of runs written since ``note``; all entries if a run has moved."""
         versions = [x._version for x in runs.tensors]
         if self._where is None or not np.array_equal(self._where, runs.pointers):
@@ -36,7 +34,7 @@ class NormCache:
         """Invalidates the cache."""
         self._where = None
 
-    def note(self, runs: Any) -> None:
+    def note(self, runs: Runs) -> None:
         """Records the runs' addresses and version counters, which must include the last writes."""
         self._where, self._versions = runs.pointers, [x._version for x in runs.tensors]
 

@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from ds_ext.ops.executors.triton.folds import PartialOffsets
-from ds_ext.ops.executors.triton.launch_memory import Addresses
+from ds_ext.ops.runs import Runs
 
 
 class DeviceNormCache:
@@ -28,7 +27,7 @@ class DeviceNormCache:
     def __init__(self, parts: Mapping[str, PartialOffsets], device: torch.device) -> None:
         self.parts, self.device = parts, device
         self.tiles = ""
-        self.columns: dict[str, Addresses] = {}  # a sum and a weight per tile
+        self.columns: dict[str, Runs] = {}  # a sum and a weight per tile
         self.are_valid = False
         self.are_noted = False  # whether the last pass that wrote the weights stored their sums
         self._where: bytes | None = None
@@ -38,18 +37,21 @@ class DeviceNormCache:
         """Returns the bytes of ``columns`` for these tiles."""
         return 2 * 4 * self.parts[tiles].total
 
-    def noted_by(self, tiles: str) -> dict[str, Addresses]:
+    def noted_by(self, tiles: str) -> dict[str, Runs]:
         """Returns the columns that these tiles write; allocates them if the tiles have changed."""
         self.are_noted = True
         if tiles != self.tiles:
-            total, starts = self.parts[tiles].total, self.parts[tiles].starts
+            total, firsts = self.parts[tiles].total, self.parts[tiles].firsts
             made = torch.full((2, total), math.nan, dtype=torch.float32, device=self.device)
             sums, probes = made.unbind()
             self.tiles = tiles
-            self.columns = {"part2": Addresses(sums, starts), "probe": Addresses(probes, starts)}
+            self.columns = {
+                "part2": Runs((sums,), firsts=firsts),
+                "probe": Runs((probes,), firsts=firsts),
+            }
         return self.columns
 
-    def check(self, runs: Any) -> None:
+    def check(self, runs: Runs) -> None:
         """Invalidates the cache if a run has moved or was written since ``note``."""
         versions = [x._version for x in runs.tensors]
         self.are_valid = versions == self._versions and runs.pointers.tobytes() == self._where
@@ -59,7 +61,7 @@ class DeviceNormCache:
         """Invalidates the cache."""
         self._where = None
 
-    def note(self, runs: Any) -> None:
+    def note(self, runs: Runs) -> None:
         """Records the runs' addresses and version counters, which must include the last writes."""
         self._where = runs.pointers.tobytes() if self.are_noted else None
         self._versions = [x._version for x in runs.tensors]

@@ -13,7 +13,7 @@ from ds_ext.ops.executors.triton.tiles import Geometry, Int64s, Tiles
 class PartialOffsets:
     """The offset of each parameter's partial sums in one tensor."""
 
-    starts: Int64s  # bytes
+    firsts: Int64s  # elements
     total: int  # size of the tensor, elements
 
 
@@ -38,13 +38,15 @@ def parts(counts: Int64s) -> PartialOffsets:
     """Returns offsets of ``counts`` numbers of each parameter, aligned to 16 bytes."""
     ends = np.cumsum(-(-counts // 4) * 4)
     starts = np.concatenate([[0], ends[:-1]])
-    return PartialOffsets(4 * starts, int(ends[-1]))
+    return PartialOffsets(starts, int(ends[-1]))
 
 
 def of_tiles(programs: Int64s) -> tuple[PartialOffsets, PartialReduction]:
     """Reduces one partial sum per tile to one sum per parameter."""
     made, owners = parts(programs), np.arange(len(programs))
-    return made, PartialReduction(of_one(programs), owners, made.starts, np.zeros_like(programs))
+    return made, PartialReduction(
+        of_one(programs), owners, 4 * made.firsts, np.zeros_like(programs)
+    )
 
 
 def of_one(counts: Int64s) -> Tiles:
@@ -63,7 +65,7 @@ def row_sums(g: Geometry, at: Tiles) -> tuple[PartialOffsets, PartialReduction]:
     rows, row0 = g.rows[owners], at.of("row0")[owners]
     sums = _sums(wide[owners], height[owners], np.minimum(high, rows - row0))
     outs = 4 * ((at.of("mat0")[owners] + mat) * rows + row0)
-    return made, PartialReduction(sums, owners, made.starts[owners] + 4 * mat * high, outs)
+    return made, PartialReduction(sums, owners, 4 * (made.firsts[owners] + mat * high), outs)
 
 
 def col_sums(g: Geometry, at: Tiles) -> tuple[PartialOffsets, PartialReduction]:
@@ -74,7 +76,7 @@ def col_sums(g: Geometry, at: Tiles) -> tuple[PartialOffsets, PartialReduction]:
     cols, high = g.cols[owners], down[owners]
     sums = _sums(high, cols, cols)
     outs = 4 * (at.of("mat0")[owners] + mat) * cols
-    return made, PartialReduction(sums, owners, made.starts[owners] + 4 * mat * high * cols, outs)
+    return made, PartialReduction(sums, owners, 4 * (made.firsts[owners] + mat * high * cols), outs)
 
 
 def _by_matrix(mats: Int64s) -> tuple[Int64s, Int64s]:

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from ds_ext.ops import rounding, schema
-from ds_ext.ops.batch import Flat
 from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
-from ds_ext.ops.executors.triton.launcher import OUT, Column, Columns, Launcher, SquareParts
+from ds_ext.ops.executors.triton.launcher import OUT, Columns, Launcher, SquareParts
 from ds_ext.ops.executors.triton.launches import Constants
+from ds_ext.ops.runs import Runs
 
 
 class Read(NamedTuple):
@@ -28,7 +28,8 @@ class Read(NamedTuple):
         """The columns, with defaults of optional numbers, and keys of random bits as integers."""
         found = {"factor": 1.0, **self.columns}
         if "key" in found:
-            found["key"] = Column(0, found["key"].astype(np.int64))
+            keys = np.asarray(found["key"], dtype=np.int64).reshape(-1)
+            found["key"] = Runs.at(0, keys)
         return found
 
     @property
@@ -152,7 +153,7 @@ def _apply(table: Launcher, read: Read) -> None:
     name = read.tiles
     at, columns = getattr(table, name), dict(read.numbers)
     if read.storage is not None and read.storage[0] == "STOCHASTIC":
-        columns["noise"] = Flat(rounding.shifted_noise(table.device), 0 * table.own)
+        columns["noise"] = Runs((rounding.shifted_noise(table.device),), firsts=0 * table.own)
     sums, cache = columns.pop("update_sums", None), columns.pop("norm_cache", None)
     notes = cache is not None
     if notes:
@@ -166,7 +167,7 @@ def _apply(table: Launcher, read: Read) -> None:
     if not notes:
         columns["part2"] = table.room(how)[1]
     table.launch("measured_apply", (*read.constants, ("NOTED", notes)), at, columns)
-    second, held = Flat(sums.values, sums.firsts + 1), columns["part2"].values
+    second, held = sums.shifted(4), columns["part2"].values
     table.fold((how[1], moved, sums), (how[1], held, second))
 
 

@@ -5,11 +5,8 @@ needed so far. Sums over ranks lie next to each other, so a round reduces them i
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 SCRATCH, SUMS, HOST = range(3)
@@ -78,20 +75,3 @@ class Memory:
                 return None
             end += x.numel()
         return piece[start:end] if 0 <= start and end <= len(piece) else None
-
-
-class Addresses(NamedTuple):
-    """Addresses in a tensor, which this object keeps alive."""
-
-    values: Tensor
-    starts: NDArray[np.int64]  # bytes
-
-    @property
-    def base(self) -> int:
-        """What ``offsets`` are added to."""
-        return self.values.data_ptr()
-
-    @property
-    def offsets(self) -> NDArray[np.int64]:
-        """The addresses less ``base``, [n]."""
-        return self.starts

@@ -3,22 +3,22 @@
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds_ext.ops.batch import Flat
 from ds_ext.ops.executors.triton import folds, launches, sizes, tiles
 from ds_ext.ops.executors.triton.columns import ADDRESSES, ARGUMENT, ARGUMENTS, AT, NUMBERS
 from ds_ext.ops.executors.triton.device_arrays import DeviceArrays
 from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
 from ds_ext.ops.executors.triton.folds import PartialOffsets, PartialReduction
-from ds_ext.ops.executors.triton.launch_memory import Addresses, Memory
+from ds_ext.ops.executors.triton.launch_memory import Memory
 from ds_ext.ops.executors.triton.launches import Constants, KernelConstants, Launch
 from ds_ext.ops.executors.triton.tiles import Geometry, Int64s, TileKind, Tiles
+from ds_ext.ops.runs import Runs
 
 Columns = Mapping[str, Any]
 # Columns whose addresses must be aligned for vector access: runs only, or also ``out``.
@@ -33,18 +33,11 @@ OF_WIDE_ROWS = {
 }
 
 
-class Column(NamedTuple):
-    """The addresses of a column: a base, and each parameter's offset in bytes, [n]."""
-
-    base: int
-    offsets: Int64s
-
-
 @dataclass(frozen=True)
 class SquareParts:
     """Numbers that a pass leaves for each parameter and that add up to its sum of squares."""
 
-    at: Any  # where they are: a column
+    at: Runs  # where they are
     tiles: Tiles  # of the launch that adds them up
 
 
@@ -57,7 +50,7 @@ class GradLimits:
         most: the largest numbers of good gradients, [n]; NaN is bad.
     """
 
-    found: Flat
+    found: Runs
     most: NDArray[np.float32]
 
 
@@ -199,22 +192,24 @@ class Launcher:
         parts = [one.parts + (x.data_ptr() - part) for one, x, _ in sums]
         outs = [x.offsets[one.owners] + one.outs + (x.base - out) for one, _, x in sums]
         columns: dict[str, Any] = {
-            "part": Column(part, np.concatenate(parts)),
-            "out": Column(out, np.concatenate(outs)),
+            "part": Runs.at(part, np.concatenate(parts)),
+            "out": Runs.at(out, np.concatenate(outs)),
         }
         if self.limits is not None:
             found = self.limits.found
-            columns["found"] = Column(found.base, found.offsets[owners])
+            columns["found"] = Runs.at(found.base, found.offsets[owners])
             columns["most"] = self.limits.most[owners]
         self.launch("fold", (), tiles_of_all, columns)
 
     def added_up(self, squares: SquareParts) -> Tensor:
         """Returns the sums of ``squares``, [n]."""
         total = self.zeros(self.n)
-        self.launch("fold", (), squares.tiles, {"part": squares.at, "out": Flat(total, self.own)})
+        self.launch(
+            "fold", (), squares.tiles, {"part": squares.at, "out": Runs((total,), firsts=self.own)}
+        )
         return total
 
-    def copy_checked_values(self, limits: GradLimits, out: Addresses) -> None:
+    def copy_checked_values(self, limits: GradLimits, out: Runs) -> None:
         """Copies each parameter's ``limits.found`` to ``out``."""
         columns = {"found": limits.found, "out": out}
         self.launch("copy_checked_values", (), self.by_parameter, columns)
@@ -302,10 +297,10 @@ class Launcher:
         """Reduction of the sums of whole rows to one sum per parameter."""
         return folds.of_one(self.geometry.mats * self.geometry.rows)
 
-    def room(self, how: tuple[PartialOffsets, PartialReduction]) -> tuple[Tensor, Addresses]:
+    def room(self, how: tuple[PartialOffsets, PartialReduction]) -> tuple[Tensor, Runs]:
         """Memory for the tiles' partial sums, and the addresses of each parameter's."""
         part = self.scratch(how[0].total)
-        return part, Addresses(part, how[0].starts)
+        return part, Runs((part,), firsts=how[0].firsts)
 
 
 def _of_kind(kernel: str, constants: Constants, kind: TileKind, at: Tiles) -> tuple[str, Constants]:

@@ -1,11 +1,12 @@
-"""A batch with the tables that make its passes: native code on a CPU, kernels on a GPU.
+"""The tables that run the passes over a batch: native code on a CPU, kernels on a GPU.
 
 Tables read and write by address. ``inputs`` and ``checked`` make sure of the dtype, the device and
 the size of what they read and write.
 """
 
+import operator
 from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext.ops import schema
-from ds_ext.ops.batch import CPU, Batch, Flat, GeometryTuple, Runs, Shifted, Weights
+from ds_ext.ops.batch import CPU, Batch, GeometryTuple
 from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.executors.native.norm_cache import NormCache
@@ -22,9 +23,9 @@ from ds_ext.ops.executors.triton.device_arrays import DeviceArrays
 from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
 from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable
 from ds_ext.ops.executors.triton.launch_memory import Memory
-from ds_ext.ops.executors.triton.launcher import GradLimits
-from ds_ext.ops.expressions import Scaled, Source
-from ds_ext.ops.shard import Shard
+from ds_ext.ops.executors.triton.launcher import GradLimits, SquareParts
+from ds_ext.ops.expressions import Scaled, Source, WeightStorage
+from ds_ext.ops.runs import Pointers, Runs
 
 AnyTable: TypeAlias = NativeTable | KernelTable
 AnyNormCache: TypeAlias = NormCache | DeviceNormCache
@@ -40,8 +41,11 @@ class Unsupported(Exception):
     """No table can read an expression; nothing has been read or written yet."""
 
 
-class TableBatch(Batch):
-    """A batch with the tables that make its passes.
+class BatchTables:
+    """The tables of a batch, and its part in the step of a bucket.
+
+    Args:
+        batch: the geometry.
 
     Attributes:
         own: the table of the runs.
@@ -51,17 +55,12 @@ class TableBatch(Batch):
             each parameter; None before such a pass.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        firsts: Sequence[int] | None = None,
-        device: torch.device = CPU,
-    ) -> None:
-        super().__init__(shards, firsts, device)
-        self.whole = new_table(self.whole_geometries, [0] * len(shards), device)
-        self.own = new_table(self.geometries, self.noise_firsts, device)
-        self.gradients: Any = None
-        self.square_parts: Any = None
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.whole = new_table(batch.whole_geometries, [0] * len(batch), batch.device)
+        self.own = new_table(batch.geometries, batch.noise_firsts, batch.device)
+        self.gradients: object = None
+        self.square_parts: Runs | SquareParts | None = None
         self._arrays = DeviceArrays()
 
     def attach(self, memory: Memory) -> None:
@@ -70,12 +69,12 @@ class TableBatch(Batch):
             if isinstance(table, KernelTable):
                 table.memory, table.arrays = memory, self._arrays
 
-    def begin(self, p: Weights, gradients: Any, state: Mapping[str, Any]) -> None:
+    def begin(self, p: WeightStorage, gradients: object, state: Mapping[str, Any]) -> None:
         """Copies the addresses that a step's launches need to the device, if they run there."""
         if not isinstance(self.own, KernelTable) or self.own.memory is None:
             return
         known = [*_addresses((p, gradients, state))]
-        for shift in (self.row_offsets, self.col_offsets):
+        for shift in (self.batch.row_offsets, self.batch.col_offsets):
             if shift.any():
                 known += [x + shift for x in known]
         self._arrays.begin(self.own.memory, (x.tobytes() for x in known))
@@ -99,10 +98,25 @@ class TableBatch(Batch):
             assert isinstance(table, KernelTable)
             table.limits = limits
 
+    def added_up(self) -> Tensor | None:
+        """Sums of squares of gradients, [n], from partial sums of an earlier pass; None without."""
+        left = self.square_parts
+        if left is None:
+            return None
+        if isinstance(left, SquareParts):
+            return cast(KernelTable, self.own).added_up(left)
+        sums = np.add.reduceat(left.values.numpy(), left.offsets // 4, dtype=np.float64)
+        return torch.from_numpy(sums).float()
+
+    def keep_square_parts(self, x: object, left: Runs | SquareParts) -> None:
+        """If ``x`` is the gradients of the batch, keeps partial sums of their squares."""
+        if x is self.gradients:
+            self.square_parts = left
+
     def new_norm_cache(self) -> AnyNormCache:
         """Returns a cache of the weights' norms, which lasts from step to step."""
         own = self.own
-        return own.new_norm_cache() if isinstance(own, KernelTable) else NormCache(len(self))
+        return own.new_norm_cache() if isinstance(own, KernelTable) else NormCache(len(self.batch))
 
 
 def new_table(
@@ -119,7 +133,7 @@ def supports(device: torch.device) -> bool:
     return devices.supports(device) or device == CPU and native_table.is_available()
 
 
-def inputs(batch: TableBatch, source: Source) -> dict[str, Any]:
+def inputs(batch: Batch, source: Source) -> dict[str, Any]:
     """The tensors of an input by column; raises Unsupported if a table cannot read them."""
     found, is_8bit = {}, "m_scale" in source.tensors
     for column, x in source.tensors.items():
@@ -135,9 +149,11 @@ def inputs(batch: TableBatch, source: Source) -> dict[str, Any]:
     return found
 
 
-def weight_columns(batch: TableBatch, weights: Any) -> dict[str, Any]:
+def weight_columns(batch: Batch, weights: WeightStorage) -> dict[str, Any]:
     """The columns of weights; raises Unsupported if a table cannot read and write them."""
-    found = {"w": checked(weights.run, batch, batch.run_sizes, schema.STORAGE[weights.how])}
+    found: dict[str, Any] = {
+        "w": checked(weights.run, batch, batch.run_sizes, schema.STORAGE[weights.how])
+    }
     if weights.aux is not None:
         found["aux"] = checked(weights.aux, batch, batch.run_sizes, RESIDUALS[weights.how])
     if weights.how == "STOCHASTIC":
@@ -146,16 +162,18 @@ def weight_columns(batch: TableBatch, weights: Any) -> dict[str, Any]:
 
 
 def checked(
-    x: Any, batch: TableBatch, sizes: tuple[int, ...], dtypes: Container[torch.dtype] = FP32
-) -> Any:
+    x: object, batch: Batch, sizes: tuple[int, ...], dtypes: Container[torch.dtype] = FP32
+) -> Runs:
     """The runs of a column, which tables read and write by address without further checks.
 
     Raises Unsupported unless they are contiguous, on the batch's device, and of these sizes and
     dtypes. What passes have made, or have checked before, is not checked.
     """
-    if isinstance(x, Flat | Shifted):
-        return x
     runs = Runs([x]) if isinstance(x, Tensor) else x
+    if not isinstance(runs, Runs):
+        raise Unsupported
+    if runs.is_checked:
+        return runs
     layout = runs.layout
     if layout is None or layout.dtype not in dtypes or layout.sizes != sizes:
         raise Unsupported
@@ -180,9 +198,45 @@ def _addresses(x: Any) -> Iterator[NDArray[np.int64]]:
     elif isinstance(x, tuple):
         for one in x:
             yield from _addresses(one)
-    elif isinstance(x, Weights):
+    elif isinstance(x, WeightStorage):
         yield from _addresses((x.run, x.aux))
-        if x.key is not None:
+        if isinstance(x.key, np.ndarray):
             yield x.key.astype(np.int64)
     elif isinstance(x, Scaled):
         yield from _addresses(x.x)
+
+
+def refuse_form(name: str, of: AnyTable, source: Source) -> None:
+    """Raises Unsupported if a table does not run a pass, or not over this input."""
+    if name not in of.passes or source.form not in schema.READ_BY.get(name, schema.FORMS):
+        raise Unsupported
+    if "decay" in source.scalars and name not in schema.ADD_WEIGHTS:
+        raise Unsupported
+
+
+def reads_same(a: Source, b: Source) -> bool:
+    """Whether both sources read the same weights."""
+    if a.storage is None or b.storage is None:
+        return False
+    return is_same(a.storage.run, b.storage.run)
+
+
+def is_same(a: Tensor | Runs, b: Tensor | Runs) -> bool:
+    """Whether two runs are the same tensors."""
+    return all(map(operator.is_, _tensors(a), _tensors(b)))
+
+
+def _tensors(x: Tensor | Runs) -> Sequence[Tensor]:
+    return [x] if isinstance(x, Tensor) else x.tensors
+
+
+def totals_of(sums: Tensor, firsts: Pointers, n: int) -> Runs:
+    """Sums over all ranks, [n]; raises Unsupported if a table cannot read them."""
+    if sums.dtype != torch.float32 or sums.numel() != n:
+        raise Unsupported
+    return Runs((sums.contiguous(),), firsts=firsts)
+
+
+def each_of(total: Tensor) -> Runs:
+    """A vector with one number per parameter as a ``Runs``."""
+    return Runs((total,), firsts=np.arange(total.numel()))

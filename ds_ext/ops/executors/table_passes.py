@@ -1,0 +1,389 @@
+"""Passes by tables: the arguments of a pass become columns of a table, which runs the pass.
+
+A table calls native code on a CPU and kernels on a GPU. In a batch, ``Runs`` replace the tensors of
+a pass, and vectors [n] replace its numbers. A run that is stepped alone is a batch of one: its
+tensors stay tensors, and results have the shapes of the reference.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from ds_ext.ops import scratch
+from ds_ext.ops.batch import CPU, Batch
+from ds_ext.ops.executors.native.native_table import NativeTable
+from ds_ext.ops.executors.reference import Reference
+from ds_ext.ops.executors.tables import (
+    BatchTables,
+    Unsupported,
+    checked,
+    each_of,
+    inputs,
+    is_same,
+    reads_same,
+    refuse_form,
+    totals_of,
+    weight_columns,
+)
+from ds_ext.ops.executors.triton import devices
+from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable
+from ds_ext.ops.executors.triton.launcher import SquareParts
+from ds_ext.ops.expressions import (
+    Gradient,
+    Number,
+    Quotient,
+    Readable,
+    Source,
+    WeightStorage,
+    Writable,
+    read,
+    source_of,
+    storage_of,
+)
+from ds_ext.ops.functions import apply_
+from ds_ext.ops.passes import Passes
+from ds_ext.ops.products import Product
+from ds_ext.ops.runs import Runs
+from ds_ext.ops.shard import Shard
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Method = Callable[Concatenate["TablePasses", P], T]
+
+
+def _or_reference(method: Method[P, T]) -> Method[P, T]:
+    """Decorates a pass: the reference runs it over a lone run that no table can read or write.
+
+    A batch has no such way: its pass raises TypeError, before it has read or written anything.
+    """
+
+    @functools.wraps(method)
+    def run(self: "TablePasses", *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        except Unsupported:
+            if self.reference is not None:
+                return cast(T, getattr(self.reference, method.__name__)(*args, **kwargs))
+            raise TypeError(
+                f"ops.{method.__name__} cannot read its input over a batch: native code and "
+                "kernels have no form for this expression, or read tensors of other dtypes. "
+                "Register the rule with is_batched=False, and its parameters are stepped one by "
+                "one."
+            ) from None
+
+    return cast(Method[P, T], run)
+
+
+class TablePasses(BatchTables, Passes):
+    """The passes over a batch, or over one run.
+
+    Args:
+        batch: the geometry.
+        one: the geometry of the run, if the batch replaces a run that is stepped alone.
+    """
+
+    def __init__(self, batch: Batch, one: Shard | None = None) -> None:
+        super().__init__(batch)
+        self.one = one
+        self.reference = None if one is None else Reference(one)
+        self.takes_matrices = one is None or devices.supports_matrices(one)
+
+    @_or_reference
+    def square_sums(self, runs: Sequence[Readable], like: Gradient) -> Sequence[Tensor]:
+        """Sums of squares. On a CPU, two inputs with the same weights share a pass."""
+        own = self.own
+        sources = [self._source(x) for x in runs]
+        for x in sources if len(sources) > 1 else ():  # before one of them advances moments
+            refuse_form("square_sums", own, x)
+            inputs(self.batch, x)
+        totals = [own.zeros(len(self.batch)) for _ in runs]
+        weights = [i for i, x in enumerate(sources) if x.form == "IS_WEIGHT"]
+        if len(sources) == 2 and len(weights) == 1 and own.fuses_squares and reads_same(*sources):
+            first, other = totals[weights[0]], totals[1 - weights[0]]
+            source = sources[1 - weights[0]]
+            self._run("square_sums", source, out=each_of(other), out2=each_of(first))
+        else:
+            for source, total in zip(sources, totals, strict=True):
+                more: dict[str, Any] = {}
+                if source.form == "IS_WEIGHT" and source.storage and source.storage.norm_cache:
+                    more = {"norm_cache": source.storage.norm_cache}
+                self._run("square_sums", source, out=each_of(total), **more)
+        return totals if self.one is None else [total.view(()) for total in totals]
+
+    @_or_reference
+    def row_col_square_sums(self, x: Readable, like: Gradient) -> tuple[Tensor, Tensor]:
+        """Sums of squares over rows and columns."""
+        batch, source = self.batch, self._source(x, is_by_matrix=True)
+        row, col = self._sums(batch.all_rows, batch.all_cols)
+        left = self._run(
+            "row_col_sums",
+            source,
+            out=Runs((row,), firsts=batch.own_row_firsts),
+            out2=Runs((col,), firsts=batch.own_col_firsts),
+        )
+        self.keep_square_parts(x, left or Runs((row,), firsts=batch.row_firsts))
+        return self._by_row(row), self._by_col(col)
+
+    @_or_reference
+    def weighted_square_sums(
+        self, x: Readable, before: Tensor, eps: float, beta: float, like: Gradient
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Row sums, column sums, and column sums of squares divided by their row's new v."""
+        batch, source = self.batch, self._source(x, is_by_matrix=True)
+        row_runs = checked(before, batch, batch.row_sizes)
+        row, col, weighted = self._sums(batch.all_rows, batch.all_cols, batch.all_cols)
+        left = self._run(
+            "weighted_sums",
+            source,
+            out=Runs((row,), firsts=batch.own_row_firsts),
+            out2=Runs((col,), firsts=batch.own_col_firsts),
+            out3=Runs((weighted,), firsts=batch.own_col_firsts),
+            before=row_runs.shifted(batch.row_offsets),
+            lerp=1 - beta,
+            eps=eps,
+        )
+        self.keep_square_parts(x, left or Runs((row,), firsts=batch.row_firsts))
+        return self._by_row(row), self._by_col(col), self._by_col(weighted)
+
+    @_or_reference
+    def factors_(
+        self,
+        row: Tensor,
+        col: Tensor,
+        sums: tuple[Tensor, ...],
+        eps: float,
+        beta: float,
+        clip: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Advances statistics by totals -> the factors of 1 / sqrt(v), of a batch as ``Runs``s."""
+        batch = self.batch
+        if not self.takes_matrices:
+            raise Unsupported
+        firsts = (batch.row_firsts, batch.col_firsts, batch.col_firsts)
+        sizes = (batch.all_rows, batch.all_cols, batch.all_cols)
+        totals = map(totals_of, sums, firsts, sizes)
+        columns: dict[str, Any] = dict(zip(("in", "in2", "in3"), totals, strict=False))
+        columns["row"] = checked(row, batch, batch.row_sizes)
+        columns["col"] = checked(col, batch, batch.col_sizes)
+        by_row, by_col = self.own.scratch(batch.all_rows), self.own.scratch(batch.all_cols)
+        columns["out"] = Runs((by_row,), firsts=batch.row_firsts)
+        columns["out2"] = Runs((by_col,), firsts=batch.col_firsts)
+        self.whole.run("factors", {**columns, "lerp": 1 - beta, "eps": eps, "clip": clip})
+        if self.one is not None:
+            return self._by_row(by_row).unsqueeze(-1), self._by_col(by_col).unsqueeze(-2)
+        return cast(Tensor, columns["out"]), cast(Tensor, columns["out2"])
+
+    @_or_reference
+    def scattered_squares(self, x: Readable, like: Gradient) -> Tensor:
+        """Squares of runs at their place in whole parameters, 0 elsewhere."""
+        batch, source = self.batch, self._source(x)
+        refuse_form("scattered_squares", self.own, source)
+        (out,) = self._sums(batch.elements)
+        self._run("scattered_squares", source, out=Runs((out,), firsts=batch.firsts + batch.starts))
+        self.keep_square_parts(x, Runs((out,), firsts=batch.firsts))
+        return out
+
+    @_or_reference
+    def advance_1x1_(
+        self, row: Tensor, col: Tensor, squares: Tensor, eps: float, beta: float
+    ) -> Tensor:
+        """Advances the statistics of matrices of one element -> the sums of x² / v."""
+        batch = self.batch
+        if self.one is not None or "advance_1x1" not in self.whole.passes:
+            raise Unsupported
+        columns: dict[str, Any] = {
+            "row": checked(row, batch, batch.row_sizes),
+            "col": checked(col, batch, batch.col_sizes),
+            "in": totals_of(squares, batch.firsts, batch.elements),
+        }
+        totals = self.own.zeros(len(batch))
+        columns["out"] = each_of(totals)
+        self.whole.run("advance_1x1", {**columns, "lerp": 1 - beta, "eps": eps})
+        return totals
+
+    @_or_reference
+    def own_run(self, v: Tensor) -> Tensor:
+        """The runs' parts of vectors with a number for each element of a whole parameter."""
+        if self.one is not None:
+            raise Unsupported
+        runs = checked(v, self.batch, self.batch.sizes)
+        return cast(Tensor, runs.shifted(4 * self.batch.starts))
+
+    @_or_reference
+    def lerp_(self, m: Writable, x: Readable, weight: float) -> None:
+        """m ← m + weight · (x − m)."""
+        source = self._source(x)
+        out = checked(m, self.batch, self.batch.run_sizes)
+        self._run("lerp", source, out=out, lerp=weight)
+
+    @_or_reference
+    def square_lerp_(self, v: Tensor, x: Readable, eps: float, weight: float) -> None:
+        """v ← v + weight · (x² + eps − v)."""
+        source = self._source(x)
+        out = checked(v, self.batch, self.batch.run_sizes)
+        self._run("square_lerp", source, out=out, lerp=weight, eps=eps)
+
+    @_or_reference
+    def apply_(self, p: Writable, u: Readable, lr: Number, weight_decay: Number) -> None:
+        """p ← p · (1 − lr · weight_decay) − lr · u."""
+        stored, source = storage_of(p), source_of(u)
+        if stored is None or source is None and self.one is None:
+            raise Unsupported
+        if source is None:
+            return self._apply_unread(p, stored, u, lr, weight_decay)
+        self._require(source)
+        if source.storage is not None and not is_same(source.storage.run, stored.run):
+            raise Unsupported  # the pass adds the weights that it writes
+        numbers: dict[str, Any] = {"lr": lr}
+        decays = isinstance(weight_decay, Tensor) or weight_decay != 0
+        if decays:
+            if "decay" in source.scalars:
+                raise Unsupported
+            numbers["decay"] = weight_decay
+        if stored.update_sums is not None:
+            numbers["update_sums"] = stored.update_sums
+        if stored.norm_cache is not None:
+            numbers["norm_cache"] = stored.norm_cache
+        self._run("apply", source, stored, decays, **numbers)
+
+    def _apply_unread(
+        self, p: Writable, stored: WeightStorage, u: Readable, lr: Number, weight_decay: Number
+    ) -> None:
+        """``apply_`` for updates that no table reads, such as matrix products.
+
+        Native code may compute a product as it applies it. Others are computed by slices in fp32.
+        """
+        shard, run = cast(Shard, self.one), stored.run
+        columns = weight_columns(self.batch, stored)
+        is_on_host = isinstance(self.own, NativeTable) and shard.split is None
+        if is_on_host and isinstance(u, Product) and u.is_native and u.covers(shard):
+            decays = isinstance(weight_decay, Tensor) or weight_decay != 0
+            columns |= {"lr": lr, "decay": weight_decay}
+            storage, product = (stored.how, run.dtype), (u.left, u.right, u.first)
+            own = cast(NativeTable, self.own)
+            own.run("apply", columns, "IS_RUN", None, storage, decays, product=product)
+            return
+        for b in scratch.blocks(shard, scratch.product_limit(run.device)):
+            values = read(u, b).reshape(-1)
+            part = p[b.run] if isinstance(p, Tensor) else cast(Any, p).part(b.run)
+            flat = Shard.whole((len(values),))
+            apply_(part, values, flat, lr=lr, weight_decay=weight_decay)
+
+    @_or_reference
+    def unit_quotient(self, x: Readable, like: Gradient) -> Quotient:
+        """x as a quotient whose factors are all 1."""
+        batch = self.batch
+        if self.one is not None:
+            raise Unsupported
+        row = Runs((self.own.scratch(batch.all_rows).fill_(1),), firsts=batch.row_firsts)
+        col = Runs((self.own.scratch(batch.all_cols).fill_(1),), firsts=batch.col_firsts)
+        return Quotient(x, cast(Tensor, row), cast(Tensor, col))
+
+    @_or_reference
+    def normalize_rows(self, x: Quotient, sums: Tensor, least: Number) -> Quotient:
+        """x with rows of the norm √cols."""
+        return replace(x, row=self._normalized("normalize_rows", x.row, sums, least))
+
+    @_or_reference
+    def normalize_columns(self, x: Quotient, sums: Tensor, least: Number) -> Quotient:
+        """x with columns of the norm √rows."""
+        return replace(x, col=self._normalized("normalize_columns", x.col, sums, least))
+
+    def _normalized(self, name: str, factor: object, sums: Tensor, least: Number) -> Tensor:
+        if not isinstance(factor, Runs):  # of a run that is stepped alone
+            raise Unsupported
+        n, firsts = factor.values.numel(), factor.offsets // 4
+        totals = totals_of(sums, firsts, n)
+        new = Runs((self.own.scratch(n),), firsts=firsts)
+        self.whole.run(name, {"in": totals, "in2": factor, "out": new, "eps": least})
+        return cast(Tensor, new)
+
+    @_or_reference
+    def normalize_whole_rows(
+        self, x: Quotient, least: Number, like: Gradient
+    ) -> tuple[Quotient, Tensor]:
+        """x with rows of the norm √cols, and the column sums of its new squares."""
+        batch, source = self.batch, self._source(x)
+        row, sums = self._sums(batch.all_rows, batch.all_cols)
+        self._run(
+            "normalize_whole_rows",
+            source,
+            out=Runs((row,), firsts=batch.own_row_firsts),
+            out2=Runs((sums,), firsts=batch.own_col_firsts),
+            eps=least,
+        )
+        factor = cast(Tensor, Runs((row,), firsts=batch.row_firsts))
+        if self.one is not None:
+            factor = self._by_row(row).unsqueeze(-1)
+        return replace(x, row=factor, scale=1.0), self._by_col(sums)
+
+    def _source(self, x: Readable, is_by_matrix: bool = False) -> Source:
+        """The description of an input of a pass; raises Unsupported if no table can read it."""
+        source = source_of(x)
+        if source is None:
+            raise Unsupported
+        self._require(source, is_by_matrix)
+        return source
+
+    def _require(self, source: Source, is_by_matrix: bool = False) -> None:
+        """Raises Unsupported if a table does not support rows and columns that a pass uses."""
+        if not self.takes_matrices and (is_by_matrix or source.is_by_matrix):
+            raise Unsupported
+
+    def _run(
+        self,
+        name: str,
+        source: Source,
+        p: WeightStorage | None = None,
+        decays: bool = False,
+        **columns: Any,
+    ) -> SquareParts | None:
+        """Runs a pass that reads ``source``, and writes ``p`` if it is given."""
+        batch = self.batch
+        refuse_form(name, self.own, source)
+        filled: dict[str, Any] = {**source.scalars, **columns, **inputs(batch, source)}
+        if "row" in source.tensors:
+            filled["row"] = filled["row"].shifted(batch.row_offsets)
+            filled["col"] = filled["col"].shifted(batch.col_offsets)
+        weights = p or source.storage
+        storage = None
+        if weights is not None:
+            storage = weights.how, weights.run.dtype
+            filled |= weight_columns(batch, weights)
+        dtype = source.tensors["x"].dtype if "x" in source.tensors else None
+        is_decayed = decays or "decay" in source.scalars
+        fresh = batch.is_whole and name in ("row_col_sums", "weighted_sums", "normalize_whole_rows")
+        return self.own.run(name, filled, source.form, dtype, storage, is_decayed, fresh)
+
+    def _sums(self, *sizes: int) -> Sequence[Tensor]:
+        """Memory for sums of these sizes: zeros, or uninitialized if the pass writes every sum."""
+        own = self.own
+        is_filled = self.batch.is_whole and own.overwrites_sums
+        return (own.scratch if is_filled else own.zeros)(sum(sizes)).split_with_sizes(sizes)
+
+    def _by_row(self, values: Tensor) -> Tensor:
+        """Numbers for all rows, as rules see them: flat in a batch."""
+        return values if self.one is None else values.view(self.one.mats, self.one.rows)
+
+    def _by_col(self, values: Tensor) -> Tensor:
+        """Numbers for all columns, as rules see them: flat in a batch."""
+        return values if self.one is None else values.view(self.one.mats, self.one.cols)
+
+
+class TableBatch(Batch):
+    """A batch whose passes native code or kernels run."""
+
+    passes: TablePasses
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        firsts: Sequence[int] | None = None,
+        device: torch.device = CPU,
+    ) -> None:
+        super().__init__(shards, firsts, device)
+        self.passes = TablePasses(self)

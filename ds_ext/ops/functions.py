@@ -1,0 +1,199 @@
+"""The functions that rules call: each runs the pass of its name over a run, or over a batch.
+
+``shard`` is the geometry: a ``Shard``, or a ``Batch`` of many parameters. ``Passes`` describes the
+arguments and results.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ds_ext.ops import scratch
+from ds_ext.ops.batch import Batch
+from ds_ext.ops.expressions import (
+    Gradient,
+    Number,
+    Quotient,
+    Readable,
+    Writable,
+    accumulator,
+    read,
+    storage_of,
+)
+from ds_ext.ops.passes import Passes
+from ds_ext.ops.shard import Block, Shard
+
+Geometry: TypeAlias = Shard | Batch
+
+
+class PassesOfRun(Protocol):
+    """Finds the passes over the run of one parameter."""
+
+    def __call__(self, shard: Shard, like: Gradient | None, first: int | None = None) -> Passes:
+        """Returns the passes over a run.
+
+        Args:
+            shard: its geometry.
+            like: a tensor of its device and dtype; None: no native code or kernel supports it.
+            first: the element from which its random bits count; None: the start of the shard.
+        """
+        ...
+
+
+_passes_of_run: PassesOfRun
+
+
+def use(passes_of_run: PassesOfRun) -> None:
+    """Sets how passes over the run of one parameter are found; ``ops.executors`` calls this."""
+    global _passes_of_run
+    _passes_of_run = passes_of_run
+
+
+def _passes(shard: Geometry, like: Gradient | None) -> Passes:
+    """The passes over runs with the device and dtype of ``like``."""
+    return shard.passes if isinstance(shard, Batch) else _passes_of_run(shard, like)
+
+
+def _writing(shard: Geometry, x: Writable) -> Passes:
+    """The passes that write ``x``; plain torch writes what native code and kernels cannot."""
+    if isinstance(shard, Batch):
+        return shard.passes
+    stored = storage_of(x)
+    if stored is None:
+        return _passes_of_run(shard, None)
+    assert isinstance(stored.run, Tensor), "the weights of a batch belong to its ``Batch``"
+    return _passes_of_run(shard, stored.run, stored.start)
+
+
+def square_sum(x: Readable, shard: Geometry, like: Gradient) -> Tensor:
+    """Returns the sum of the squares of a run, [].
+
+    Args:
+        x: the run.
+        shard: its geometry.
+        like: gives the device and dtype, even if the run is empty.
+    """
+    return _passes(shard, like).square_sums((x,), like)[0]
+
+
+def square_sums(runs: Sequence[Readable], shard: Geometry, like: Gradient) -> tuple[Tensor, ...]:
+    """Returns the sums of the squares of several runs, [] each; reads shared inputs once."""
+    return tuple(_passes(shard, like).square_sums(runs, like))
+
+
+def count_beyond(x: Readable, bound: float, shard: Shard, like: Gradient) -> Tensor:
+    """Returns how many elements of a run lie outside ± ``bound``, []."""
+    total = torch.zeros((), dtype=torch.float64, device=like.device)
+    for b in scratch.blocks(shard):
+        total += (read(x, b).abs() > bound).sum()
+    return total
+
+
+def row_col_square_sums(x: Readable, shard: Geometry, like: Gradient) -> tuple[Tensor, Tensor]:
+    """Returns sums of the squares of a run over rows and columns, [mats, rows], [mats, cols]."""
+    return _passes(shard, like).row_col_square_sums(x, like)
+
+
+def weighted_square_sums(
+    x: Readable, before: Tensor, eps: float, beta: float, shard: Geometry, like: Gradient
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns ``row_col_square_sums``, and column sums of squares divided by their row's new v."""
+    return _passes(shard, like).weighted_square_sums(x, before, eps, beta, like)
+
+
+def factors_(
+    row: Tensor,
+    col: Tensor,
+    sums: tuple[Tensor, ...],
+    eps: float,
+    beta: float,
+    clip: float,
+    shard: Geometry,
+) -> tuple[Tensor, Tensor]:
+    """v ← beta · v + (1 − beta) · mean(x² + eps); returns the factors of 1 / sqrt(v)."""
+    return _passes(shard, row).factors_(row, col, sums, eps, beta, clip)
+
+
+def scattered_squares(x: Readable, shard: Geometry, like: Gradient) -> Tensor:
+    """Returns the squares of a run at its place in the whole parameter, 0 elsewhere, [numel]."""
+    return _passes(shard, like).scattered_squares(x, like)
+
+
+def advance_1x1_(
+    row: Tensor, col: Tensor, squares: Tensor, eps: float, beta: float, shard: Geometry
+) -> Tensor:
+    """v ← beta · v + (1 − beta) · (x² + eps) for 1 x 1 matrices; returns the sum of x² / v, []."""
+    return _passes(shard, row).advance_1x1_(row, col, squares, eps, beta)
+
+
+def own_run(v: Tensor, shard: Geometry) -> Tensor:
+    """Returns the run's part of ``v``, a vector over the whole parameter, [len(shard)]."""
+    return _passes(shard, v).own_run(v)
+
+
+def lerp_(m: Writable, x: Readable, weight: float, shard: Geometry) -> None:
+    """m ← m + weight · (x − m), for a run."""
+    _writing(shard, m).lerp_(m, x, weight)
+
+
+def square_lerp_(v: Tensor, x: Readable, eps: float, weight: float, shard: Geometry) -> None:
+    """v ← v + weight · (x² + eps − v), for a run."""
+    _passes(shard, v).square_lerp_(v, x, eps, weight)
+
+
+def apply_(
+    p: Writable, u: Readable, shard: Geometry, *, lr: Number, weight_decay: Number = 0.0
+) -> None:
+    """p ← p · (1 − lr · weight_decay) − lr · u, for a run of weights."""
+    _writing(shard, p).apply_(p, u, lr, weight_decay)
+
+
+def unit_quotient(x: Readable, shard: Geometry, like: Gradient) -> Quotient:
+    """Returns x as a quotient whose factors are all 1."""
+    return _passes(shard, like).unit_quotient(x, like)
+
+
+def normalize_rows(x: Quotient, sums: Tensor, least: Number, shard: Geometry) -> Quotient:
+    """Returns x with rows of norm √cols, from the sums of its squares over rows."""
+    return _passes(shard, sums).normalize_rows(x, sums, least)
+
+
+def normalize_columns(x: Quotient, sums: Tensor, least: Number, shard: Geometry) -> Quotient:
+    """Returns x with columns of norm √rows, from the sums of its squares over columns."""
+    return _passes(shard, sums).normalize_columns(x, sums, least)
+
+
+def normalize_whole_rows(
+    x: Quotient, least: Number, shard: Geometry, like: Gradient
+) -> tuple[Quotient, Tensor]:
+    """Returns x as ``normalize_rows`` does, and column sums of its new squares, [mats, cols]."""
+    return _passes(shard, like).normalize_whole_rows(x, least, like)
+
+
+def blocks(shard: Shard, like: Gradient) -> Iterator[Block]:
+    """Yields the blocks of a run, for rules that read them directly, as for matrix products.
+
+    On a GPU blocks are larger: see ``scratch.SLICE``.
+    """
+    yield from scratch.blocks(shard, scratch.product_limit(like.device))
+
+
+def evaluate(x: Readable, shard: Shard, like: Gradient) -> Tensor:
+    """Returns the values of a run, [len(shard)]; meant for runs much smaller than the parameter."""
+    values = torch.zeros(len(shard), dtype=accumulator(like.dtype), device=like.device)
+    lerp_(values, x, 1.0, shard)  # exact from 0, by the fastest executor
+    return values
+
+
+def pad(x: Tensor, part: slice, like: Tensor) -> Tensor:
+    """Returns zeros of the shape of ``like``, with ``x`` as its flat elements ``part``.
+
+    If these are all elements, it returns a view of ``x``.
+    """
+    if part == slice(0, like.numel()):
+        return x.view(like.shape)
+    whole = torch.zeros_like(like)
+    whole.view(-1)[part] = x
+    return whole
