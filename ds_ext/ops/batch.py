@@ -6,16 +6,18 @@ numbers of one parameter. ``passes`` of a batch are the passes over its runs.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ds_ext.ops.passes import Passes
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.schema import SCALE_GROUP
 from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import Parts, State
 
 GeometryTuple: TypeAlias = tuple[int, int, int, int, int]  # start, elements, matrices, rows, cols
 CPU = torch.device("cpu")
@@ -80,11 +82,11 @@ class Batch:
         """Itself: passes over flat runs ignore rows and columns."""
         return self
 
-    def width_ratio(self, cols: int) -> Any:
+    def width_ratio(self, cols: int) -> Tensor:
         """See ``Shard.width_ratio``; [n]."""
         return cols / self.cols
 
-    def rms(self, square_sum: Any) -> Any:
+    def rms(self, square_sum: Tensor) -> Tensor:
         """Returns the root mean squares, [n], from sums of squares over whole parameters, [n]."""
         return (square_sum / self.numel).sqrt()
 
@@ -100,9 +102,9 @@ def may_join(shard: Shard) -> bool:
     return shard.numel > 0 and is_one_box
 
 
-def stacked(states: Sequence[Mapping[str, Any]], parts: Mapping[str, Any]) -> dict[str, Any]:
+def stacked(states: Sequence[State], parts: Parts) -> State:
     """Returns the states of several parameters, which have ``parts``, as one state of ``Runs``."""
-    found: dict[str, Any] = {}
+    found: State = {}
     for key, part in parts.items():
         kept = [s[key] for s in states]
         found[key] = stacked(kept, part) if isinstance(part, Mapping) else Runs(kept)

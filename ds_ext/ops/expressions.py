@@ -7,7 +7,7 @@ advance moments when they are read. ``source()`` describes an expression to nati
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ class WeightStorage:
     # Σ(Δw²) and Σw² of each parameter of a batch: added in fp64 on a CPU, overwritten in fp32 on a
     # GPU.
     update_sums: Runs | None = None
-    norm_cache: Any = None  # the executor's cached norms of the weights of a batch
+    norm_cache: object = None  # the executor's cached norms of the weights of a batch
 
     def storage(self) -> "WeightStorage":
         """Returns itself: the weights of a batch are only read and written by passes."""
@@ -66,7 +66,7 @@ class Source:
         return FORMS[self.form].is_by_matrix
 
 
-def source_of(x: Any) -> Source | None:
+def source_of(x: object) -> Source | None:
     """Returns the description of a run for native code and kernels; None if they cannot read it."""
     if isinstance(x, Tensor | Runs):
         return Source("IS_RUN", {"x": x})
@@ -75,7 +75,7 @@ def source_of(x: Any) -> Source | None:
     return x.source() if hasattr(x, "source") else None
 
 
-def inner_source_of(x: Any, *forms: str) -> Source | None:
+def inner_source_of(x: object, *forms: str) -> Source | None:
     """Returns the source of what an expression contains, or None if it cannot contain that.
 
     Passes add weights last, so only the outermost expression may add some.
@@ -89,7 +89,7 @@ def inner_source_of(x: Any, *forms: str) -> Source | None:
     return source if is_supported else None
 
 
-def storage_of(p: Any) -> WeightStorage | None:
+def storage_of(p: object) -> WeightStorage | None:
     """Returns the description of a weight for native code and kernels, or None if unsupported."""
     if isinstance(p, Tensor):
         return WeightStorage(p)

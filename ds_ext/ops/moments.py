@@ -5,7 +5,6 @@ may read them, once.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -168,9 +167,9 @@ class SignStep:
         return g.plus(form, found, lerp1=1 - self.beta1, lerp2=1 - self.beta2)
 
 
-def columns(**moments: Writable) -> dict[str, Any] | None:
+def columns(**moments: Writable) -> dict[str, Tensor | Runs] | None:
     """The tensors that store moments, by their table columns; None if no table can read one."""
-    found: dict[str, Any] = {}
+    found: dict[str, Tensor | Runs] = {}
     for name, x in moments.items():
         if isinstance(x, Tensor | Runs):
             found[name] = x

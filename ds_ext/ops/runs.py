@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Pointers: TypeAlias = NDArray[np.int64]
+# The arguments of a pass by column: ``Runs``, numbers, vectors [n], and objects that a table knows.
+Columns: TypeAlias = dict[str, Any]
 
 
 class Layout(NamedTuple):

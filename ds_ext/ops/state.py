@@ -78,6 +78,7 @@ class Part:
 
 
 Parts: TypeAlias = Mapping[str, Union[Part, "Parts"]]
+State: TypeAlias = dict[str, Any]  # tensors by key, nested as a rule's ``state_spec``
 NestedState: TypeAlias = dict[str, Union[Tensor, "NestedState"]]
 
 
@@ -106,9 +107,9 @@ def saved(parts: Parts) -> Parts:
     }
 
 
-def without_caches(state: Mapping[str, Any], parts: Parts) -> dict[str, Any]:
+def without_caches(state: State, parts: Parts) -> State:
     """Returns a state, nested in dicts as ``parts`` are, without the caches that they declare."""
-    found: dict[str, Any] = {}
+    found: State = {}
     for key, x in state.items():
         part = parts.get(key)
         if isinstance(part, Mapping):

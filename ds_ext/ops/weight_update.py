@@ -7,9 +7,8 @@ Nothing detects an edit of a weight between steps: its residual stays, and adds 
 spacing of the weight's dtype to the new value.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from ds_ext.ops.expressions import WeightStorage
 from ds_ext.ops.rounding import ROUND, key, keys
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import Part
+from ds_ext.ops.state import Part, State
 from ds_ext.ops.weight_storage import MASTERS, StochasticWeight, StoredWeight
 
 WeightUpdate = Annotated[
@@ -52,7 +51,7 @@ Weight: TypeAlias = Tensor | StoredWeight
 
 
 def weight(
-    p: Tensor, s: dict[str, Any], how: RoundingConfig, number: int, shard: Shard, before: int = 0
+    p: Tensor, s: State, how: RoundingConfig, number: int, shard: Shard, before: int = 0
 ) -> Weight:
     """The weight that a rule reads and writes: the run ``p``, or a form of it that rounds.
 
@@ -68,7 +67,7 @@ def weight(
     return StochasticWeight(p, key(how.seed, number, s["step"]), before + shard.start)
 
 
-def prepare(p: Tensor, s: dict[str, Any], how: RoundingConfig) -> None:
+def prepare(p: Tensor, s: State, how: RoundingConfig) -> None:
     """Creates, drops or converts the master of a run in its state ``s``, as ``how`` needs it."""
     dtype = MASTER_DTYPES.get((how.weight_update, p.dtype))
     if dtype is None:
@@ -86,7 +85,7 @@ def weights(
     how: RoundingConfig,
     numbers: NDArray[np.uint32],
     t: int,
-    norm_cache: Any = None,
+    norm_cache: object = None,
 ) -> WeightStorage:
     """``weight`` for a batch whose masters, if it needs any, exist already.
 
@@ -99,7 +98,7 @@ def weights(
     return WeightStorage(runs, "STOCHASTIC", key=keys(how.seed, numbers, t), norm_cache=norm_cache)
 
 
-def master_parts(s: Mapping[str, Any], n: int) -> dict[str, Part]:
+def master_parts(s: State, n: int) -> dict[str, Part]:
     """The expected part of a state ``s`` under the key of its master, for n weights."""
     if "master" not in s:
         return {}
@@ -109,7 +108,7 @@ def master_parts(s: Mapping[str, Any], n: int) -> dict[str, Part]:
     return {"master": Part.of(slice(0, n), n, dtype)}
 
 
-def has_fitting_master(p: Tensor, s: Mapping[str, Any]) -> bool:
+def has_fitting_master(p: Tensor, s: State) -> bool:
     """Returns whether the master of a 16-bit run has the run's size."""
     held = s["master"]
     is_alike = held.dtype in MASTERS and held.device == p.device
@@ -132,7 +131,7 @@ def master(p: Tensor, how: RoundingConfig) -> dict[str, Tensor]:
     return {"master": p.float() if dtype == torch.float32 else torch.zeros_like(p, dtype=dtype)}
 
 
-def values(p: Tensor, s: dict[str, Any], shard: Shard) -> Tensor:
+def values(p: Tensor, s: State, shard: Shard) -> Tensor:
     """Returns the values of a run: fp32 on the CPU if it has a master, else ``p`` itself."""
     if "master" not in s:
         return p
@@ -143,7 +142,7 @@ def values(p: Tensor, s: dict[str, Any], shard: Shard) -> Tensor:
     return new
 
 
-def set_(p: Tensor, s: dict[str, Any], how: RoundingConfig, shard: Shard, new: Tensor) -> None:
+def set_(p: Tensor, s: State, how: RoundingConfig, shard: Shard, new: Tensor) -> None:
     """Sets a run to ``new``, [len(p)]; with a state ``s``, also its master."""
     s.pop("master", None)
     made = master(p, how)
@@ -156,5 +155,5 @@ def set_(p: Tensor, s: dict[str, Any], how: RoundingConfig, shard: Shard, new: T
         held.write_(b, new[b.run].to(p.device, torch.float32, copy=True).view(b.shape))
 
 
-def _with_master(p: Tensor, s: dict[str, Any]) -> StoredWeight:
+def _with_master(p: Tensor, s: State) -> StoredWeight:
     return MASTERS[s["master"].dtype](p, s["master"])

@@ -16,11 +16,13 @@ from torch import Tensor
 from ds_ext import ops
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
+from ds_ext.ops.state import State as State
 from ds_ext.ops.weight_update import RoundingConfig
 
 Sums: TypeAlias = tuple[Tensor, ...]  # fp32 (fp64 for fp64 parameters), of any shapes
 Rounds: TypeAlias = Generator[Sums, Sums, None]  # yields partial sums, receives their totals
-State: TypeAlias = dict[str, Any]  # the tensors that ``state_spec`` declares, with its nesting
+Condition: TypeAlias = Callable[[Any, Shard], bool] | bool  # of a rule and a shard
+GroupKeys: TypeAlias = Mapping[str, Any]  # of a param group
 
 
 class Rule(Protocol):
@@ -59,11 +61,11 @@ class RuleEntry:
     paper: str  # arXiv number
     state: str  # bytes per parameter of a matrix [R, C] on each of d ranks
     rounds: str  # all-reduces of a bucket's partial sums
-    batched_if: Callable[[Any, Shard], bool] | bool  # see ``is_batched`` of ``register``
-    sums_first_if: Callable[[Any, Shard], bool] | bool  # see ``sums_first`` of ``register``
+    batched_if: Condition  # see ``is_batched`` of ``register``
+    sums_first_if: Condition  # see ``sums_first`` of ``register``
     is_flat: bool  # whether ``step`` takes any parameter as a vector
     # By role, the param group's keys for parameters that this rule does not step.
-    roles: Mapping[str, Mapping[str, Any]]
+    roles: Mapping[str, GroupKeys]
     any_shape: bool = True  # whether ``step`` is defined for more than matrices
     relative: Callable[[Any], bool] | bool = False  # see ``relative`` of ``register``
     spelling: str = ""  # the name as papers and configs spell it
@@ -119,12 +121,12 @@ def register(
     paper: str,
     state: str,
     rounds: str,
-    is_batched: Callable[[Any, Shard], bool] | bool = False,
-    sums_first: Callable[[Any, Shard], bool] | bool = False,
+    is_batched: Condition = False,
+    sums_first: Condition = False,
     is_flat: bool = False,
-    others: Mapping[str, Any] | None = None,
-    embedding: Mapping[str, Any] | None = None,
-    head: Mapping[str, Any] | None = None,
+    others: GroupKeys | None = None,
+    embedding: GroupKeys | None = None,
+    head: GroupKeys | None = None,
     any_shape: bool | None = None,
     relative: Callable[[Any], bool] | bool = False,
     spelling: str | None = None,

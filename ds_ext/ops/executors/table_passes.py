@@ -47,7 +47,7 @@ from ds_ext.ops.expressions import (
 from ds_ext.ops.functions import apply_
 from ds_ext.ops.passes import Passes
 from ds_ext.ops.products import Product
-from ds_ext.ops.runs import Runs
+from ds_ext.ops.runs import Columns, Runs
 from ds_ext.ops.shard import Shard
 
 P = ParamSpec("P")
@@ -108,7 +108,7 @@ class TablePasses(BatchTables, Passes):
             self._run("square_sums", source, out=each_of(other), out2=each_of(first))
         else:
             for source, total in zip(sources, totals, strict=True):
-                more: dict[str, Any] = {}
+                more: Columns = {}
                 if source.form == "IS_WEIGHT" and source.storage and source.storage.norm_cache:
                     more = {"norm_cache": source.storage.norm_cache}
                 self._run("square_sums", source, out=each_of(total), **more)
@@ -166,7 +166,7 @@ class TablePasses(BatchTables, Passes):
         firsts = (batch.row_firsts, batch.col_firsts, batch.col_firsts)
         sizes = (batch.all_rows, batch.all_cols, batch.all_cols)
         totals = map(totals_of, sums, firsts, sizes)
-        columns: dict[str, Any] = dict(zip(("in", "in2", "in3"), totals, strict=False))
+        columns: Columns = dict(zip(("in", "in2", "in3"), totals, strict=False))
         columns["row"] = checked(row, batch, batch.row_sizes)
         columns["col"] = checked(col, batch, batch.col_sizes)
         by_row, by_col = self.own.scratch(batch.all_rows), self.own.scratch(batch.all_cols)
@@ -195,7 +195,7 @@ class TablePasses(BatchTables, Passes):
         batch = self.batch
         if self.one is not None or "advance_1x1" not in self.whole.passes:
             raise Unsupported
-        columns: dict[str, Any] = {
+        columns: Columns = {
             "row": checked(row, batch, batch.row_sizes),
             "col": checked(col, batch, batch.col_sizes),
             "in": totals_of(squares, batch.firsts, batch.elements),
@@ -238,7 +238,7 @@ class TablePasses(BatchTables, Passes):
         self._require(source)
         if source.storage is not None and not is_same(source.storage.run, stored.run):
             raise Unsupported  # the pass adds the weights that it writes
-        numbers: dict[str, Any] = {"lr": lr}
+        numbers: Columns = {"lr": lr}
         decays = isinstance(weight_decay, Tensor) or weight_decay != 0
         if decays:
             if "decay" in source.scalars:
@@ -345,7 +345,7 @@ class TablePasses(BatchTables, Passes):
         """Runs a pass that reads ``source``, and writes ``p`` if it is given."""
         batch = self.batch
         refuse_form(name, self.own, source)
-        filled: dict[str, Any] = {**source.scalars, **columns, **inputs(batch, source)}
+        filled: Columns = {**source.scalars, **columns, **inputs(batch, source)}
         if "row" in source.tensors:
             filled["row"] = filled["row"].shifted(batch.row_offsets)
             filled["col"] = filled["col"].shifted(batch.col_offsets)

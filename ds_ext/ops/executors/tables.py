@@ -25,7 +25,7 @@ from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable
 from ds_ext.ops.executors.triton.launch_memory import Memory
 from ds_ext.ops.executors.triton.launcher import GradLimits, SquareParts
 from ds_ext.ops.expressions import Scaled, Source, WeightStorage
-from ds_ext.ops.runs import Pointers, Runs
+from ds_ext.ops.runs import Columns, Pointers, Runs
 
 AnyTable: TypeAlias = NativeTable | KernelTable
 AnyNormCache: TypeAlias = NormCache | DeviceNormCache
@@ -133,7 +133,7 @@ def supports(device: torch.device) -> bool:
     return devices.supports(device) or device == CPU and native_table.is_available()
 
 
-def inputs(batch: Batch, source: Source) -> dict[str, Any]:
+def inputs(batch: Batch, source: Source) -> Columns:
     """The tensors of an input by column; raises Unsupported if a table cannot read them."""
     found, is_8bit = {}, "m_scale" in source.tensors
     for column, x in source.tensors.items():
@@ -149,9 +149,9 @@ def inputs(batch: Batch, source: Source) -> dict[str, Any]:
     return found
 
 
-def weight_columns(batch: Batch, weights: WeightStorage) -> dict[str, Any]:
+def weight_columns(batch: Batch, weights: WeightStorage) -> Columns:
     """The columns of weights; raises Unsupported if a table cannot read and write them."""
-    found: dict[str, Any] = {
+    found: Columns = {
         "w": checked(weights.run, batch, batch.run_sizes, schema.STORAGE[weights.how])
     }
     if weights.aux is not None:

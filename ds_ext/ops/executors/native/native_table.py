@@ -1,7 +1,7 @@
 """The table of a native pass: one row of ``Entry`` per parameter, described in ``ops.schema``."""
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ds_ext.ops import schema
 from ds_ext.ops.executors.native import bf16_products, library
+from ds_ext.ops.runs import Columns
 
 _TYPES = {"float": np.float32, "uint32_t": np.uint32}  # of columns; all others have 8 bytes
 _FIELDS = [(one.name, _TYPES.get(one.type, np.int64)) for one in schema.native_columns()]
@@ -64,7 +65,7 @@ class NativeTable:
     def run(
         self,
         name: str,
-        columns: Mapping[str, Any],
+        columns: Columns,
         form: str = "IS_WEIGHT",
         dtype: torch.dtype | None = None,
         storage: tuple[str, torch.dtype] | None = None,

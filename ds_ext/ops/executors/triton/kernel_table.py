@@ -9,9 +9,9 @@ import torch
 
 from ds_ext.ops import rounding, schema
 from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
-from ds_ext.ops.executors.triton.launcher import OUT, Columns, Launcher, SquareParts
+from ds_ext.ops.executors.triton.launcher import OUT, Launcher, SquareParts
 from ds_ext.ops.executors.triton.launches import Constants
-from ds_ext.ops.runs import Runs
+from ds_ext.ops.runs import Columns, Runs
 
 
 class Read(NamedTuple):

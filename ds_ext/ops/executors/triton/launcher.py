@@ -1,7 +1,7 @@
 """Launches of kernels over many parameters: their tiles, arguments and sums."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +18,8 @@ from ds_ext.ops.executors.triton.folds import PartialOffsets, PartialReduction
 from ds_ext.ops.executors.triton.launch_memory import Memory
 from ds_ext.ops.executors.triton.launches import Constants, KernelConstants, Launch
 from ds_ext.ops.executors.triton.tiles import Geometry, Int64s, TileKind, Tiles
-from ds_ext.ops.runs import Runs
+from ds_ext.ops.runs import Columns, Runs
 
-Columns = Mapping[str, Any]
 # Columns whose addresses must be aligned for vector access: runs only, or also ``out``.
 VECTORS, OUT = (frozenset(ADDRESSES[: ADDRESSES.index(last) + 1]) for last in ("aux", "out"))
 LEAST_ADDRESS = 2**32  # a number's argument is an address from here on, else the number's bits
@@ -191,7 +190,7 @@ class Launcher:
         part, out = sums[0][1].data_ptr(), sums[0][2].base
         parts = [one.parts + (x.data_ptr() - part) for one, x, _ in sums]
         outs = [x.offsets[one.owners] + one.outs + (x.base - out) for one, _, x in sums]
-        columns: dict[str, Any] = {
+        columns: Columns = {
             "part": Runs.at(part, np.concatenate(parts)),
             "out": Runs.at(out, np.concatenate(outs)),
         }

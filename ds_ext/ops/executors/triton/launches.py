@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -13,7 +13,8 @@ import torch
 from ds_ext.ops.executors.triton import sizes
 from ds_ext.ops.executors.triton.tiles import Int64s
 
-Constants: TypeAlias = tuple[tuple[str, Any], ...]
+Constants: TypeAlias = sizes.Constants
+Named: TypeAlias = sizes.Named
 
 
 class KernelConstants:
@@ -23,7 +24,7 @@ class KernelConstants:
     not do, because some versions of Triton do not support them.
     """
 
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, **fields: object) -> None:
         self.fields = fields
         text = ", ".join(f"{name}={value!r}" for name, value in sorted(fields.items()))
         self._name = "of_" + hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -62,7 +63,7 @@ class Launch:
     rows: Int64s
     programs: int
     warps: int
-    named: Mapping[str, Any]
+    named: Named
 
     @functools.cached_property
     def label(self) -> str:
@@ -101,10 +102,10 @@ def launch_kernel(launch: Launch, arguments: Sequence[int], device: torch.device
 
 # Compiled kernels, and their constants in the order of the arguments. The dict of the constants is
 # kept too: while it is alive, no other dict has its id.
-_compiled: dict[tuple[Any, ...], tuple[Any, Sequence[Any], Mapping[str, Any]]] = {}
+_compiled: dict[tuple[object, ...], tuple[Any, Sequence[object], Named]] = {}
 
 
-def options(warps: int) -> dict[str, Any]:
+def options(warps: int) -> Named:
     """Triton's compile options: no fused multiply-add, as elsewhere.
 
     Triton's default for it differs between versions.
@@ -126,7 +127,7 @@ def padded(count: int) -> int:
 
 
 @functools.cache
-def constants(kinds: tuple[KernelConstants, ...], count: int) -> dict[str, Any]:
+def constants(kinds: tuple[KernelConstants, ...], count: int) -> Named:
     """The constants of a launch over ``count`` parameters, padded."""
     found = None
     for number, kind in reversed([*enumerate(kinds)]):
@@ -134,7 +135,7 @@ def constants(kinds: tuple[KernelConstants, ...], count: int) -> dict[str, Any]:
     return {"COUNT": count, "KINDS": found}
 
 
-def kinds_of(named: Mapping[str, Any]) -> list[KernelConstants]:
+def kinds_of(named: Named) -> list[KernelConstants]:
     """The kinds of parameters of a launch: the inverse of ``constants``."""
     found, one = [], named["KINDS"]
     while one is not None:

@@ -23,40 +23,42 @@ WIDE_ROWS, WIDE_ELEMENTS, WIDE_COLS, WIDE_WARPS = 4, 2**14, 256, 16
 LONG, LONG_WARPS = 2**12, 8  # ``factors``: rows or columns per iteration
 TILES = 2**10  # ``recall``: tiles per iteration
 
-LaunchConfig: TypeAlias = tuple[dict[str, Any], int]  # the constants that are sizes, and the warps
+Constants: TypeAlias = tuple[tuple[str, Any], ...]  # of a kernel: names and values
+Named: TypeAlias = Mapping[str, Any]  # the same by name
+LaunchConfig: TypeAlias = tuple[dict[str, int], int]  # the constants that are sizes, and the warps
 
 
-def shape_of(kernel: str, named: Mapping[str, Any]) -> LaunchConfig:
+def shape_of(kernel: str, named: Named) -> LaunchConfig:
     """Returns the shape of a pass from its other constants."""
     return _SHAPES.get(kernel, _of_tiles)(named)
 
 
-def _of_tiles(named: Mapping[str, Any]) -> LaunchConfig:
+def _of_tiles(named: Named) -> LaunchConfig:
     """For kernels that read vectors if their runs are aligned."""
     # without vectors each element needs its own address: fewer elements per thread
     warps = WARPS if named["ALIGNED"] else 2 * WARPS
     return {"TR": TR, "TC": TC}, warps
 
 
-def _of_recalled(named: Mapping[str, Any]) -> LaunchConfig:
+def _of_recalled(named: Named) -> LaunchConfig:
     """For one program per parameter, which reads its tiles only if necessary."""
     return {"TR": TR, "TC": TC, "LONG": TILES}, WARPS
 
 
-def _of_numbers(named: Mapping[str, Any]) -> LaunchConfig:
+def _of_numbers(named: Named) -> LaunchConfig:
     """For one program per number."""
     return {}, WARPS
 
 
-def _of_sums(named: Mapping[str, Any]) -> LaunchConfig:
+def _of_sums(named: Named) -> LaunchConfig:
     return {"TR": TR, "TC": TC}, WARPS
 
 
-def _of_statistics(named: Mapping[str, Any]) -> LaunchConfig:
+def _of_statistics(named: Named) -> LaunchConfig:
     return {"TC": LONG}, LONG_WARPS
 
 
-def _of_strips(named: Mapping[str, Any]) -> LaunchConfig:
+def _of_strips(named: Named) -> LaunchConfig:
     """For rows as wide as a tile, which are loaded while earlier rows are added up."""
     wide = named["TC"]
     # two stages if three would not fit into memory, one without vectors
@@ -66,11 +68,11 @@ def _of_strips(named: Mapping[str, Any]) -> LaunchConfig:
     return shape, min(WIDE_WARPS, wide // WIDE_COLS)
 
 
-def _of_wide_strips(named: Mapping[str, Any]) -> LaunchConfig:
+def _of_wide_strips(named: Named) -> LaunchConfig:
     return {"TC": WIDE_TC, "STRIP": STRIP}, LONG_WARPS
 
 
-_SHAPES: dict[str, Callable[[Mapping[str, Any]], LaunchConfig]] = {
+_SHAPES: dict[str, Callable[[Named], LaunchConfig]] = {
     "weighted_sums": _of_strips,
     "normalize_whole_rows": _of_strips,
     "wide_weighted_sums": _of_wide_strips,
