@@ -67,7 +67,7 @@ def check_weights(
                 f"this checkpoint is incomplete: elements of {own.name} are missing."
             )
     known = set(of_all_ranks(names or (own.name for own in owned.values())))
-    saved = set(of_all_ranks(name for saved in pieces.saved for name in saved["weights"]))
+    saved = set(of_all_ranks(pieces.weight_names()))
     unknown = saved - known
     if strict and (missing or unknown):
         parts = [f"missing in the checkpoint: {', '.join(missing[:5])}"] if missing else []

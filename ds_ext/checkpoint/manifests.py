@@ -35,6 +35,7 @@ class Manifest(TypedDict):
     state_files: list[str]
     layer_files: NotRequired[list[str]]
     tensor_parallel: NotRequired[int]
+    names: NotRequired[dict[str, list[str]]]  # of saved weights, states and gradients, since 1.1
 
 
 _MANIFEST = TypeAdapter(Manifest)

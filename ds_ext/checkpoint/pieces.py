@@ -6,14 +6,15 @@ ranks that saved. The number of ranks and the ZeRO stage may therefore change.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ds_ext.ops.state import Part
 
+T = TypeVar("T")
 Saved = Mapping[str, Any]  # the state that one rank saved, or a part of it
 _COMPILED = re.compile(r"(?<![^.])_orig_mod\.")  # torch.compile(module) adds it
 
@@ -41,44 +42,74 @@ def piece(values: Tensor, part: Part, **more: Any) -> dict[str, Any]:
     return {"start": part.start, "total": part.total, "values": values, **more}
 
 
-class Pieces:
-    """Reads the pieces of all ranks, one tensor at a time. Their files may be memory-mapped.
+class Files(Sequence[Saved]):
+    """What each rank saved. Opens a file when it is first read.
 
     Args:
-        saved: nested dictionaries of pieces, one for each rank.
+        sources: the files, by rank.
+        load: returns the contents of a file.
     """
 
-    def __init__(self, saved: Sequence[Saved]) -> None:
-        self.saved = saved
+    def __init__(self, sources: Sequence[T], load: Callable[[T], Saved]) -> None:
+        self._sources = sources
+        self._load = load
+        self.opened: dict[int, Saved] = {}
 
-    def of_all_ranks(self, *keys: str) -> Iterator[Any]:
-        """Yields the value under these nested keys, for each rank that saved one."""
-        for found in self.saved:
-            for key in keys:
-                found = found.get(key, {})
-            if found:
-                yield found
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index not in self.opened:
+            self.opened[index] = self._load(self._sources[index])
+        return self.opened[index]
+
+
+class Pieces:
+    """Finds the pieces of tensors. Reads first from open files, then from the nearest.
+
+    Ranks of a large world would otherwise open all files, which are ranks² opens.
+
+    Args:
+        saved: nested dictionaries of pieces, one for each rank that saved.
+        index: the names that any rank saved, by section ("weights", "state", "accumulated"); None
+            if they are not known, as in checkpoints before 1.1.
+        weights: dictionaries of pieces of weights that are not in ``saved``.
+        position: this rank's index divided by the number of ranks.
+    """
+
+    def __init__(
+        self,
+        saved: Sequence[Saved],
+        index: Mapping[str, Collection[str]] | None = None,
+        weights: Sequence[Saved] = (),
+        position: float = 0.0,
+    ) -> None:
+        self.saved = saved
+        self._index = None if index is None else {key: set(names) for key, names in index.items()}
+        self._weights = weights
+        self._position = position
+
+    def weight_names(self) -> set[str]:
+        """Returns the names of all saved weights."""
+        if self._index is not None:
+            return self._index["weights"]
+        return {name for found in (*self.saved, *self._weights) for name in found["weights"]}
 
     def first(self, *keys: str) -> Any:
-        """Returns the value under these keys from the first rank that saved one, or None."""
-        return next(self.of_all_ranks(*keys), None)
+        """Returns the value under these nested keys from a rank that saved one, or None."""
+        return next(self._values(keys), None)
 
     def is_incomplete(self, part: Part, *keys: str) -> bool:
         """Returns whether a part has missing elements, or the saved tensor has another size."""
-        at = part.start
-        for found in self._in_order(keys):
-            if found["total"] != part.total:
-                return True
-            if found["start"] <= at:
-                at = max(at, found["start"] + found["values"].shape.numel())
-        return at < part.stop
+        found, stop = self._covering(part, keys)
+        return stop < part.stop or any(piece["total"] != part.total for piece in found)
 
     def read(self, part: Part, *keys: str) -> Tensor:
         """Returns the elements of a part, [stop - start], on the CPU in the saved dtype."""
         values, at = torch.empty(0, dtype=torch.float32, device="cpu"), part.start
-        for found in self._in_order(keys):
+        for found in self._covering(part, keys)[0]:
             first = found["start"]
-            stop = min(part.stop, first + found["values"].shape.numel())
+            stop = min(part.stop, _stop(found))
             if first <= at < stop:
                 flat = found["values"].contiguous().view(-1)
                 if at == part.start:
@@ -87,9 +118,48 @@ class Pieces:
                 at = stop
         return values
 
-    def _in_order(self, keys: tuple[str, ...]) -> list[Saved]:
-        """The pieces under these keys, ordered by start."""
-        return sorted(self.of_all_ranks(*keys), key=lambda piece: piece["start"])
+    def _covering(self, part: Part, keys: tuple[str, ...]) -> tuple[list[Saved], int]:
+        """Pieces with a part's elements, by start, and the first element that they lack."""
+        found: list[Saved] = []
+        at = part.start
+        values = self._values(keys, part)
+        while at < part.stop and (piece := next(values, None)) is not None:
+            if piece["start"] < part.stop and _stop(piece) > part.start:
+                found = sorted([*found, piece], key=lambda piece: piece["start"])
+                at = part.start
+                for each in found:
+                    at = max(at, _stop(each)) if each["start"] <= at else at
+        return found, at
+
+    def _values(self, keys: tuple[str, ...], part: Part | None = None) -> Iterator[Any]:
+        """The values under nested keys, first from open files, then from those nearest to a part.
+
+        Ranks usually save equal parts. Without a part, the nearest files are those of this rank.
+        """
+        for files in self._files(keys):
+            opened = files.opened if isinstance(files, Files) else ()
+            near = self._position * len(files)
+            if part is not None and files:
+                near = part.start // max(1, -(-part.total // len(files)))
+            for i in sorted(range(len(files)), key=lambda i: (i not in opened, abs(i - near))):
+                found = files[i]
+                for key in keys:
+                    found = found.get(key, {})
+                if found:
+                    yield found
+
+    def _files(self, keys: tuple[str, ...]) -> list[Sequence[Saved]]:
+        """The files that may contain a value under these keys."""
+        if self._index is None:
+            return [self.saved, self._weights]
+        if not self._index[keys[0]].isdisjoint(keys):
+            return [self.saved]
+        return [self._weights] if keys[0] == "weights" else []
+
+
+def _stop(piece: Saved) -> int:
+    """The index after a piece's last element in the whole tensor."""
+    return int(piece["start"] + piece["values"].shape.numel())
 
 
 # Names without the prefixes of torch.compile.

@@ -20,6 +20,10 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import NestedState, Part, Parts
 from ds_ext.optimizer import RuleOptimizer, ema, host_offload
 
+# This many ranks save the tensors that are equal on all ranks. Every rank opens all their files to
+# load such tensors, and one rank alone would write too long.
+WRITERS = 8
+
 
 class OwnedRun(NamedTuple):
     """A rank's run of a parameter, its position, and the name of the parameter in checkpoints."""
@@ -119,7 +123,8 @@ def save_state(optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> di
     saved = {}
     for param, own in owned.items():
         if param in optimizer.group_of and (kept := optimizer.state.get(param)):
-            is_writer = optimizer.number_of[param] % own.num_shards == own.shard_index
+            writers = min(own.num_shards, WRITERS)
+            is_writer = optimizer.number_of[param] % writers == own.shard_index
             parts = spec.saved(optimizer.state_spec(param, own.shard, optimizer.rule_of(param)))
             saved[own.name] = {"step": kept["step"], **_pieces(kept, parts, is_writer)}
     return saved

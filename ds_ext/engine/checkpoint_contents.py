@@ -12,6 +12,7 @@
 ``save`` returns the first three parts, and the entries that DeepSpeed's zero_to_fp32.py reads.
 """
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -237,6 +238,21 @@ class Contents:
             "partition_count": 1 if stage == 0 else size_of(self.layout.replica_group),
             "fp32_flat_groups" if is_padded else "single_partition_of_fp32_groups": runs,
         }
+
+
+def state_in(file: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the result of ``Contents.save`` that a file contains, or None."""
+    found = file.get("optimizer_state_dict") or file.get("optimizer")
+    return found if isinstance(found, dict) and "ds_ext" in found else None
+
+
+def names_in(file: Mapping[str, Any]) -> dict[str, Collection[str]]:
+    """Returns the names in the result of ``Contents.save`` that a file contains, by section."""
+    found = state_in(file)
+    if found is None:
+        return {}
+    gradients = found["accumulated"]["gradients"]
+    return {"weights": found["weights"], "state": found["state"], "accumulated": gradients}
 
 
 # Entries that DeepSpeed's engine saves in the model's file.

@@ -21,11 +21,12 @@ from ds_ext.engine import (
     expert_parallel,
     forward,
     hook_cleanup,
+    loading,
     optimizers,
     parameters,
     pipeline,
     rank_logging,
-    save_load,
+    saving,
     schedulers,
     sequence_parallel,
     trainer_checks,
@@ -225,13 +226,13 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
     @functools.wraps(DeepSpeedEngine.save_checkpoint)
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Saves a complete checkpoint or none."""
-        return save_load.save_checkpoint(self, *args, **kwargs)
+        return saving.save_checkpoint(self, *args, **kwargs)
 
     @_explained
     @functools.wraps(DeepSpeedEngine.load_checkpoint)
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Loads a checkpoint that was saved with any number of ranks and any ZeRO stage."""
-        return save_load.load_checkpoint(self, *args, **kwargs)
+        return loading.load_checkpoint(self, *args, **kwargs)
 
     def is_first_weights_partition_group(self) -> bool:
         """Returns whether this rank writes ZeRO-3 partitions. Only one replica's ranks do."""

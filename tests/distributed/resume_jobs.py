@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -11,6 +12,7 @@ from deepspeed.utils import zero_to_fp32
 from transformers import TrainingArguments
 
 import ds_ext
+from ds_ext.engine import loading, safe_unpickling
 from ds_ext.engine.checkpoint_contents import owned
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import by_role, models, ranks
@@ -163,6 +165,26 @@ def elsewhere(
     steps(engine, numbers)
     engine.save_checkpoint(target)
     return whole(engine)
+
+
+def opened_files(kind: str, stage: int) -> list[str]:
+    """The files that this rank opens to load a checkpoint, some of whose weights are frozen."""
+    engine, opened = start(kind, stage), []
+    for p in list(engine.module.parameters())[::4]:
+        p.requires_grad_(False)
+    steps(engine, range(2))
+
+    def load(path: Path) -> Any:
+        opened.append(path.name)
+        return safe_unpickling.load(path)
+
+    with shared_folder() as folder:
+        engine.save_checkpoint(folder)
+        other = start(kind, stage, seed=8)
+        with mock.patch.object(loading, "load", load):
+            other.load_checkpoint(folder)
+        assert same(whole(engine), whole(other))
+    return opened
 
 
 def frozen(source: str, kind: str, stage: int, numbers: range) -> dict[str, torch.Tensor]:

@@ -70,6 +70,15 @@ def test_gone_on_from_on_another_number_of_ranks_and_stage(folder, kind, stage):
         assert error(got[0], whole["after"], whole["before"]) <= EXACT
 
 
+@pytest.mark.parametrize("stage", params([2, 3], [3]))
+def test_a_rank_opens_the_first_rank_s_files_and_its_own(stage):
+    for rank, opened in enumerate(worlds.run(3, resume_jobs.opened_files, "adamw", stage)):
+        assert len(opened) == len(set(opened))
+        states = {name for name in opened if "optim_states" in name}
+        assert states == {f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in {0, rank}}
+        assert len(opened) - len(states) == 1  # with the model
+
+
 @pytest.mark.parametrize("kind, stage", params([("came", 3), ("adamw", 2), ("galore", 0)], []))
 def test_parameters_that_were_frozen_when_saved_keep_their_state(folder, kind, stage):
     """2 -> 3 ranks, 2 -> 1: frozen at the save and one step longer, then trained again."""

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 import ds_ext
 from ds_ext.checkpoint import checks, folder, manifests, resharding
-from ds_ext.checkpoint.pieces import Pieces, piece
+from ds_ext.checkpoint.pieces import Files, Pieces, piece
 from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.distributed import consensus
 from ds_ext.errors import CheckpointError
@@ -58,6 +58,68 @@ def test_a_rank_reads_its_part_and_no_more(tmp_path):
     # Of weights and momentum, and the state that the momentum goes to; 2 · size are all.
     assert read < 3 * size / world + 2**21
     assert watch.most - before >= size
+
+
+def many(rank, world):
+    """An optimizer with 30 parameters and states, and a rank's run of each, of a large world."""
+    params = [torch.nn.Parameter(torch.empty(0)) for _ in range(30)]
+    optimizer, own = ds_ext.CAME(params), {}
+    for i, p in enumerate(params):
+        shape = (i + 64, 70) if i % 3 else (640 * i + 10,)
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(i))
+        shard = Shard.of_rank(shape, rank, world)
+        run = values.flatten()[shard.start : shard.stop].clone()
+        own[p] = OwnedRun(f"w{i}", run, shard, rank, world)
+        optimizer.update([RunUpdate(p, run, run.clone(), shard)], lambda total: None)
+    return optimizer, own
+
+
+@pytest.fixture(scope="module")
+def saved_by_64():
+    return [resharding.save(*many(rank, 64)) for rank in range(64)]
+
+
+@pytest.mark.parametrize("world", [64, 128, 32, 7])
+def test_a_rank_opens_only_the_files_that_its_pieces_are_in(saved_by_64, world):
+    names = {f"w{i}" for i in range(30)}
+    index = {"weights": names, "state": names, "accumulated": set()}
+    for rank in (0, 1, world // 2, world - 1):
+        opened = []
+
+        def load(r, opened=opened):
+            opened.append(r)
+            return saved_by_64[r]
+
+        pieces = Pieces(Files(range(64), load), index, [], rank / world)
+        optimizer, own = many(rank, world)
+        before = [run.run.clone() for run in own.values()]
+        for run in own.values():
+            run.run.zero_()
+        checks.check(pieces, optimizer, own, True)
+        resharding.load_state(pieces, optimizer, own)
+        assert not resharding.load_weights(pieces, optimizer, own)
+        assert pieces.first("accumulated", "gradients", "w0") is None
+        assert len(opened) == len(set(opened))
+        if world == 64:  # its own, and the states that all ranks need
+            assert set(opened) == {rank, *range(resharding.WRITERS)}
+        assert (
+            len(opened) <= 64 // world + 12 + resharding.WRITERS
+        )  # small parameters are cut finer
+        assert len(optimizer.state) == 30
+        assert all(
+            x.numel() == run.run.numel() for x, run in zip(before, own.values(), strict=True)
+        )
+        everything = Pieces(Files(range(64), lambda r: saved_by_64[r]))
+        for run in own.values():
+            assert torch.equal(run.run, everything.read(run.part, "weights", run.name))
+
+
+def test_a_checkpoint_without_names_is_read_by_opening_all_files(saved_by_64):
+    opened = []
+    pieces = Pieces(Files(range(64), lambda r: opened.append(r) or saved_by_64[r]))
+    optimizer, own = many(3, 64)
+    checks.check(pieces, optimizer, own, True)
+    assert sorted(opened) == list(range(64))
 
 
 @pytest.mark.parametrize("first, second", [((0, 5), (5, 9)), ((0, 6), (4, 9)), ((3, 9), (0, 4))])

@@ -1,0 +1,261 @@
+"""Implements engine.load_checkpoint: all ranks load a checkpoint, or all raise before any change.
+
+1. Find the folder, read its manifest, and verify the files.
+2. Map the files. A rank opens only those that its pieces are in.
+3. ``Contents.check``.
+4. ``Contents.load``, and the parts of DeepSpeed.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+from ds_ext.checkpoint import checks, folder, manifests
+from ds_ext.checkpoint.manifests import locate
+from ds_ext.checkpoint.pieces import Files, Pieces, Saved, plain_name, with_plain_names
+from ds_ext.distributed import consensus
+from ds_ext.engine import checkpoint_contents, pipeline
+from ds_ext.engine.checkpoint_contents import Contents
+from ds_ext.engine.rank_logging import log
+from ds_ext.engine.safe_unpickling import load
+from ds_ext.engine.saving import LAYER_FILE, common_tag, is_model_file, raises_on_all_ranks
+from ds_ext.errors import CheckpointError
+from ds_ext.ops import int8
+
+
+@raises_on_all_ranks
+def load_checkpoint(
+    engine: DeepSpeedEngine,
+    load_dir: str,
+    tag: str | None = None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    custom_load_fn: Callable[..., Any] | None = None,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Loads a checkpoint that was saved by any number of ranks, at any ZeRO stage.
+
+    If DeepSpeed's own optimizer saved the checkpoint, only weights and counts are loaded.
+
+    Args:
+        engine: the engine to load the model, optimizer and counts into.
+        load_dir: the ``save_dir`` of ``save_checkpoint``.
+        tag: the name of the checkpoint; by default the latest.
+        load_module_strict: whether the model and the checkpoint must have the same parameters.
+        load_optimizer_states: whether to load the optimizer's state; otherwise it is reset.
+        load_lr_scheduler_states: whether to load the learning-rate scheduler.
+        load_module_only: whether to load only weights and buffers.
+        custom_load_fn: must be None.
+
+    Returns:
+        The folder and the ``client_state`` passed to ``save_checkpoint``; None and None if nothing
+        was ever saved in ``load_dir``.
+
+    Raises:
+        CheckpointError: on every rank, before anything changes, if the checkpoint is damaged or
+            belongs to another model or optimizer.
+        ValueError: ``custom_load_fn`` is set, or the tag is not a valid name.
+    """
+    if custom_load_fn is not None:
+        raise ValueError("load_checkpoint: ds_ext reads weights in pieces; remove custom_load_fn.")
+    engine.optimizer.optimizer.refuse_exchanged()
+    tag = common_tag(engine, tag)
+    if tag is None:
+        tag = _latest(load_dir)
+    if tag is None:
+        log(f"there is no checkpoint in {load_dir}: nothing is loaded")
+        return None, None
+    folder.checkpoint_path(load_dir, tag)  # raises if the tag is not a valid name
+    pipeline.follow_groups(engine, engine.optimizer.optimizer)
+    path = consensus.run_on_all_ranks(lambda: manifests.find(Path(load_dir), tag), CheckpointError)
+    contents = Contents(engine, engine.optimizer.fused, engine.optimizer.loss_scaler)
+    manifest = consensus.run_on_all_ranks(lambda: _verified(engine, path), CheckpointError)
+    opened = consensus.run_on_all_ranks(lambda: _open(contents, path, manifest), CheckpointError)
+    with_state = manifest is not None and load_optimizer_states and not load_module_only
+
+    def check() -> None:
+        if with_state:
+            contents.check(opened.pieces, load_module_strict)
+        else:
+            names = contents.names
+            checks.check_weights(opened.pieces, contents.owned, load_module_strict, names)
+
+    def load_counts() -> None:
+        done, of = (0, 1) if manifest is None else opened.pieces.saved[0]["accumulated"]["passes"]
+        checkpoint_contents.load_counts(engine, opened.model, (done, of), load_lr_scheduler_states)
+
+    consensus.run_on_all_ranks(check, lambda text: CheckpointError(f"{path}: {text}"))
+    consensus.run_on_all_ranks(lambda: _load(contents, opened, with_state, path), CheckpointError)
+    _publish(contents)
+    if not load_module_only:
+        consensus.run_on_all_ranks(load_counts, CheckpointError)
+    return str(path), checkpoint_contents.client_state(opened.model)
+
+
+def _latest(load_dir: str) -> str | None:
+    """The newest tag; None if nothing was ever saved. Checks that all ranks read the same tag."""
+    tag = consensus.run_on_all_ranks(lambda: manifests.latest(Path(load_dir)), CheckpointError)
+    seen = consensus.gathered(tag)
+    if other := [rank for rank, found in enumerate(seen) if found != seen[0]]:
+        raise CheckpointError(
+            f"{load_dir}/latest is {seen[0]!r} on rank 0 and {seen[other[0]]!r} on rank "
+            f"{other[0]}: name the full path of a folder on a file system that all ranks share."
+        )
+    return tag
+
+
+def _verified(engine: DeepSpeedEngine, path: Path) -> dict[str, Any] | None:
+    """The manifest, or None without one. Verifies this rank's share of the files."""
+    manifest, layout = manifests.manifest(path), engine.optimizer.layout
+    saved = (manifest or {}).get("tensor_parallel", 1)
+    size = max(1, engine.autotp_size())
+    if saved != size:
+        raise CheckpointError(
+            f"{path} was saved with tensor_parallel.autotp_size = {saved}, this engine "
+            f"has {size}: ds_ext loads it on any number of ranks and at any ZeRO stage, but "
+            "with the same autotp_size."
+        )
+    if manifest is not None:
+        files = manifest["files"]
+        manifests.verify(path, files, list(files)[layout.rank :: layout.world])
+    return manifest
+
+
+class CheckpointData(NamedTuple):
+    """The memory-mapped files of a checkpoint."""
+
+    model: Saved  # this rank's model file
+    pieces: Pieces  # of the states of all ranks, and of weights in DeepSpeed's files
+
+
+def _open(contents: Contents, path: Path, manifest: Mapping[str, Any] | None) -> CheckpointData:
+    """Maps the files of a checkpoint; ``manifest`` is None if DeepSpeed's optimizer saved it.
+
+    Raises:
+        CheckpointError: a file is damaged, or the folder has no model file.
+    """
+    layers = pipeline.layer_names(contents.engine)
+    if manifest is not None:
+        model_files, layer_files = manifest["model_files"], manifest.get("layer_files", [])
+    else:
+        found = sorted(f.name for f in path.glob("*.pt"))
+        model_files = [name for name in found if is_model_file(name)]
+        layer_files = [name for name in found if LAYER_FILE.fullmatch(name)]
+    if not model_files:
+        raise CheckpointError(f"{path} holds no checkpoint: no file *model_states.pt.")
+    if bool(layer_files) != bool(layers):
+        was, here = ("was", "is not") if layer_files else ("was not", "is")
+        raise CheckpointError(
+            f"{path} {was} saved from a PipelineModule, but this model {here} a PipelineModule."
+        )
+    rank = contents.layout.rank
+    models = Files([locate(path, name) for name in model_files], load)
+    model: Saved = models[rank % len(models)]
+    if layers:
+        model = {**model, "module": _of_layers(path, layer_files, layers)}
+    is_partitioned = model_files[0].startswith("zero_pp_rank_")
+    states = [] if manifest is None else [locate(path, n) for n in manifest["state_files"]]
+    saved = Files(states, _state_in)
+    index = None if manifest is None else manifest.get("names")
+    names = {own.name for own in contents.owned.values()}
+    wanted = names - Pieces(saved, index).weight_names()
+    if manifest is not None and is_partitioned:
+        weights = Files(range(len(models)), lambda r: _frozen_weights(models[r], r, wanted))
+    else:
+        module = (model if layers else models[0])["module"]
+        if manifest is None:
+            _refuse_unfinished(path, models[0].get("optimizer"))
+            module = _gathered(path) if is_partitioned else module
+        weights = Files([module], lambda found: _whole_weights(found, wanted))
+    return CheckpointData(model, Pieces(saved, index, weights, rank / contents.layout.world))
+
+
+def _state_in(path: Path) -> Saved:
+    """The result of ``Contents.save`` on one rank, read from its file."""
+    found = checkpoint_contents.state_in(load(path))
+    if found is None:
+        raise CheckpointError(f"{path} contains no state of an optimizer of ds_ext.")
+    return with_plain_names(found)
+
+
+def _of_layers(path: Path, files: list[str], layers: Mapping[int, str]) -> dict[str, Any]:
+    """The weights and buffers of all pipeline layers, by name in the model."""
+    found = {}
+    for name in files:
+        match = LAYER_FILE.fullmatch(name)
+        prefix = None if match is None else layers.get(int(match[1]))
+        if prefix is None:
+            raise CheckpointError(f"{path / name} contains a layer that the model does not have.")
+        found.update({prefix + key: value for key, value in load(locate(path, name)).items()})
+    return found
+
+
+def _refuse_unfinished(path: Path, optimizer: Any) -> None:
+    """Raises CheckpointError if ds_ext wrote the files but not the manifest."""
+    files = [load(file) for file in path.glob("*_rank_0_*optim_states.pt")]
+    if any(map(checkpoint_contents.state_in, [{"optimizer": optimizer}, *files])):
+        raise CheckpointError(f"{path} is not complete: {manifests.MANIFEST} is missing.")
+
+
+def _gathered(path: Path) -> dict[str, Any]:
+    """The weights of a checkpoint that DeepSpeed's optimizer saved at stage 3."""
+    for file in path.glob("*.pt"):
+        load(file)  # raises for unsafe pickles, which DeepSpeed's function would run
+    found: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(
+        str(path.parent), path.name, lazy_mode=True
+    )
+    return found
+
+
+def _whole_weights(found: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]:
+    """A piece of each wanted tensor in ``found``, by plain name."""
+    pieces = {}
+    for own_name, values in found.items():
+        if (name := plain_name(own_name)) in wanted:
+            shape = values.shape
+            pieces[name] = {
+                "start": 0,
+                "total": shape.numel(),
+                "values": values,
+                "shape": list(shape),
+            }
+    return {"weights": pieces}
+
+
+def _frozen_weights(model: Saved, rank: int, wanted: set[str]) -> dict[str, Any]:
+    """One rank's pieces of wanted frozen weights, by plain name. Parts have equal sizes."""
+    pieces = {}
+    for own_name, values in (model["frozen_param_fragments"] or {}).items():
+        if (name := plain_name(own_name)) in wanted:
+            shape = model["frozen_param_shapes"][own_name]
+            start = min(rank * values.numel(), shape.numel())
+            pieces[name] = {
+                "start": start,
+                "total": shape.numel(),
+                "values": values.reshape(-1)[: shape.numel() - start],  # without padding
+                "shape": list(shape),
+            }
+    return {"weights": pieces}
+
+
+def _load(contents: Contents, opened: CheckpointData, with_state: bool, path: Path) -> None:
+    """Loads weights, buffers and, if ``with_state``, the optimizer's state."""
+    contents.engine.optimizer.checkpoint_event_prologue()
+    if with_state:
+        contents.load(opened.pieces)
+    else:
+        contents.load_without_state(opened.pieces)
+        kind = type(contents.optimizer).__name__
+        log(f"{path}: only weights are loaded, the state of {kind} starts from zero")
+    checkpoint_contents.load_buffers(contents.engine.module, opened.model)
+
+
+def _publish(contents: Contents) -> None:
+    """Sends loaded runs to the ranks that hold full parameters, if they have not read all."""
+    layout = contents.layout
+    layout.publish([p for p in layout.names if int8.find(p) is None])
+    layout.end_step()
