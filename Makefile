@@ -2,7 +2,8 @@
 # make compare the same beside AdamW in DeepSpeed: losses, seconds, memory (10 to 30 minutes)
 # make test    what each change has to pass; ARGS="-k lomo" for a part (times: docs/tests.md)
 # make test-all    the other tests, marked slow
-# make check   lint, format, types, import walls
+# make lint    lint and format, which pre-commit runs
+# make check   the same, types, import walls
 # make matrix  docs/support.md's table and docs/tests-by-feature.md, from the tests that ran
 # make clients each client program in a fresh environment: docs/clients.md (an hour or more)
 # make versions the oldest and newest torch, DeepSpeed, ...: docs/install.md (about 10 minutes)
@@ -33,9 +34,11 @@ BIN     = .venv/bin
 
 # Waiting threads sleep instead of spinning: ranks share the cores of a small machine.
 export OMP_WAIT_POLICY ?= PASSIVE
+# pip prints errors only, no warnings and no advice about itself.
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+export PIP_QUIET = 1
 
-.PHONY: demo compare test test-all check matrix clients versions contract ir peers readme docs release clean
+.PHONY: demo compare test test-all lint check matrix clients versions contract ir peers readme docs release clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.demo
@@ -57,9 +60,11 @@ test test-all: .venv/.test
 test: MARKED = not slow
 test-all: MARKED = slow
 
-check: .venv/.test
+lint: .venv/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+check: lint
 	$(BIN)/mypy ds_ext
 	$(BIN)/python -m pytest -q tests/unit/test_walls.py
 
@@ -106,7 +111,7 @@ clean:
 # The order matters. torch first and pinned: a later step would otherwise choose a build of its
 # own, gigabytes of CUDA among it. Then what DeepSpeed's setup.py imports, since it has no wheel
 # and is built without isolation so as to see the torch that is installed.
-.venv/.base: setup.cfg pyproject.toml Makefile
+.venv/.base: pyproject.toml setup.cfg Makefile
 	@echo "Installing into .venv, once; some minutes. What was downloaded is kept by pip."
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@index="$(TORCH_INDEX)"; \
@@ -117,7 +122,7 @@ clean:
 	echo "  $(TORCH)$${index:+, CPU build from $$index}"; \
 	$(BIN)/pip install --quiet $${index:+--extra-index-url "$$index"} "$(TORCH)"
 	@echo "  DeepSpeed, from source, and ds_ext"
-	@$(BIN)/pip install --quiet "setuptools>=74.1" wheel ninja numpy
+	@$(BIN)/pip install --quiet "setuptools>=77" wheel ninja numpy
 	@$(BIN)/pip install --quiet --no-build-isolation -e ".[deepspeed]"
 	@touch $@
 

@@ -1,4 +1,4 @@
-"""The native passes, for a wheel that is built where a compiler is; all else is in setup.cfg.
+"""The native passes, for a wheel that is built where a compiler is; all else is in pyproject.toml.
 
 They are no module of Python but a library that ds_ext/ops/executors/native/library.py finds, which
 has the same flags. Without a compiler the wheel is one for all machines.

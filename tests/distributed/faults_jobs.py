@@ -53,11 +53,10 @@ def unbroken() -> dict[str, Any]:
 def sabotage(fault: str, engine: deepspeed.DeepSpeedEngine) -> None:
     """Prepares a fault of one rank in the step and save that follow."""
     rank = dist.get_rank()
-    if fault in ("replaced", "latest"):
-        if rank == 0:
-            os.rename = _nth(os.rename, 2 if fault == "replaced" else 9)
-            Path.rename = _nth(Path.rename, 2 if fault == "replaced" else 9)
-            os.replace = _nth(os.replace, 9 if fault == "replaced" else 2)
+    if rank == 0 and fault == "replaced":
+        Path.replace = _nth(Path.replace, 2)  # of the files of a checkpoint
+    elif rank == 0 and fault == "latest":
+        os.replace = _nth(os.replace, 2)  # after the manifest
     if rank != 1:
         return
     if fault == "forward":

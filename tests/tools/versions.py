@@ -5,7 +5,7 @@
 Each version of torch, DeepSpeed, transformers and accelerate gets a folder under build/versions.
 The folder comes first on the path of the tests. All other packages are those of this environment.
 
-- Oldest: the given versions. A package that is not given has the lowest version that setup.cfg
+- Oldest: the given versions. A package that is not given has the lowest version that pyproject.toml
   allows. Given packages that are none of the four are installed beside the oldest transformers.
 - Newest: those of the package index.
 - torch comes from an index of CPU builds, because the default builds bring gigabytes of CUDA.
@@ -80,9 +80,8 @@ def available(name: str, index: list[str]) -> list[str]:
 
 
 def lowest(name: str, index: list[str]) -> str:
-    """Returns the lowest version of a package that setup.cfg allows and the index has."""
-    lines = (ROOT / "setup.cfg").read_text().splitlines()
-    (allowed,) = {line.strip() for line in lines if re.match(rf" +{name}>=", line)}
+    """Returns the lowest version of a package that pyproject.toml allows and the index has."""
+    (allowed,) = re.findall(rf'"({name}>=[^"]+)"', (ROOT / "pyproject.toml").read_text())
     specifier = Requirement(allowed).specifier
     return min(specifier.filter(available(name, index)), key=Version)
 

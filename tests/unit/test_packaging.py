@@ -10,6 +10,8 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
 
 import ds_ext
 from ds_ext.ops.executors.native import library
@@ -133,11 +135,29 @@ def test_wheels_have_the_flags_of_what_is_built_at_first_use():
 def test_metadata_say_what_is_true(wheel):
     (info,) = wheel.glob("*.dist-info")
     metadata = Parser().parsestr((info / "METADATA").read_text())
-    assert metadata["Version"] == ds_ext.__version__
-    assert "Apache-2.0" in (metadata["License-Expression"] or metadata["License"])
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert metadata["Version"] == ds_ext.__version__ == citation["version"]
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert f"## {ds_ext.__version__} – {citation['date-released']}" in changelog
+    assert "Apache-2.0" == metadata["License-Expression"] == citation["license"]
     assert "Apache License" in next(info.rglob("LICENSE")).read_text()
     for name in ("LOMO", "AdaLomo", "Adafactor", "CAME", "LAMB", "GaLore"):
         assert name in metadata["Summary"]
+
+
+def test_extras_allow_the_oldest_versions_that_are_tested(wheel):
+    """And none that are older, as far as a requirement says."""
+    (info,) = wheel.glob("*.dist-info")
+    metadata = Parser().parsestr((info / "METADATA").read_text())
+    required = {r.name: r for r in map(Requirement, metadata.get_all("Requires-Dist"))}
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", "")
+    (oldest,) = re.findall(r"(?m)^OLDEST = (.+)", makefile)
+    tested = dict(name.split("==") for name in oldest.split())
+    assert {"deepspeed", "transformers", "accelerate", "datasets", "peft"} <= required.keys()
+    for name in tested.keys() & required.keys():
+        assert required[name].specifier.contains(tested[name]), name
+        (lowest,) = re.findall(r">=([\d.]+)", str(required[name].specifier))
+        assert f"{tested[name]}.".startswith(f"{lowest}."), name
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """The walls between the package's rooms, read from the source: imports run downwards only."""
 
 import ast
-import configparser
 import re
 import subprocess
 import sys
@@ -273,9 +272,9 @@ def test_what_plain_pytorch_imports_is_required_at_installation():
     ]
     imported = {alias.name for n in own if isinstance(n, ast.Import) for alias in n.names}
     imported |= {node.module for node in own if isinstance(node, ast.ImportFrom)}
-    setup = configparser.ConfigParser()
-    setup.read(PACKAGE.parent / "setup.cfg")
-    required = set(re.findall(r"(?m)^\w+", setup["options"]["install_requires"]))
+    project = (PACKAGE.parent / "pyproject.toml").read_text()
+    (line,) = re.findall(r"(?m)^dependencies = (.+)", project)
+    required = set(re.findall(r'"(\w+)', line))
     packages = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
     assert packages == required | {"ds_ext"}
 
