@@ -34,9 +34,9 @@ BIN     = .venv/bin
 
 # Waiting threads sleep instead of spinning: ranks share the cores of a small machine.
 export OMP_WAIT_POLICY ?= PASSIVE
-# pip prints errors only, no warnings and no advice about itself.
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-export PIP_QUIET = 1
+# Each environment has its own folder for what DeepSpeed builds: see docs/install.md.
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
 
 .PHONY: demo compare test test-all lint check matrix clients versions contract ir peers readme docs release clean
 .DELETE_ON_ERROR:
@@ -107,6 +107,9 @@ release: .venv/.release
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# With --quiet below, pip prints errors only: no warnings and no advice about itself.
+.venv/.base .venv/.demo .venv/.docs .venv/.release .venv/.test .venv/.oldest: export PIP_QUIET = 1
 
 # The order matters. torch first and pinned: a later step would otherwise choose a build of its
 # own, gigabytes of CUDA among it. Then what DeepSpeed's setup.py imports, since it has no wheel

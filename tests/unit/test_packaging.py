@@ -14,6 +14,7 @@ import yaml
 from packaging.requirements import Requirement
 
 import ds_ext
+from ds_ext.__main__ import separate_build_folder
 from ds_ext.ops.executors.native import library
 
 ROOT = Path(__file__).parents[2]
@@ -158,6 +159,33 @@ def test_extras_allow_the_oldest_versions_that_are_tested(wheel):
         assert required[name].specifier.contains(tested[name]), name
         (lowest,) = re.findall(r">=([\d.]+)", str(required[name].specifier))
         assert f"{tested[name]}.".startswith(f"{lowest}."), name
+
+
+@pytest.mark.parametrize(
+    "kind, given, expected",
+    [
+        ("venv", None, "env/torch_extensions"),
+        ("conda", None, "env/torch_extensions"),
+        ("system", None, None),
+        ("venv", "mine", "mine"),
+        ("missing", None, None),
+    ],
+)
+def test_each_environment_has_a_folder_for_what_deepspeed_builds(
+    tmp_path, monkeypatch, kind, given, expected
+):
+    env = tmp_path / "env"
+    if kind != "missing":
+        (env / ("conda-meta" if kind == "conda" else "lib")).mkdir(parents=True)
+    monkeypatch.setattr(sys, "prefix", str(env))
+    base = env if kind in ("conda", "system") else tmp_path
+    monkeypatch.setattr(sys, "base_prefix", str(base))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", given or "")  # and restored after the test
+    if not given:
+        del os.environ["TORCH_EXTENSIONS_DIR"]
+    separate_build_folder()
+    found = os.environ.get("TORCH_EXTENSIONS_DIR")
+    assert found == (given or (expected and str(tmp_path / expected)))
 
 
 @pytest.mark.slow
