@@ -4,9 +4,9 @@ from tests.tools.faults.fault import Fault
 
 KERNELS = "ops/executors/triton/kernels/"
 IR = " -p tests.tools.ir"
+BUCKET = "unit/test_kernels.py -k 'few_launches and came'" + IR
 STEP = "unit/test_kernels.py -k 'test_a_step_is_that_of_the_ops and {}'" + IR
 NOISE = "unit/test_kernels.py -k 'test_noise and {}'" + IR
-STORED = "unit/test_kernels.py -k 'test_16_bits and {}'" + IR
 MOMENTS = "unit/test_kernels.py -k test_moments" + IR
 FAULTS = (
     # masks: another program's element, or memory that is nobody's
@@ -14,7 +14,7 @@ FAULTS = (
         KERNELS + "table_access.py",
         "ok = (e >= 0) & (e < n) & (k < left)[None, :]",
         "ok = (e >= 0) & (e < n) & (k >= 0)[None, :]",
-        STEP.format("lomo-3"),
+        BUCKET,
     ),
     Fault(
         KERNELS + "table_access.py",
@@ -26,13 +26,13 @@ FAULTS = (
         KERNELS + "sums.py",
         "tl.store(col, tl.sum(square, axis=0), mask=j < cols)",
         "tl.store(col, tl.sum(square, axis=0))",
-        STEP.format("lamb-3 or came-1"),
+        BUCKET,
     ),
     Fault(
         KERNELS + "factored_kernels.py",
         "tl.store(pointer(t, OUT2, tl.float32) + at, _inverse_root(new, new), mask=has)",
         "tl.store(pointer(t, OUT2, tl.float32) + at, _inverse_root(new, new))",
-        STEP.format("came-1"),
+        BUCKET,
     ),
     Fault(
         KERNELS + "weights.py",
@@ -55,8 +55,8 @@ FAULTS = (
     ),
     Fault(
         KERNELS + "weights.py",
-        "(noise < cut)",
-        "(noise <= cut)",
+        "(steps - whole) * 65536.0",
+        "(steps - whole) * 32768.0",
         NOISE.format("dtype1"),
     ),
     Fault(
@@ -68,8 +68,8 @@ FAULTS = (
     # the compiled division, of which the interpreter sees nothing
     Fault(
         KERNELS + "moment_kernels.py",
-        "return tl.fma(tl.fma(-x, near, 1.0), near, near)",
-        "return near",
+        "return tl.fma(tl.fma(-quotient, y, x), reciprocal, quotient)",
+        "return quotient",
         MOMENTS,
     ),
 )
