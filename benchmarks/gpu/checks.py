@@ -137,7 +137,7 @@ class Stepped:
         """Returns whether kernels step all parameters in batches, and so can check gradients."""
         shards = dict(zip(self.params, self.shards, strict=True))
         device = self.params[0].device
-        return self.optimizers[0].in_kernels(shards, device) == shards.keys()
+        return self.optimizers[0].in_batches(shards, device) == shards.keys()
 
     def stored(self) -> list[Tensor]:
         """This rank's runs of weights with their masters, [len(shard)] each."""

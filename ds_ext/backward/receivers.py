@@ -97,16 +97,14 @@ class Stepper:
         """``voted_params`` of a new or changed bucket."""
         layout = self.layout
         shards = {p: layout.shard(p) for p in params}
-        checks_on_host = layout.device.type == "cpu" and not devices.supports(layout.device)
-        on_device = self.optimizer.in_kernels(shards, layout.device)
-        first: Set[Tensor] = frozenset()
+        in_batches = self.optimizer.in_batches(shards, layout.device)
+        by_sums: Set[Tensor] = frozenset()
         if layout.is_uniform and not self.has_bounds:
-            some = shards if checks_on_host else {p: shards[p] for p in on_device}
-            first = self.optimizer.first_round_checks(some, layout.is_alone)
-        if len(first) == len(params):
-            return VotedParams()
-        others = shards.keys() - first
-        return VotedParams(others - on_device, others & on_device)
+            some = {p: shards[p] for p in in_batches}
+            by_sums = self.optimizer.first_round_checks(some, layout.is_alone)
+        others = shards.keys() - by_sums
+        in_kernels = in_batches if devices.supports(layout.device) else set()
+        return VotedParams(others - in_kernels, others & in_kernels)
 
     def project(self, grads: ReducedGrads, state: StepState, dtype: torch.dtype | None) -> None:
         """Adds the projections of gradients to ``state.projected``, in ``dtype``."""

@@ -189,8 +189,8 @@ class BucketOptimizer(ParamTable):
         The rules that groups have now reach their first round before they write anything.
 
         Args:
-            shards: the parameters, and the run of each. Tensor parallelism must not have split
-                them.
+            shards: parameters that are stepped in batches, and the run of each. Tensor parallelism
+                must not have split them.
             is_alone: whether rounds send nothing, so that an extra one may precede rules that write
                 before their first round.
         """
@@ -198,18 +198,17 @@ class BucketOptimizer(ParamTable):
             p
             for p, shard, rule in self._with_rules(shards)
             if p not in self.stacks
-            and not sections.are_set(rule)
             and (is_alone or rules.entry_of(type(rule)).sums_first(rule, shard))
         }
 
-    def in_kernels(self, shards: Mapping[Tensor, Shard], device: torch.device) -> set[Tensor]:
-        """Returns the parameters that kernels step in batches, the same on all ranks.
+    def in_batches(self, shards: Mapping[Tensor, Shard], device: torch.device) -> set[Tensor]:
+        """Returns the parameters that are stepped in batches, the same on all ranks.
 
         Args:
             shards: the parameters, and the run of each.
-            device: of their gradients, whose dtypes must be supported by kernels.
+            device: of their gradients, whose dtypes must be supported by native code and kernels.
         """
-        if not devices.supports(device) or not self._has_batched_rule:
+        if not self._allows_batches(device):
             return set()
         return {
             p

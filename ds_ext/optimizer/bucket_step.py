@@ -133,34 +133,6 @@ class BatchedStep:
             norms[self.plan.norm_cache] = self.runs
 
 
-class LoneStep:
-    """The step of one run."""
-
-    def __init__(self, table: ParamTable, update: RunUpdate, state: State) -> None:
-        self.table, self.update, self.state = table, update, state
-        self.params = [update.param]
-        self.upper_bounds = nonfinite.upper_bound(update.shard.numel, update.g.dtype)
-        rule = table.rule_of(update.param)
-        self.sums_first = rules.entry_of(type(rule)).sums_first(rule, update.shard)
-
-    def begin(self) -> StepGenerator:
-        """Returns the generator of the rule."""
-        (rule,) = begin_rules(self.table, self.update, self.state)
-        return rule
-
-    def squares(self) -> Tensor:
-        """Returns the sum of squares of the gradient, [1]."""
-        g = self.update.g
-        return ops.square_sum(g, self.update.shard, g).view(1)
-
-    def retain(self, good: NDArray[np.bool_]) -> bool:
-        """Rolls the step back; no parameter is left."""
-        if self.table.update_stats is not None:
-            self.table.update_stats.discount(self.table.number_of[self.update.param])
-        rollback(self.state)
-        return False
-
-
 class BucketStep:
     """The step of a bucket's runs.
 
@@ -202,19 +174,17 @@ class BucketStep:
             self.generators = Generators(self.memory.joined)
         self.generators += [self._checked(batch) for batch in self.batches]
         for u, state in zip(self.alone, self.alone_states, strict=True):
-            if u.param in check.params:
-                self.generators.append(self._checked(LoneStep(table, u, state)))
-            else:
-                self.generators += begin_rules(table, u, state)
+            assert u.param not in check.params, "rounds check only gradients of batches"
+            self.generators += begin_rules(table, u, state)
 
-    def _checked(self, step: BatchedStep | LoneStep) -> StepGenerator:
+    def _checked(self, step: BatchedStep) -> StepGenerator:
         """The generator of a step, with a check of its gradients if ``check`` contains them."""
         params, votes = self.check.params, self.check.votes
         modes = {(False, False)}
         if params or votes:
             modes = {(p in params, bool(votes) and p in votes) for p in step.params}
         assert len(modes) == 1, "the gradients of a batch are all checked in the same way"
-        if self.memory is not None and isinstance(step, BatchedStep):
+        if self.memory is not None:
             return nonfinite.checked_on_device(step, self.memory, self.check)
         ((by_sums, _),) = modes
         return nonfinite.checked_on_host(step, self.check) if by_sums else step.begin()

@@ -3,15 +3,15 @@
 A gradient is bad if an element is not finite, or so large that sums of squares may overflow. Each
 gradient is checked in one of three ways, and all ranks see the same result:
 
-- On a CPU, by the first round of its rule (``checked_on_host``). Ranks add their sums of squares to
-  the message of that round. If a gradient is bad, the step of its batch is dropped and begun again
-  without it, which takes one more round. A rule that writes before its first round (no
+- In a batch on a CPU, by the first round of its rule (``checked_on_host``). Ranks add their sums of
+  squares to the message of that round. If a gradient is bad, the step of its batch is dropped and
+  begun again without it, which takes one more round. A rule that writes before its first round (no
   ``sums_first``) is checked so only in a single process, where rounds send nothing.
-- On a GPU, by the same sums, which kernels read on the device (``checked_on_device``). They skip
-  the parameters of bad gradients, so the host does not wait. ``DeviceGradFlags`` tells the host
-  once, at the end of the step.
-- By votes, which ranks exchange together with the gradients: stacks of experts, sections, rules
-  that write before their first round, and on a GPU parameters that are stepped alone.
+- In a batch on a GPU, by the same sums, which kernels read on the device (``checked_on_device``).
+  They skip the parameters of bad gradients, so the host does not wait. ``DeviceGradFlags`` tells
+  the host once, at the end of the step.
+- By votes, which ranks exchange together with the gradients: parameters that are stepped alone,
+  stacks of experts, and rules that write before their first round.
 
 The sums cost no read of the gradient if the rule adds up squares anyway; votes cost one.
 """
@@ -136,9 +136,10 @@ class GradCheck:
 
 
 class CheckedStep(Protocol):
-    """The step of some parameters by one generator, which can be begun more than once."""
+    """The step of a batch, which can be begun more than once."""
 
     params: list[Tensor]
+    batch: TableBatch
     sums_first: bool  # whether the rule yields sums before it writes
     upper_bounds: Any  # the largest allowed totals of ``squares``, [n]
 
@@ -150,12 +151,6 @@ class CheckedStep(Protocol):
 
     def retain(self, good: NDArray[np.bool_]) -> bool:
         """Rolls the step back and keeps only ``good`` parameters; returns whether some are left."""
-
-
-class DeviceStep(CheckedStep, Protocol):
-    """A step of a batch by kernels."""
-
-    batch: TableBatch
 
 
 def checked_on_host(step: CheckedStep, check: GradCheck) -> StepGenerator:
@@ -180,7 +175,7 @@ def checked_on_host(step: CheckedStep, check: GradCheck) -> StepGenerator:
         further = advance(rule, (yield further))
 
 
-def checked_on_device(step: DeviceStep, memory: Memory, check: GradCheck) -> StepGenerator:
+def checked_on_device(step: CheckedStep, memory: Memory, check: GradCheck) -> StepGenerator:
     """Yields the rounds of a batch on a GPU. Kernels skip parameters with bad gradients.
 
     Args:
@@ -209,7 +204,7 @@ def checked_on_device(step: DeviceStep, memory: Memory, check: GradCheck) -> Ste
         sums = advance(rule, (yield sums))
 
 
-def _limits_of_votes(step: DeviceStep, votes: Mapping[Tensor, Tensor]) -> GradLimits:
+def _limits_of_votes(step: CheckedStep, votes: Mapping[Tensor, Tensor]) -> GradLimits:
     """The votes on the device, and the largest sum of votes for a good gradient."""
     found = torch.stack([votes[param].view(()) for param in step.params])
     return _limits(found, np.full(len(found), MAX_GOOD_VOTES, dtype=np.float32))
@@ -219,7 +214,7 @@ def _limits(found: Tensor, bounds: Any) -> GradLimits:
     return GradLimits(Runs((found,), firsts=np.arange(len(found))), bounds)
 
 
-def _record(step: DeviceStep, limits: GradLimits, check: GradCheck, is_square: bool) -> None:
+def _record(step: CheckedStep, limits: GradLimits, check: GradCheck, is_square: bool) -> None:
     """Makes the device copy the checked values to ``check.flags``."""
     assert check.flags is not None, "nothing would read the flags of gradients checked on a device"
     at = check.flags.places(step.params, limits.most, is_square, step.batch.device)

@@ -48,7 +48,7 @@ STATE = (
 )
 
 
-@register(paper="2412.05270", state=STATE, rounds="2", sums_first=True, others={"type": "AdamW"})
+@register(paper="2412.05270", state=STATE, rounds="2", others={"type": "AdamW"})
 @dataclass(frozen=True)
 class APOLLO:
     """Scales the gradient's channels as Adam would scale them (arXiv 2412.05270)."""
@@ -126,7 +126,6 @@ class APOLLO:
     paper="2412.05270",
     state=STATE + ", r = 1",
     rounds="2",
-    sums_first=True,
     others={"type": "AdamW"},
     spelling="APOLLO-Mini",
 )

@@ -146,8 +146,8 @@ def register(
             dtypes than fp32 and those of 8-bit formats, parameters are stepped one by one anyway.
             Or a function of a rule and a shard that returns it, with the same result on all ranks.
         sums_first: whether ``step`` yields sums of the gradient before it writes weights or state.
-            The first round then detects bad gradients before they have an effect. Or a function, as
-            for ``is_batched``. If it is False, gradients are read once more.
+            The first round of a batch then detects bad gradients before they have an effect. Or a
+            function, as for ``is_batched``. If it is False, gradients are read once more.
         is_flat: whether ``step`` treats a matrix as the vector of its elements. Then matrices and
             vectors are stepped in one batch, with half the passes.
         others: for a rule that steps only the matrices of linear layers: the param group keys of

@@ -71,7 +71,6 @@ def _kept(numel: int, shard: Shard) -> slice:
     state="about 8·r/(S·d) for moments + 4·r/L for a replicated basis, r the rank, S and L the "
     "short and the long side; 2 instead of 8 with 8-bit moments",
     rounds="1–2, more when the basis is renewed",
-    sums_first=lambda rule, shard: rule.projects(shard),
     others={"rank": None},
     shared_work=lambda rule, shard: min(shard.rows, shard.cols) ** 3 * rule.projects(shard),
 )

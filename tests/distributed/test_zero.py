@@ -211,8 +211,8 @@ def test_bad_configs_are_refused_on_every_rank(ranks, case):
 
 POISONED = [(2, rule, stage) for rule in RULES for stage in (1, 3)]
 POISONED += [(2, "sinkgd", 2), (2, "lomo", 0), (1, "adalomo", 3)]
-# By sums of its rows, of its run, and by votes.
-QUICK_POISONED = [(2, "adalomo", 3), (2, "sinkgd", 2), (2, "lomo", 0)]
+# By sums of its rows, of its run, and by votes: in a batch, and stepped alone.
+QUICK_POISONED = [(2, "adalomo", 3), (2, "sinkgd", 2), (2, "lomo", 0), (2, "galoreadamw", 3)]
 
 
 @pytest.mark.parametrize("ranks, rule, stage", params(POISONED, QUICK_POISONED))
