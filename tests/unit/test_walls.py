@@ -182,6 +182,25 @@ def test_modules_import_each_other_in_no_circle():
     assert circles(graph) == []
 
 
+def reached(graph: dict[str, set[str]], name: str) -> set[str]:
+    """The modules that importing a module imports, and the packages that they are in."""
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        one = waiting.pop()
+        if one in found or one == "ds_ext":
+            continue
+        found.add(one)
+        waiting += [*graph.get(one, ()), one.rpartition(".")[0]]
+    return found
+
+
+def test_a_rule_needs_few_files():
+    found = reached(modules(), "ds_ext.rules.adalomo")
+    assert {"ds_ext.ops", "ds_ext.ops.passes", "ds_ext.rules.factored"} < found
+    assert len(found) <= 30 and not any("triton" in name or "table" in name for name in found)
+
+
 def test_a_circle_is_seen():
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"a"}}
     assert circles(graph) == ["b", "c"]
