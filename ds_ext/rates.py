@@ -26,6 +26,7 @@ class Published:
     schedule: str
     weight_decay: str
     source: str  # a URL
+    is_start: bool = True  # for fine-tuning with default params, so that others may start at it
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Rate:
 
 MODEL = "135M"  # parameters of the model in the measurements
 TOLERANCE = 0.025  # fraction of the gain from fine-tuning
+LARGE = 10**9  # parameters of a model from which on published rates are used
 LORA = "lora"  # adapters trained by AdamW: the only entry that is not an optimizer
 
 _COSINE = "cosine, 3 % warm-up"
@@ -68,6 +70,7 @@ RATES: dict[str, Rate] = {  # by the lower-case name of the optimizer
             "linear, 10 % warm-up",
             "0",
             "https://github.com/OpenLMLab/LOMO/blob/main/lomo/config/args_lomo.yaml",
+            is_start=False,
         ),
     ),
     "adalomo": Rate(1e-3, published=_ADALOMO),
@@ -101,6 +104,7 @@ RATES: dict[str, Rate] = {  # by the lower-case name of the optimizer
             "root of the share of steps left, 28 % warm-up",
             "0.01",
             f"{_NVIDIA}/PyTorch/LanguageModeling/BERT",
+            is_start=False,
         ),
     ),
     "galoreadamw": Rate(
@@ -112,6 +116,7 @@ RATES: dict[str, Rate] = {  # by the lower-case name of the optimizer
             "cosine, 10 % warm-up",
             "0",
             "https://github.com/jiaweizzhao/GaLore/blob/master/scripts/benchmark_c4/llama_7b.sh",
+            is_start=False,
         ),
     ),
     "adamw": Rate(1e-4, published=_ADAMW),
@@ -135,6 +140,7 @@ RATES: dict[str, Rate] = {  # by the lower-case name of the optimizer
             "cosine, 10 % warm-up",
             "0",
             "https://github.com/OptimAI-Lab/Minimalist_LLM_Pretraining/tree/main/scripts",
+            is_start=False,
         ),
     ),
     "apollo": Rate(
@@ -146,6 +152,7 @@ RATES: dict[str, Rate] = {  # by the lower-case name of the optimizer
             "cosine, 10 % warm-up",
             "0",
             _APOLLO,
+            is_start=False,
         ),
     ),
     "apollomini": Rate(
@@ -156,6 +163,7 @@ RATES: dict[str, Rate] = {  # by the lower-case name of the optimizer
             "cosine, 10 % warm-up",
             "0",
             _APOLLO,
+            is_start=False,
         ),
     ),
     "muon": Rate(
@@ -180,6 +188,27 @@ RATES: dict[str, Rate] = {  # by the lower-case name of the optimizer
         ),
     ),
 }
+
+
+def for_size(optimizer: str, parameters: int) -> tuple[float, str] | None:
+    """Returns the rate to start a fine-tune at, and where it is from; None if none is known.
+
+    Models of at least ``LARGE`` parameters get the published rate, if it is for fine-tuning with
+    default params. Others get the measured rate.
+
+    Args:
+        optimizer: the optimizer's name; case does not matter.
+        parameters: the number of the model's parameters.
+    """
+    rate = RATES.get(optimizer.lower())
+    if rate is None:
+        return None
+    if parameters < LARGE:
+        return rate.start, f"measured on a model of {MODEL} parameters"
+    published = rate.published
+    if published is not None and published.is_start:
+        return published.lr[0], f"published for {published.run}: {published.source}"
+    return rate.start, f"measured on a model of {MODEL} parameters; larger ones need lower rates"
 
 
 def advice(optimizer: str) -> str:

@@ -2,9 +2,12 @@
 
 import argparse
 import json
+import sys
 from typing import Any
 
+from ds_ext import rates
 from ds_ext.optimizer import named
+from ds_ext.planner import memory, models
 from ds_ext.planner.options import DEEPSPEEDS, PlanOptions
 from ds_ext.rates import RATES, Rate
 from ds_ext.rules import REGISTRY
@@ -25,14 +28,34 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--hf", action="store_true", help='"auto" for HF Trainer (the default)')
     kinds.add_argument("--numbers", action="store_true", help='numbers instead of "auto"')
+    parser.add_argument(
+        "--model",
+        help="with --numbers: a model as for `plan`, whose size chooses the learning rate "
+        f"(default: one of {rates.MODEL} parameters)",
+    )
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints the config; raises ValueError for an unknown optimizer."""
-    print(as_text(make(options.optimizer, int(options.stage), options.numbers)), end="")
+    """Prints the config, and to stderr whose learning rate it has; ValueError if it cannot."""
+    if options.model is not None and not options.numbers:
+        raise ValueError("--model chooses a learning rate: add --numbers.")
+    parameters = 0
+    if options.model is not None:
+        skeleton = models.skeleton(models.config(options.model))
+        parameters = memory.elements(memory.shapes_of(skeleton))
+    made = make(options.optimizer, int(options.stage), options.numbers, parameters)
+    print(as_text(made), end="")
+    if options.numbers and (source := rate_source(options.optimizer, parameters)):
+        print(source, file=sys.stderr)
 
 
-def make(optimizer: str, stage: int, numbers: bool = False) -> dict[str, Any]:
+def rate_source(optimizer: str, parameters: int) -> str:
+    """Returns a sentence about the origin of a config's learning rate; "" if it is a default."""
+    found = rates.for_size(named(optimizer, "OPTIMIZER").__name__, parameters)
+    return "" if found is None else f"Learning rate {rates.shown(found[0])}: {found[1]}."
+
+
+def make(optimizer: str, stage: int, numbers: bool = False, parameters: int = 0) -> dict[str, Any]:
     """Returns a DeepSpeed config.
 
     Args:
@@ -41,6 +64,7 @@ def make(optimizer: str, stage: int, numbers: bool = False) -> dict[str, Any]:
         numbers: whether to write numbers instead of "auto", which HF Trainer fills in: the start
             learning rate of ``ds_ext.rates``, the default weight decay, bf16, no clipping, and one
             sample per step and rank.
+        parameters: the number of the model's parameters, which chooses the learning rate.
 
     Raises:
         ValueError: ds_ext does not have the optimizer.
@@ -51,6 +75,7 @@ def make(optimizer: str, stage: int, numbers: bool = False) -> dict[str, Any]:
     hypers = kind.hypers()
     lr: Any = getattr(hypers, "lr", None)  # a rule of the user has no entry in RATES
     rate = RATES.get(name, Rate(lr))
+    start, _ = rates.for_size(name, parameters) or (lr, "")
 
     def value(number: Any) -> Any:
         return number if numbers else "auto"
@@ -63,7 +88,7 @@ def make(optimizer: str, stage: int, numbers: bool = False) -> dict[str, Any]:
         "optimizer": {
             "type": f"ds_ext.{spelling}" if name in DEEPSPEEDS else spelling,
             "params": {
-                "lr": value(rate.start),
+                "lr": value(start),
                 **({"weight_decay": value(decay)} if decay is not None else {}),
                 **rate.params,
             },
@@ -76,31 +101,46 @@ def make(optimizer: str, stage: int, numbers: bool = False) -> dict[str, Any]:
     }
 
 
-def of_plan(asked: PlanOptions) -> dict[str, Any]:
-    """Returns the DeepSpeed config, with numbers, of a plan of one optimizer with a micro-batch."""
-    assert asked.stage is not None and asked.batch is not None
-    config = make(asked.optimizer, int(asked.stage), numbers=True)
-    config["optimizer"]["params"] |= asked.params
-    config["bf16"]["enabled"] = asked.dtype == "bf16"
-    if asked.dtype == "fp16":
-        config["fp16"] = {"enabled": True}
-    config["train_micro_batch_size_per_gpu"] = asked.batch.rows
+def of_plan(options: PlanOptions, parameters: int = 0, numbers: bool = True) -> dict[str, Any]:
+    """Returns the DeepSpeed config of a plan of one optimizer with a micro-batch.
+
+    Args:
+        options: the plan's options.
+        parameters: the number of the model's parameters.
+        numbers: whether to write numbers instead of "auto", as of ``make``.
+    """
+    assert options.stage is not None and options.batch is not None
+    config = make(options.optimizer, int(options.stage), numbers, parameters)
+    config["optimizer"]["params"] |= options.params
+    if numbers:
+        config["bf16"]["enabled"] = options.dtype == "bf16"
+        config["train_micro_batch_size_per_gpu"] = options.batch.rows
+    if options.dtype == "fp16":
+        config["fp16"] = {"enabled": True if numbers else "auto"}
     zero = config["zero_optimization"]
-    zero["reduce_bucket_size"] = asked.bucket
-    if asked.offload_param:
-        zero["offload_param"] = {"device": "cpu"}
-    if asked.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu"}
+    zero["reduce_bucket_size"] = options.bucket
+    for name in ("offload_param", "offload_optimizer"):
+        if getattr(options, name):
+            zero[name] = {"device": "cpu"}
     own = {
-        "gradient_policy": asked.accumulates,
-        "shard_size": asked.shard_size,
-        "batch_splits": asked.batch.splits if asked.batch.splits > 1 else None,
-        "chunked_loss": asked.batch.chunked_loss,
-        "weight_storage": asked.weight_storage,
+        "gradient_policy": options.accumulates,
+        "shard_size": options.shard_size,
+        "batch_splits": options.batch.splits if options.batch.splits > 1 else None,
+        "chunked_loss": options.batch.chunked_loss,
+        "weight_storage": options.weight_storage,
     }
     if own := {key: value for key, value in own.items() if value}:
         config["ds_ext"] = own
     return config
+
+
+def trainer_arguments(options: PlanOptions, parameters: int) -> str:
+    """Returns the arguments of HF Trainer or TRL that a config with "auto" needs."""
+    assert options.batch is not None
+    found = rates.for_size(named(options.optimizer, "OPTIMIZER").__name__, parameters)
+    precision = f" --{options.dtype} True" if options.dtype != "fp32" else ""
+    rate = "" if found is None else f" --learning_rate {rates.shown(found[0])}"
+    return f"--per_device_train_batch_size {options.batch.rows}{rate}{precision} --max_grad_norm 0"
 
 
 def as_text(config: dict[str, Any]) -> str:

@@ -5,7 +5,9 @@ import itertools
 from pathlib import Path
 
 from ds_ext.commands import config
-from ds_ext.planner import fit, memory_plan, options
+from ds_ext.planner import fit, memory_plan
+from ds_ext.planner.options import add_options as add_options
+from ds_ext.planner.options import read
 
 HELP = "print the bytes per rank of an optimizer, of AdamW and of Megatron-LM"
 DESCRIPTION = (
@@ -13,8 +15,6 @@ DESCRIPTION = (
     "Megatron-LM's distributed optimizer; with --seq, also of activations. With --fit, writes a "
     "DeepSpeed config that fits."
 )
-
-add_options = options.add_options
 
 
 def run(given: argparse.Namespace) -> None:
@@ -27,25 +27,38 @@ def run(given: argparse.Namespace) -> None:
 
 def _fit(given: argparse.Namespace, path: Path) -> None:
     """Prints the steps to a config that fits, and writes it."""
-    asked = options.read(given)
-    fit.check(given, asked)
+    options = read(given)
+    fit.check(options)
     if path.exists():
         raise ValueError(f"--fit {path}: the file exists: give another name.")
-    made, taken = fit.cheapest_reductions(given, asked)
-    last, unit = taken[-1].asked, memory_plan.unit_of(step.use.total for step in taken)
+    plan, taken = fit.cheapest_reductions(options)
+    last, unit = taken[-1].options, memory_plan.unit_of(step.use.total for step in taken)
     totals = [step.use.total / memory_plan.UNITS[unit] for step in taken]
     lines = [["", "total", "saves"], [taken[0].name, f"{totals[0]:.2f}", "-"]]
     for step, (before, total) in zip(taken[1:], itertools.pairwise(totals), strict=True):
         lines.append([f"{step.name} ({step.cost})", f"{total:.2f}", f"{before - total:.2f}"])
+    written = config.of_plan(last, plan.n_of_model, numbers=not options.hf)
     try:
-        path.write_text(config.as_text(config.of_plan(last)), encoding="utf-8")
+        path.write_text(config.as_text(written), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"--fit {path}: {error.strerror}") from None
-    print(f"{memory_plan.title(made)}; {unit} per rank\n")
+    print(f"{memory_plan.title(plan)}; {unit} per rank\n")
     print("\n".join(memory_plan.aligned(lines)))
-    print("\n" + memory_plan.not_counted(last, made.n, unit))
+    if on_host := plan.changed(last).rows[0].host_bytes:
+        print(
+            f"\nIn the memory of the host: {on_host / memory_plan.UNITS[unit]:.2f} {unit} per rank."
+        )
+    print("\n" + memory_plan.not_counted(last, plan.n, unit))
     print(f"\nThe counted memory fits in {last.cards[0]:g} GiB. Config: {path}")
+    print(config.rate_source(last.optimizer, plan.n_of_model))
+    if options.hf:
+        arguments = config.trainer_arguments(last, plan.n_of_model)
+        print(f'HF Trainer and TRL fill in "auto" from: {arguments}')
     if given.checkpointing:
         print("The program must enable activation checkpointing, as the plan assumes.")
     if last.accumulates:
-        print("Set gradient_accumulation_steps in it, now 1. The plan is the same for any number.")
+        what = "Give --gradient_accumulation_steps" if options.hf else SET_STEPS
+        print(f"{what}. The plan is the same for any number.")
+
+
+SET_STEPS = "Set gradient_accumulation_steps in it, now 1"

@@ -1,78 +1,95 @@
 """The advice at the end of a plan about which optimizer to use."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
+from ds_ext import rates
 from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.planner import fit
 from ds_ext.planner.memory import MemoryUse
 from ds_ext.planner.rows import GIB, MemoryPlan, Row
-from ds_ext.rates import advice as rate
 
 MOST_RANKS = 1024
 
 
 def advice(plan: MemoryPlan, table: Mapping[str, MemoryUse]) -> str:
-    """Returns advice for each card: AdamW if it fits, else an optimizer with less memory.
+    """Returns advice for each card: the first optimizer that fits of AdamW and smaller ones.
+
+    LOMO needs a little less memory than AdaLomo, and was behind in every measurement. It is
+    recommended only if nothing else fits.
 
     Args:
         plan: the plan that the table shows.
         table: the memory of each row, by label.
     """
-    asked = plan.asked
     theirs = next(row for row in plan.rows if row.label.startswith("AdamW, DeepSpeed"))
     ours = [row for row in plan.rows if row.optimizer is not None]
-    flash = next((row for row in ours if row.optimizer is OPTIMIZERS["flashadamw"]), None)
     least = min(ours, key=lambda row: table[row.label].total)
-    candidates = [theirs, *([flash] if flash else []), least]
-
-    def size(row: Row) -> str:
-        return f"{table[row.label].total / GIB:.2f} GiB"
-
-    if not asked.cards:
-        named = ", ".join(f"{row.label} {size(row)}" for row in reversed(candidates))
-        rates = "; ".join(f"{row.label.partition(',')[0]} {_rate(row)}" for row in candidates[1:])
-        return f"Per rank: {named}. --memory 24,80 shows what fits.\nLearning rates: {rates}."
+    candidates = [theirs]
+    for name in ("flashadamw", "adalomo"):
+        own = [row for row in ours if row.optimizer is OPTIMIZERS[name]]
+        candidates += [min(own, key=lambda row: table[row.label].total)] if own else []
+    candidates += [] if least in candidates else [least]
+    if not plan.options.cards:
+        sizes = [f"{c.label} {table[c.label].total / GIB:.2f} GiB" for c in reversed(candidates)]
+        found = "; ".join(f"{c.label.partition(',')[0]} {_rate(plan, c)}" for c in candidates[1:])
+        return (
+            f"Per rank: {', '.join(sizes)}. --memory 24,80 shows what fits.\n"
+            f"Learning rates: {found}."
+        )
     lines = []
-    for card in asked.cards:
+    for card in plan.options.cards:
         row = next((c for c in candidates if table[c.label].total <= card * GIB), None)
         if row is None:
-            lines.append(_more(plan, least, card))
+            lines.append(f"{card:g} GiB: {_smaller(plan, least, card)}")
         else:
-            lines.append(f"{card:g} GiB: {_take(row, candidates)} Learning rate: {_rate(row)}.")
+            lines.append(f"{card:g} GiB: {_take(row)} Learning rate: {_rate(plan, row)}.")
     return "\n".join(lines)
 
 
-def _rate(row: Row) -> str:
-    """Advice for the learning rate: "start at 1e-3, try 5e-4 and 2e-3"."""
-    return rate(row.optimizer.__name__ if row.optimizer else "AdamW") or "as its paper says"
+def _rate(plan: MemoryPlan, row: Row) -> str:
+    """The learning rate to start at, and whose it is."""
+    name = row.optimizer.__name__ if row.optimizer else "AdamW"
+    found = rates.for_size(name, plan.n_of_model)
+    return f"start at {rates.shown(found[0])} ({found[1]})" if found else "as its paper says"
 
 
-def _take(row: Row, candidates: Sequence[Row]) -> str:
-    if row is candidates[0]:
+def _take(row: Row) -> str:
+    if row.optimizer is None:
         return (
             f"DeepSpeed's AdamW fits ({row.label}). Use a smaller optimizer only to free memory "
             "for larger batches."
         )
-    if row is not candidates[-1]:
+    if row.optimizer is OPTIMIZERS["flashadamw"]:
         return f"{row.label} makes AdamW's steps in less memory, and fits."
-    return f"{row.label}, which needs the least memory, fits."
+    return f"{row.label} fits."
 
 
-def _more(plan: MemoryPlan, least: Row, card: float) -> str:
-    """Advice if no optimizer fits."""
-    asked, ranks = plan.asked, plan.asked.ranks
+def _smaller(plan: MemoryPlan, least: Row, card: float) -> str:
+    """Advice if no optimizer fits: what ``--fit`` does, or more ranks."""
+    options = replace(plan.options, cards=(card,))
+    if fit.unsupported(options) is None:
+        try:
+            _, taken = fit.cheapest_reductions(options, plan)
+        except ValueError:  # nothing fits on this number of ranks
+            pass
+        else:
+            steps = ", ".join(step.name for step in taken[1:])
+            size = f"{taken[-1].use.total / GIB:.2f} GiB"
+            return f"nothing fits as it is; {size} are enough with {steps} (--fit writes a config)."
+    ranks = options.ranks
     while ranks < MOST_RANKS:
         ranks *= 2
-        more = plan.changed(replace(asked, ranks=ranks, shard_size=0))
+        more = plan.changed(replace(options, ranks=ranks, shard_size=0))
         row = next(row for row in more.rows if row.label == least.label)
-        if more.total(row, asked.batch).total <= card * GIB:
-            return f"{card:g} GiB: nothing fits; {least.label} would on {ranks} ranks."
+        if more.total(row, options.batch).total <= card * GIB:
+            return f"nothing fits; {least.label} would on {ranks} ranks."
     hints = []
-    if asked.batch is not None:
-        hints += [] if asked.batch.checkpointing else ["--checkpointing"]
-        hints += ["fewer --batch rows"] if asked.batch.rows > 1 else ["shorter rows (--seq)"]
-    if asked.stage != "3":
+    if options.batch is not None:
+        hints += [] if options.batch.checkpointing else ["--checkpointing"]
+        hints += ["fewer --batch rows"] if options.batch.rows > 1 else ["shorter rows (--seq)"]
+    if options.stage != "3":
         hints.append("--stage 3")
-    elif not asked.offload_param:
+    elif not options.offload_param:
         hints.append("--offload-param")
-    return f"{card:g} GiB: nothing fits on {MOST_RANKS} ranks either; try {', '.join(hints)}."
+    return f"nothing fits on {MOST_RANKS} ranks either; try {', '.join(hints)}."

@@ -1,15 +1,13 @@
 """The way down: the cheapest steps, in order, until a plan fits the memory of a card."""
 
-import argparse
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ds_ext.backward.gradient_config import BUCKET_SIZE
 from ds_ext.optimizer import named
-from ds_ext.planner import options
 from ds_ext.planner.memory import MemoryUse
-from ds_ext.planner.options import PlanOptions
+from ds_ext.planner.options import ALL, FSDP2, PlanOptions
 from ds_ext.planner.rows import GIB, MemoryPlan
 from ds_ext.rates import RATES, Rate
 
@@ -42,28 +40,36 @@ class ResourceUse:
 
     name: str
     cost: str
-    asked: PlanOptions
+    options: PlanOptions
     use: MemoryUse
 
 
-def check(given: argparse.Namespace, asked: PlanOptions) -> None:
-    """Raises ValueError for options of ``plan`` that ``--fit`` does not support."""
-    if asked.model is None or asked.batch is None or len(asked.cards) != 1:
-        raise ValueError("--fit: add --model, --seq TOKENS, and --memory with one number of GiB.")
-    unsupported = {
-        "--config": given.config is not None,
-        "--lora": asked.lora is not None,
-        "--plot": asked.picture is not None,
-        f"--stage {asked.stage}": asked.stage in ("none", options.FSDP2),
+def unsupported(options: PlanOptions) -> str | None:
+    """Returns an option of ``plan`` that ``--fit`` does not support, or None."""
+    found = {
+        "--lora": options.lora is not None,
+        "--plot": options.picture is not None,
+        f"--stage {options.stage}": options.stage in ("none", FSDP2),
+        "--config": options.has_config,
     }
-    if found := [option for option, is_given in unsupported.items() if is_given]:
+    if options.model is None or options.batch is None or len(options.cards) != 1:
+        return ""
+    return next((option for option, is_given in found.items() if is_given), None)
+
+
+def check(options: PlanOptions) -> None:
+    """Raises ValueError for options of ``plan`` that ``--fit`` does not support."""
+    option = unsupported(options)
+    if option == "":
+        raise ValueError("--fit: add --model, --seq TOKENS, and --memory with one number of GiB.")
+    if option is not None:
         raise ValueError(
-            f"--fit writes the config of one DeepSpeed run without {found[0]}: remove it."
+            f"--fit writes the config of one DeepSpeed run without {option}: remove it."
         )
 
 
 def cheapest_reductions(
-    given: argparse.Namespace, asked: PlanOptions
+    options: PlanOptions, peaks: MemoryPlan | None = None
 ) -> tuple[MemoryPlan, list[ResourceUse]]:
     """Returns the plan, and its memory at first and after each step. The last one fits.
 
@@ -72,26 +78,26 @@ def cheapest_reductions(
     longer needed are removed, the most expensive ones first.
 
     Args:
-        given: the command line, checked by ``check``.
-        asked: its options.
+        options: the options, with a model, a micro-batch and one card.
+        peaks: a plan of the same model and dtype, whose activations are known.
 
     Raises:
         ValueError: no steps suffice, or the plan cannot be made.
     """
-    assert asked.model is not None
-    card = asked.cards[0] * GIB
-    first = OPTIMIZERS[0] if asked.optimizer == options.ALL else asked.optimizer
-    start = _with_optimizer(first, asked, replace(asked, stage=asked.stage or "3"))
-    plan = MemoryPlan(start, asked.model)
+    assert options.model is not None
+    card = options.cards[0] * GIB
+    first = OPTIMIZERS[0] if options.optimizer == ALL else options.optimizer
+    start = _with_optimizer(first, options, replace(options, stage=options.stage or "3"))
+    plan = MemoryPlan(start, options.model) if peaks is None else peaks.changed(start)
 
     @functools.cache
     def use(now: tuple[MemoryStep, ...]) -> MemoryUse:
         changed = plan.changed(_applied(now, start))
-        return changed.total(changed.rows[0], changed.asked.batch)
+        return changed.total(changed.rows[0], changed.options.batch)
 
     taken: tuple[MemoryStep, ...] = ()
     least = use(taken)
-    for step in _steps(given, asked):
+    for step in _steps(options):
         if least.total <= card:
             break
         try:
@@ -106,17 +112,17 @@ def cheapest_reductions(
         fewer = tuple(other for other in taken if other is not step)
         if use(fewer).total <= card:
             taken = fewer
-    found = [ResourceUse(f"{named(first).__name__}, ZeRO-{start.stage}", "", start, use(()))]
+    found = [ResourceUse(plan.rows[0].label, "", start, use(()))]
     for n, step in enumerate(taken, 1):
         now = taken[:n]
         found.append(ResourceUse(step.name, step.cost, _applied(now, start), use(now)))
     return plan, found
 
 
-def _steps(given: argparse.Namespace, asked: PlanOptions) -> Iterator[MemoryStep]:
+def _steps(options: PlanOptions) -> Iterator[MemoryStep]:
     """Yields the steps in the order in which they are tried."""
-    assert asked.batch is not None
-    rows = asked.batch.rows
+    assert options.batch is not None
+    rows = options.batch.rows
     yield MemoryStep("chunked loss", "the output head runs again", _in_chunks)
     for n in sorted({*(2**k for k in range(1, rows.bit_length())), max(2, rows)}):
         yield MemoryStep(
@@ -124,18 +130,18 @@ def _steps(given: argparse.Namespace, asked: PlanOptions) -> Iterator[MemoryStep
             "layers run again",
             functools.partial(_in_pieces, n),
         )
-    if asked.optimizer == options.ALL:
+    if options.optimizer == ALL:
         for name in OPTIMIZERS[1:]:
-            change = functools.partial(_with_optimizer, name, asked)
+            change = functools.partial(_with_optimizer, name, options)
             yield MemoryStep(name, "has its own learning rate", change)
-    if given.bucket is None:
+    if not options.chose_bucket:
         yield MemoryStep(
             f"buckets of {BUCKET_SIZE:,} elements",
             "more and smaller messages",
             lambda now: replace(now, bucket=min(now.bucket, BUCKET_SIZE)),
         )
-    if asked.stage is None:
-        stage = "2" if asked.ranks == 1 else "3"
+    if options.stage is None:
+        stage = "2" if options.ranks == 1 else "3"
         yield MemoryStep(
             "weights in int8",
             "more noise in each update",
@@ -146,7 +152,7 @@ def _steps(given: argparse.Namespace, asked: PlanOptions) -> Iterator[MemoryStep
     yield MemoryStep(
         "optimizer states in host memory", bus, lambda now: replace(now, offload_optimizer=True)
     )
-    if asked.stage in (None, "3"):
+    if options.stage in (None, "3"):
         yield MemoryStep(
             "weights in host memory", bus, lambda now: replace(now, offload_param=True)
         )
@@ -164,22 +170,22 @@ def _in_pieces(n: int, now: PlanOptions) -> PlanOptions:
     return replace(now, batch=replace(now.batch, splits=n))
 
 
-def _with_optimizer(name: str, asked: PlanOptions, now: PlanOptions) -> PlanOptions:
-    """``now`` with an optimizer, its recommended params, and those of ``asked``."""
-    rate = RATES.get(named(name, asked.spelled("optimizer")).__name__.lower(), Rate(0.0))
-    return replace(now, optimizer=name, params={**rate.params, **asked.params})
+def _with_optimizer(name: str, options: PlanOptions, now: PlanOptions) -> PlanOptions:
+    """``now`` with an optimizer, its recommended params, and those of ``options``."""
+    rate = RATES.get(named(name, options.spelled("optimizer")).__name__.lower(), Rate(0.0))
+    return replace(now, optimizer=name, params={**rate.params, **options.params})
 
 
 def _applied(steps: Sequence[MemoryStep], start: PlanOptions) -> PlanOptions:
     return functools.reduce(lambda now, step: step.change(now), steps, start)
 
 
-def _nothing_fits(asked: PlanOptions, least: MemoryUse) -> str:
+def _nothing_fits(options: PlanOptions, least: MemoryUse) -> str:
     """The error if all steps together do not suffice."""
     part = max(_REMEDIES, key=lambda part: float(getattr(least, part)))
-    remedy = _REMEDIES[part] if asked.stage == "3" else "try --stage 3"
+    remedy = _REMEDIES[part] if options.stage == "3" else "try --stage 3"
     return (
-        f"--fit: nothing fits {asked.cards[0]:g} GiB. The smallest total is "
+        f"--fit: nothing fits {options.cards[0]:g} GiB. The smallest total is "
         f"{least.total / GIB:.3g} GiB per rank; the largest part is {part}, "
         f"{getattr(least, part) / GIB:.3g} GiB: {remedy}."
     )

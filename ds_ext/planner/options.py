@@ -51,6 +51,7 @@ class PlanOptions:
     dtype: str
     weight_storage: str | None  # "int8"
     bucket: int  # elements
+    chose_bucket: bool  # whether the user gave the size of buckets
     accumulates: str | None  # the gradient_policy, if gradients are kept
     offload_param: bool
     offload_optimizer: bool
@@ -58,6 +59,8 @@ class PlanOptions:
     batch: MicroBatch | None
     cards: tuple[float, ...]  # GiB
     picture: Path | None
+    hf: bool = False  # --fit writes "auto" for HF Trainer
+    has_config: bool = False  # whether --config was given
     of_config: frozenset[str] = frozenset()  # names of options that the config set
 
     def spelled(self, option: str) -> str:
@@ -154,117 +157,123 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="print the cheapest steps until the plan fits --memory, and write the config "
         "(default ds.json)",
     )
+    add("--hf", action="store_true", help='with --fit: write "auto" for HF Trainer and TRL')
     add("--plot", type=Path, metavar="FILE.png", help="also draw the table as stacked bars")
 
 
-def read(options: argparse.Namespace) -> PlanOptions:
+def read(line: argparse.Namespace) -> PlanOptions:
     """Returns the options of the command line, completed from ``--config``.
 
     Raises:
         ValueError: the config or ``--params`` cannot be read, or options contradict each other.
     """
-    given = {} if options.config is None else _of_config(options.config)
+    given = {} if line.config is None else _of_config(line.config)
 
     def is_flag(name: str) -> bool:
-        return getattr(options, name, None) not in (None, False)
+        return getattr(line, name, None) not in (None, False)
 
     def pick(name: str, default: Any) -> Any:
-        return getattr(options, name) if is_flag(name) else given.get(name, default)
+        return getattr(line, name) if is_flag(name) else given.get(name, default)
 
-    if options.model is None and not options.memory:
+    if line.model is None and not line.memory:
         raise ValueError("--model is missing; or give --memory to get the largest that fits.")
-    rows, tokens = pick("batch", None), options.seq
+    if line.hf and line.fit is None:
+        raise ValueError("--hf is for the config that --fit writes: add --fit.")
+    rows, tokens = pick("batch", None), line.seq
     of_activations = ("batch", "checkpointing", "batch_splits", "chunked_loss")
     if tokens is None and any(map(is_flag, of_activations)):
         names = ", ".join("--" + name.replace("_", "-") for name in of_activations)
         raise ValueError(f"{names} are for activations: add --seq TOKENS.")
-    how = options.checkpointing, pick("batch_splits", 1), pick("chunked_loss", False)
+    how = line.checkpointing, pick("batch_splits", 1), pick("chunked_loss", False)
     batch = None if tokens is None else MicroBatch(rows or 1, tokens, *how)
-    params = given.get("params", {}) if options.params is None else _object(options.params)
+    params = given.get("params", {}) if line.params is None else _object(line.params)
     optimizer = pick("optimizer", ALL)
     dtype = pick("dtype", "bf16")
-    smallest = min(options.memory, default=math.inf) * 2**30
-    asked = PlanOptions(
-        model=options.model,
-        ranks=options.ranks,
+    smallest = min(line.memory, default=math.inf) * 2**30
+    options = PlanOptions(
+        model=line.model,
+        ranks=line.ranks,
         shard_size=pick("shard_size", 0),
-        pipeline_stages=options.pipeline_stages,
+        pipeline_stages=line.pipeline_stages,
         optimizer=ALL if optimizer.lower() == ALL else optimizer,
         params=params,
         stage=pick("stage", None),
         dtype=dtype,
         weight_storage=pick("weight_storage", None),
         bucket=pick("bucket", gpu_bucket_size(DTYPES[dtype].itemsize, smallest)),
-        accumulates=pick("accumulate", "sharded" if options.pipeline_stages > 1 else None),
+        chose_bucket=pick("bucket", None) is not None,
+        accumulates=pick("accumulate", "sharded" if line.pipeline_stages > 1 else None),
         offload_param=pick("offload_param", False),
         offload_optimizer=pick("offload_optimizer", False),
-        lora=options.lora,
+        lora=line.lora,
         batch=batch,
-        cards=options.memory,
-        picture=options.plot,
+        cards=line.memory,
+        picture=line.plot,
+        hf=line.hf,
+        has_config=line.config is not None,
         of_config=frozenset(name for name in given if not is_flag(name)),
     )
-    _check_groups(asked)
-    if asked.pipeline_stages > 1:
-        _check_pipeline(asked)
-    if asked.offload_param and asked.stage != "3":
-        raise ValueError(f"{asked.spelled('offload_param')}: only ZeRO-3 has it; add --stage 3.")
-    if asked.offload_optimizer and asked.stage in ("none", FSDP2):
+    _check_groups(options)
+    if options.pipeline_stages > 1:
+        _check_pipeline(options)
+    if options.offload_param and options.stage != "3":
+        raise ValueError(f"{options.spelled('offload_param')}: only ZeRO-3 has it; add --stage 3.")
+    if options.offload_optimizer and options.stage in ("none", FSDP2):
         raise ValueError(
-            f"{asked.spelled('offload_optimizer')}: --stage {asked.stage} has none; choose another "
-            "--stage."
+            f"{options.spelled('offload_optimizer')}: --stage {options.stage} has none; choose "
+            "another --stage."
         )
-    return asked
+    return options
 
 
-def check_storage(asked: PlanOptions) -> None:
+def check_storage(options: PlanOptions) -> None:
     """Raises ValueError if ``--weight-storage`` does not support other options."""
-    if not asked.weight_storage:
+    if not options.weight_storage:
         return
     excluded = {
-        "stage": asked.stage not in (None, "0", "1", "2", "3") and asked.stage,
-        "dtype": asked.dtype != "bf16" and asked.dtype,
-        "params": asked.params.get("weight_update", "stochastic") != "stochastic"
-        and asked.params["weight_update"],
-        "offload_param": asked.offload_param,
-        "offload_optimizer": asked.offload_optimizer,
-        "pipeline_stages": asked.pipeline_stages > 1 and asked.pipeline_stages,
+        "stage": options.stage not in (None, "0", "1", "2", "3") and options.stage,
+        "dtype": options.dtype != "bf16" and options.dtype,
+        "params": options.params.get("weight_update", "stochastic") != "stochastic"
+        and options.params["weight_update"],
+        "offload_param": options.offload_param,
+        "offload_optimizer": options.offload_optimizer,
+        "pipeline_stages": options.pipeline_stages > 1 and options.pipeline_stages,
     }
     for option, value in excluded.items():
         if value:
             raise ValueError(
-                f"{asked.spelled('weight_storage')} {asked.weight_storage} does not support "
-                f"{asked.spelled(option)} {value} yet: remove one of them."
+                f"{options.spelled('weight_storage')} {options.weight_storage} does not support "
+                f"{options.spelled(option)} {value} yet: remove one of them."
             )
 
 
-def _check_groups(asked: PlanOptions) -> None:
+def _check_groups(options: PlanOptions) -> None:
     """Raises ValueError if ``--shard-size`` does not match other options."""
-    if not asked.shard_size:
+    if not options.shard_size:
         return
-    if asked.ranks % asked.shard_size:
+    if options.ranks % options.shard_size:
         raise ValueError(
-            f"{asked.spelled('shard_size')} {asked.shard_size} does not divide --ranks "
-            f"{asked.ranks}: give a divisor, or other --ranks."
+            f"{options.spelled('shard_size')} {options.shard_size} does not divide --ranks "
+            f"{options.ranks}: give a divisor, or other --ranks."
         )
-    if asked.stage in ("none", "0"):
+    if options.stage in ("none", "0"):
         raise ValueError(
-            f"{asked.spelled('shard_size')}: {asked.spelled('stage')} {asked.stage} does not "
+            f"{options.spelled('shard_size')}: {options.spelled('stage')} {options.stage} does not "
             "shard; choose 1 to 3."
         )
 
 
-def _check_pipeline(asked: PlanOptions) -> None:
+def _check_pipeline(options: PlanOptions) -> None:
     """Raises ValueError for options that a pipeline does not support."""
-    if asked.stage not in (None, "0", "1"):
+    if options.stage not in (None, "0", "1"):
         raise ValueError(
-            f"--pipeline-stages: pipelines support only ZeRO stages 0 and 1, not {asked.stage}."
+            f"--pipeline-stages: pipelines support only ZeRO stages 0 and 1, not {options.stage}."
         )
-    if asked.batch is not None:
+    if options.batch is not None:
         raise ValueError("--pipeline-stages: activations are not counted: remove --seq.")
-    if asked.shard_size:
+    if options.shard_size:
         raise ValueError("--pipeline-stages: pipelines do not support --shard-size yet: remove it.")
-    if asked.lora is not None:
+    if options.lora is not None:
         raise ValueError("--pipeline-stages: LoRA in pipelines is not counted: remove --lora.")
 
 

@@ -11,7 +11,7 @@ from ds_ext.planner.options import PlanOptions
 def draw(
     table: Mapping[str, MemoryUse],
     parts: Sequence[str],
-    asked: PlanOptions,
+    options: PlanOptions,
     path: Path,
     title: str,
     unit: str,
@@ -22,7 +22,7 @@ def draw(
     Args:
         table: the memory of each row, by label.
         parts: the parts of memory, in the order of the stack.
-        asked: the options; draws a line for each of ``asked.cards``.
+        options: the options; draws a line for each of ``options.cards``.
         path: the file to write.
         title: the title.
         unit: the name of the axis' unit.
@@ -44,7 +44,7 @@ def draw(
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     for i, total in enumerate(left):
         axes.annotate(f"{total:.1f}", (total, i), (3, 0), textcoords="offset points", va="center")
-    for card in asked.cards:
+    for card in options.cards:
         edge = card * 2**30 / size
         if edge < 1.05 * max(left):
             axes.axvline(edge, color="black", linestyle=":")
@@ -52,7 +52,7 @@ def draw(
     axes.invert_yaxis()
     axes.margins(x=0.1)
     axes.spines[["top", "right"]].set_visible(False)
-    counted = "" if asked.batch else ", without activations"
+    counted = "" if options.batch else ", without activations"
     axes.set(xlabel=f"{unit} per rank{counted}")
     figure.suptitle(textwrap.fill(title, 90), fontsize="medium", x=0.01, ha="left")
     figure.legend(loc="outside lower center", ncols=len(parts), frameon=False)

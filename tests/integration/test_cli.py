@@ -17,6 +17,7 @@ import ds_ext
 from ds_ext.commands.cli import main
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import fsdp2, memory, models
+from ds_ext.planner import rows as rows_of
 from ds_ext.rules import REGISTRY
 from tests.common.cli import refused
 
@@ -97,7 +98,7 @@ def test_what_is_offloaded_is_not_on_the_device(folder, capsys):
     ],
 )
 def test_offload_that_cannot_be_is_no_plan(options, words, capsys):
-    assert words in refused(capsys, "plan", "--model", "llama-7b", *options)
+    assert words in refused(capsys, "plan", "--model", "llama-3.1-8b", *options)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -106,7 +107,7 @@ def test_the_table_is_the_arithmetic(name, folder, capsys):
     heading, rows = plan(capsys, *options, "--dtype", "fp32")
     n = memory.elements(SHAPES)
     assert f"{n:,} parameters in fp32 on 3 data-parallel ranks; MiB per rank" in heading
-    kind, rule = OPTIMIZERS[name].__name__, rules(name)
+    kind, rule = rows_of.name_of(OPTIMIZERS[name]), rules(name)
     expected = {}
     for stage in (None, *range(4)):
         ours = memory.optimizer_memory(rule, SHAPES, stage, 3, torch.float32, 100)
@@ -128,10 +129,10 @@ def test_the_table_is_the_arithmetic(name, folder, capsys):
 
 
 def test_one_stage_and_the_cards_that_it_fits(capsys):
-    options = ["--model", "LLaMA-7B", "--ranks", 8, "--stage", 2, "--memory", "12,24.5,80"]
+    options = ["--model", "Llama-3.1-8B", "--ranks", 8, "--stage", 2, "--memory", "12,24.5,80"]
     options += ["--optimizer", "adalomo"]
     heading, rows = plan(capsys, *options)
-    assert "6,738,415,616 parameters in bf16" in heading and "GiB" in heading
+    assert "8,030,261,248 parameters in bf16" in heading and "GiB" in heading
     fits = {
         label: [row[f"in {card} GiB"] for card in ("12", "24.5", "80")]
         for label, row in rows.items()
@@ -142,7 +143,7 @@ def test_one_stage_and_the_cards_that_it_fits(capsys):
         "Megatron-LM, bf16, fp32 gradients": ["no", "no", "fits"],
         "Megatron-LM, fp16, fp16 gradients": ["no", "no", "fits"],
     }
-    assert rows["AdaLomo, ZeRO-2"]["weights"] == "12.55"  # 2 · 6.738e9 / 2^30
+    assert rows["AdaLomo, ZeRO-2"]["weights"] == "14.96"  # 2 · 8.030e9 / 2^30
 
 
 def test_fsdp2_stands_beside_torchs_adamw_and_deepspeeds(folder, capsys):
@@ -171,20 +172,20 @@ def test_layers_and_the_rest_are_units_of_fsdp2():
 
 
 def test_all_optimizers_stand_beside_adamw(capsys):
-    _, rows = plan(capsys, "--model", "llama-7b", "--ranks", 8)
-    ours = [f"{optimizer.__name__}, ZeRO-3" for optimizer in OPTIMIZERS.values()]
+    _, rows = plan(capsys, "--model", "llama-3.1-8b", "--ranks", 8)
+    ours = [f"{rows_of.name_of(optimizer)}, ZeRO-3" for optimizer in OPTIMIZERS.values()]
     assert list(rows)[: len(ours) + 1] == [*ours, "AdamW, DeepSpeed ZeRO-3"]
     adamw = float(rows["AdamW, DeepSpeed ZeRO-3"]["total"])
     assert all(float(rows[label]["total"]) < adamw for label in ours)
-    single = plan(capsys, "--model", "llama-7b", "--ranks", 8, "--optimizer", "galoreadamw")[1]
+    single = plan(capsys, "--model", "llama-3.1-8b", "--ranks", 8, "--optimizer", "galoreadamw")[1]
     assert single["GaLoreAdamW, ZeRO-3"] == rows["GaLoreAdamW, ZeRO-3"]
 
 
 def test_rules_by_name_are_planned(capsys):
-    options = ["--model", "llama-7b", "--ranks", 8, "--stage", 3, "--optimizer", "lomo"]
+    options = ["--model", "llama-3.1-8b", "--ranks", 8, "--stage", 3, "--optimizer", "lomo"]
     entry = '{"param_groups": [{"match": "mlp", "type": "LAMB"}]}'
     state = plan(capsys, *options, "--params", entry)[1]["LOMO, ZeRO-3"]["state"]
-    n = 32 * 3 * 4096 * 11008
+    n = 32 * 3 * 4096 * 14336
     assert float(state) == pytest.approx(8 * n / 8 / 2**30, abs=0.0051)
 
 
@@ -199,18 +200,18 @@ def test_hyper_parameters_count(folder, capsys):
 
 
 def test_a_master_counts(capsys):
-    options = ["--model", "llama-7b", "--stage", "3", "--ranks", 8]
+    options = ["--model", "llama-3.1-8b", "--stage", "3", "--ranks", 8]
     params = ["--params", '{"weight_update": "master", "seed": 7}']
     row = plan(capsys, *options, *params)[1]["AdaLomo, ZeRO-3"]
-    assert row["master"] == "1.57"  # 2 · 6.738e9 / 8 / 2^30
+    assert row["master"] == "1.87"  # 2 · 8.030e9 / 8 / 2^30
     assert plan(capsys, *options)[1]["AdaLomo, ZeRO-3"]["master"] == "0.00"
 
 
 def test_gradients_that_are_kept_count(capsys):
-    options = ["--model", "llama-7b", "--stage", "3", "--ranks", 8]
+    options = ["--model", "llama-3.1-8b", "--stage", "3", "--ranks", 8]
     used, kept = (plan(capsys, *options, *more)[1] for more in ([], ["--accumulate"]))
     more = float(kept["AdaLomo, ZeRO-3"]["gradients"]) - float(used["AdaLomo, ZeRO-3"]["gradients"])
-    assert more == pytest.approx(4 * 6.738e9 / 8 / 2**30, abs=0.011)
+    assert more == pytest.approx(4 * 8.030e9 / 8 / 2**30, abs=0.011)
 
 
 def test_other_models_than_language_models(tmp_path, capsys):
@@ -222,7 +223,10 @@ def test_other_models_than_language_models(tmp_path, capsys):
 
 
 REFUSED = [
-    (["--model", "lama-7b"], "--model lama-7b: no such folder or file, and no known model. Did"),
+    (
+        ["--model", "qwen-8b"],
+        "--model qwen-8b: no such folder or file, and no known model. Did",
+    ),
     (["--batch", "2"], "--chunked-loss are for activations: add --seq TOKENS"),
     (["--config", "nowhere.json"], "--config nowhere.json: "),
     (["--model", "."], "--model .: no configuration of transformers"),
@@ -248,7 +252,9 @@ REFUSED = [
 
 @pytest.mark.parametrize("options, message", REFUSED)
 def test_what_cannot_be_is_refused_by_name(options, message, capsys):
-    given = options if "--model" in options or not options else ["--model", "llama-7b", *options]
+    given = (
+        options if "--model" in options or not options else ["--model", "llama-3.1-8b", *options]
+    )
     told = refused(capsys, "plan", *given)
     assert message in told and "Traceback" not in told
 
@@ -266,7 +272,7 @@ def test_a_missing_extra_is_named(package, extra, options, capsys, monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    told = refused(capsys, "plan", "--model", "llama-7b", *options)
+    told = refused(capsys, "plan", "--model", "llama-3.1-8b", *options)
     assert f"needs {package} (pip install ds-ext[{extra}])" in " ".join(told.split())
 
 
@@ -282,7 +288,7 @@ def test_the_picture_has_a_bar_for_every_part(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(Axes, "barh", recorded)
     picture = tmp_path / "plan.png"
-    _, rows = plan(capsys, "--model", "llama-7b", "--ranks", 8, "--plot", picture)
+    _, rows = plan(capsys, "--model", "llama-3.1-8b", "--ranks", 8, "--plot", picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
     ends = [0.0] * len(rows)
     for part in PARTS[:-1]:
@@ -322,11 +328,11 @@ def test_the_version_is_told(capsys):
 
 # Of each wrong line: what is told, and what is not, since nobody wrote it.
 TYPOS = {
-    "plan --modl llama-7b": ["unknown option --modl. Did you mean --model?"],
-    "plan --model llama-7b --optimzer=lomo": ["Did you mean --optimizer?"],
+    "plan --modl llama-3.1-8b": ["unknown option --modl. Did you mean --model?"],
+    "plan --model llama-3.1-8b --optimzer=lomo": ["Did you mean --optimizer?"],
     "check --modle x ds.json": ["unknown option --modle. Did you mean --model?"],
     "config adalomo lomo": ["unknown argument lomo."],
-    "plan --model llama-7b --stage 5": ["--stage", "invalid choice"],
+    "plan --model llama-3.1-8b --stage 5": ["--stage", "invalid choice"],
     "plan --model no-such": ["--model no-such"],
 }
 

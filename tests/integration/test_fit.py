@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import torch
 import transformers
 
+from ds_ext import rates
 from ds_ext.commands.cli import main
 from ds_ext.planner import fit as fit_steps
 from ds_ext.planner import options
@@ -213,3 +215,60 @@ def test_an_existing_file_stays(folder, tmp_path, capsys):
     path.write_text("mine")
     told = refused(capsys, "plan", "--model", folder, "--seq", 8, "--memory", 8, "--fit", path)
     assert "the file exists: give another name" in told and path.read_text() == "mine"
+
+
+def test_a_config_for_hf_trainer_has_auto(fit, folder, tmp_path, capsys):
+    path = tmp_path / "hf.json"
+    given = ("--model", folder, "--seq", 256, "--batch", 4, "--memory", 30 * MIB, "--bucket", SMALL)
+    assert main(["plan", *map(str, given), "--fit", str(path), "--hf"]) == 0
+    told, config = capsys.readouterr().out, json.loads(path.read_text())
+    assert "--per_device_train_batch_size 4 --learning_rate 1e-3 --bf16 True" in told
+    assert config["ds_ext"]["batch_splits"] > 1
+    (losses,) = worlds.once(1, by_trainer, str(folder), str(path))
+    assert losses[-1] < losses[0]
+    assert "add --fit" in refused(capsys, "plan", "--model", folder, "--hf")
+
+
+def by_trainer(folder, path):
+    """The losses of HF Trainer's steps with the arguments that ``plan`` names."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(folder)
+    )
+    rows = [{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}] * 12
+    arguments = transformers.TrainingArguments(
+        output_dir=f"{folder}/out",
+        deepspeed=path,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        bf16=True,
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+    )
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer.train()
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+@pytest.mark.parametrize(
+    "model, rate, whose",
+    [("smollm2-135m", 1e-3, "measured on a model of 135M"), ("qwen3-8b", 5e-4, "LLaMA 7B")],
+)
+def test_rates_are_those_of_the_models_size(model, rate, whose, tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    given = ["--model", model, "--optimizer", "adalomo", "--memory", "900", "--seq", "8"]
+    assert main(["plan", *given, "--fit", str(path)]) == 0
+    assert whose in capsys.readouterr().out
+    assert json.loads(path.read_text())["optimizer"]["params"]["lr"] == rate
+    assert main(["config", "adalomo", "--numbers", "--model", model]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["optimizer"]["params"]["lr"] == rate and whose in printed.err
+
+
+def test_rates_from_scratch_are_not_written_for_large_models():
+    for name in ("galoreadamw", "apollo", "scale", "lamb", "lomo"):
+        assert rates.for_size(name, 8 * 10**9)[0] == rates.RATES[name].start
+    assert "larger ones need lower rates" in rates.for_size("galoreadamw", 10**9)[1]

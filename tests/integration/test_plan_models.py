@@ -18,7 +18,6 @@ from tests.common.choose import params
 from tests.common.cli import refused
 from tests.integration.test_cli import CONFIG, HEADS, SIZES, plan
 
-CPU = torch.device("cpu")
 KINDS = {
     "qwen3_moe": {"num_experts": 16, "moe_intermediate_size": 32, "head_dim": 16, **HEADS},
     "mixtral": {"num_local_experts": 4, **HEADS},
@@ -26,37 +25,23 @@ KINDS = {
     | {"num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1},
     "gemma3_text": {"head_dim": 16, **HEADS},
 }
-# As published with the weights; DeepSeek-V3's without its layer of multi-token prediction.
+# As published with the weights.
 PARAMETERS = {
     "smollm2-135m": 134_515_008,
-    "tinyllama-1.1b": 1_100_048_384,
-    "llama-2-7b": 6_738_415_616,
-    "llama-2-13b": 13_015_864_320,
-    "llama-65b": 65_285_660_672,
-    "llama-2-70b": 68_976_648_192,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.3-70b": 70_553_706_496,
     "qwen3-0.6b": 596_049_920,
-    "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
-    "gemma-3-270m": 268_098_176,
-    "gemma-3-1b": 999_885_952,
     "gemma-3-4b": 3_880_263_168,
     "gemma-3-12b": 11_766_034_176,
     "gemma-3-27b": 27_009_346_304,
-    "mistral-7b": 7_241_732_096,
-    "mistral-nemo-12b": 12_247_782_400,
     "mistral-small-24b": 23_572_403_200,
-    "mixtral-8x7b": 46_702_792_704,
-    "mixtral-8x22b": 140_630_071_296,
-    "deepseek-v2-lite": 15_706_484_224,
-    "deepseek-v3": 671_026_404_352,
 }
 
 
@@ -77,12 +62,11 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     "written, meant",
     [
-        ("llama7b", "llama-2-7b"),
-        ("Llama 2 7B", "llama-2-7b"),
+        ("llama3.1 8b", "llama-3.1-8b"),
+        ("Llama 3 8B", "llama-3.1-8b"),
         ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
         ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
-        ("google/gemma-3-1b-it", "gemma-3-1b"),
-        ("mistralai/Mistral-7B-Instruct-v0.1", "mistral-7b"),
+        ("google/gemma-3-4b-it", "gemma-3-4b"),
         ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m"),
         ("llama-9b", None),
         ("qwen3", None),
@@ -124,7 +108,7 @@ def test_the_total_is_that_of_a_real_step(name, how, folder, capsys):
             model(tokens, labels=tokens, use_cache=False).loss.backward()
             optimizer.step()
 
-        return measured.peak_of_second(step, [*model.parameters(), *model.buffers()], CPU)
+        return measured.peak_of_second(step, [*model.parameters(), *model.buffers()])
 
     measure()  # makes the scratch memory of this process, which is not counted
     real = measure()
@@ -236,11 +220,11 @@ def test_a_plan_with_activations_and_the_largest_batch(folder, capsys):
 
 
 def test_the_largest_model_that_fits_is_told(capsys, monkeypatch):
-    few = {name: models.KNOWN[name] for name in ("smollm2-135m", "tinyllama-1.1b", "llama-2-7b")}
+    few = {name: models.KNOWN[name] for name in ("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b")}
     monkeypatch.setattr(models, "KNOWN", few)
-    _, rows = plan(capsys, "--memory", "3,24", "--optimizer", "lomo", "--stage", 3)
-    assert list(rows["LOMO, ZeRO-3"].values()) == ["tinyllama-1.1b", "llama-2-7b"]
-    assert list(rows["AdamW, DeepSpeed ZeRO-3"].values()) == ["smollm2-135m", "tinyllama-1.1b"]
+    _, rows = plan(capsys, "--memory", "4,24", "--optimizer", "lomo", "--stage", 3)
+    assert list(rows["LOMO, ZeRO-3"].values()) == ["llama-3.2-1b", "llama-3.1-8b"]
+    assert list(rows["AdamW, DeepSpeed ZeRO-3"].values()) == ["smollm2-135m", "llama-3.2-1b"]
 
 
 def test_a_config_says_what_options_do(tmp_path, folder, capsys):
@@ -290,25 +274,67 @@ def test_optimizers_of_deepspeed_in_a_config_are_its_own(tmp_path, folder, capsy
     assert {"AdaLomo, ZeRO-0", "AdamW, DeepSpeed ZeRO-0"} < rows.keys()  # all, beside AdamW
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "cards, told",
-    [
-        ("80", "80 GiB: DeepSpeed's AdamW fits (AdamW, DeepSpeed ZeRO-3)"),
-        ("12", "12 GiB: FlashAdamW, ZeRO-3 makes AdamW's steps in less memory, and fits."),
-        ("6", "6 GiB: LOMO, ZeRO-3, which needs the least memory, fits."),
-        ("3", "3 GiB: nothing fits; LOMO, ZeRO-3 would on 8 ranks."),
-        ("0.1", "0.1 GiB: nothing fits on 1024 ranks either; try"),
-    ],
-)
+ADVICE = [
+    ("100", "100 GiB: DeepSpeed's AdamW fits (AdamW, DeepSpeed ZeRO-3)"),
+    ("17", "17 GiB: FlashAdamW, ZeRO-3 makes AdamW's steps in less memory, and fits."),
+    ("7.5", "7.5 GiB: AdaLomo, ZeRO-3 fits. Learning rate: start at 5e-4 (published for LLaMA 7B"),
+    ("6.26", "6.26 GiB: LOMO, ZeRO-3 fits. Learning rate: start at 3e-3 (measured on a model of"),
+    ("3", "3 GiB: nothing fits; LOMO, ZeRO-3 would on 32 ranks."),
+    ("0.1", "0.1 GiB: nothing fits on 1024 ranks either; try"),
+]
+
+
+@pytest.mark.parametrize("cards, told", ADVICE)
 def test_a_line_of_advice_ends_it(cards, told, capsys):
-    assert (
-        main(["plan", "--model", "llama-7b", "--ranks", "4", "--stage", "3"] + ["--memory", cards])
-        == 0
-    )
+    given = ["--model", "llama-3.1-8b", "--ranks", "4", "--stage", "3", "--bucket", 2**28]
+    assert main(["plan", *map(str, given), "--memory", cards]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(told)
     assert ("Learning rate: start at " in last) is ("nothing fits" not in last)
+
+
+def test_a_plan_that_does_not_fit_names_the_steps_of_fit(folder, capsys):
+    given = ["--model", folder, "--seq", 256, "--batch", 4, "--ranks", 2, "--dtype", "fp32"]
+    _, rows = plan(capsys, *given)
+    least = min(float(row["total"]) for row in rows.values())
+    assert main(["plan", *map(str, given), "--memory", str(0.8 * least / 1024)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "nothing fits as it is" in last and "chunked loss" in last and "--fit" in last
+
+
+def test_optimizers_that_deepspeed_has_too_have_their_name_in_a_config(folder, capsys):
+    _, rows = plan(capsys, "--model", folder)
+    assert {"ds_ext.AdamW, ZeRO-3", "AdamW, DeepSpeed ZeRO-3", "FlashAdamW, ZeRO-3"} < rows.keys()
+
+
+def test_fuse_into_backward_on_one_gpu_has_a_row(folder, capsys):
+    _, rows = plan(capsys, "--model", folder, "--optimizer", "adalomo")
+    assert rows["AdaLomo, fuse_into_backward"] == rows["AdaLomo, ZeRO-0"]
+    assert "AdaLomo, fuse_into_backward" in plan(capsys, "--model", folder)[1]
+    two = plan(capsys, "--model", folder, "--optimizer", "adalomo", "--ranks", 2)[1]
+    assert "AdaLomo, fuse_into_backward" not in two
+
+
+def test_offload_says_what_the_host_holds(capsys):
+    given = ["--model", "llama-3.1-8b", "--optimizer", "came", "--stage", 3]
+    rows = plan(capsys, *given, "--offload-param", "--offload-optimizer")[1]
+    (row,) = [row for label, row in rows.items() if label.startswith("CAME")]
+    whole = plan(capsys, *given)[1]["CAME, ZeRO-3"]
+    moved = float(whole["weights"]) + float(whole["state"])
+    assert float(row["on the host"]) == pytest.approx(moved, rel=0.01)
+    assert "on the host" not in whole
+
+
+def test_models_that_are_built_in_no_longer_have_a_name_on_the_hub(capsys):
+    told = refused(capsys, "plan", "--model", "Llama 2 7B")
+    assert "use its Hub name, meta-llama/Llama-2-7b-hf" in " ".join(told.split())
+    assert not {models._plain(x) for x in models.REMOVED} & models._PLAIN.keys()
+    assert len(models.KNOWN) <= 15
+
+
+def test_clipping_is_named_as_not_counted(folder, capsys):
+    assert main(["plan", "--model", str(folder)]) == 0
+    assert "clipping to a norm" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_copy_is_cut_among_the_ranks_of_a_group(folder, tmp_path, capsys):
@@ -325,19 +351,7 @@ def test_a_copy_is_cut_among_the_ranks_of_a_group(folder, tmp_path, capsys):
     assert "on 16 data-parallel ranks, 4 ranks per replica" in text
 
 
-def test_a_plan_of_muon_shows_what_a_step_sends_in_others_too(folder, capsys):
-    options = ["--model", folder, "--optimizer", "muon", "--stage", 3]
-    assert main(["plan", *map(str, options), "--ranks", "8"]) == 0
-    text = capsys.readouterr().out
-    names = ("ds_ext's Muon, ZeRO-3", "DeepSpeed's Muon, ZeRO-3", "dion's Muon, FSDP2")
-    lines = [next(line for line in text.splitlines() if line.startswith(name)) for name in names]
-    ours, deepspeeds, dions = (line.split("  ", 1)[1].split() for line in lines)
-    assert float(dions[0]) < float(ours[0]) < float(deepspeeds[0])  # GB
-    assert main(["plan", *map(str, options), "--ranks", "1"]) == 0
-    assert names[1] not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("bad", [("3",), ("4", "--stage", "0"), ("4", "--stage", "none")], ids=str)
 def test_groups_that_cannot_be_are_no_plan(bad, capsys):
-    given = ["--model", "llama-7b", "--optimizer", "came", "--ranks", 16, "--shard-size", *bad]
+    given = ["--model", "llama-3.1-8b", "--optimizer", "came", "--ranks", 16, "--shard-size", *bad]
     assert "--shard-size" in refused(capsys, "plan", *given)

@@ -75,9 +75,9 @@ def way(name: str) -> list[Step]:
             path = written
             if taken is not found[0][1][-1]:
                 path = Path(folder) / "step.json"
-                path.write_text(config.as_text(config.of_plan(taken.asked)))
-            assert taken.asked.batch is not None
-            shape = (taken.asked.batch.rows, taken.asked.batch.tokens)
+                path.write_text(config.as_text(config.of_plan(taken.options)))
+            assert taken.options.batch is not None
+            shape = (taken.options.batch.rows, taken.options.batch.tokens)
             measured, losses = trained(path, model, shape)
             used = json.loads(path.read_text())
             steps.append(Step(taken.name, round(taken.use.total), measured, losses, used))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ds_ext
+from benchmarks import memory as benchmark
 from ds_ext.backward import gradient_config
 from ds_ext.backward.buckets import Buckets
 from ds_ext.backward.fused_backward import FusedBackward
@@ -237,7 +238,7 @@ def test_kept_gradients_are_as_planned(name, policy, ranks):
 
 # Closed forms. R and C are the sizes of a matrix, d the ranks.
 
-SEVEN = memory.shapes_of(known.skeleton(known.config("llama-7b")))
+SEVEN = benchmark.shapes_of(benchmark.LLAMAS["7B"])
 N = memory.elements(SEVEN)
 
 
