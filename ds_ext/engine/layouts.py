@@ -1,24 +1,22 @@
 """Chooses each parameter's placement by ZeRO stage, tensor parallelism and experts.
 
-| parameters                      | stage 0         | stages 1, 2    | stage 3               |
-|---------------------------------|-----------------|----------------|-----------------------|
-| by default                      | Replicated(d)   | Sharded(d)     | Zero3Placement(d)     |
-| experts spread over ranks       | Replicated(e)   | Sharded(e)     | Zero3Placement(e)     |
-| split by tensor parallelism     | Replicated(d)*t | Sharded(d)*all | Zero3Placement(d)*all |
-| not split by tensor parallelism | Replicated(all) | Sharded(all)   | Zero3Placement(d, t)  |
-| with ``ds_ext.shard_size``      | refused         | Sharded(s, c)  | Zero3Placement(s, c)  |
+| parameters                     | stage 0         | stages 1, 2   | stage 3              | sums   |
+|--------------------------------|-----------------|---------------|----------------------|--------|
+| by default                     | Replicated(d)   | Sharded(d)    | Zero3Placement(d)    | d      |
+| experts spread over ranks      | Replicated(e)   | Sharded(e)    | Zero3Placement(e)    | e      |
+| split by tensor parallelism    | Replicated(d)   | Sharded(d)    | Zero3Placement(d)    | all    |
+| unsplit by tensor parallelism  | Replicated(all) | Sharded(all)  | Zero3Placement(d, t) | all, d |
+| with ``ds_ext.shard_size``     | refused         | Sharded(s, c) | Zero3Placement(s, c) | s      |
 
-Gradients are summed over the groups in parentheses:
+Gradients are summed over the groups in parentheses. The ranks of a second group hold replicas,
+which compute the same update. A rule's partial sums are reduced over the last column's group (the
+second one at stage 3). At stage 0 only split parameters need a reduction, over t.
 
 d: the data-parallel ranks, including ranks that share a sequence.
 e: the data-parallel ranks that have the same experts.
 t: the tensor-parallel ranks.
 s: the ranks that together hold one replica.
 c: the ranks that hold the same part of each replica.
-
-A rule's partial sums are reduced over the group after the asterisk, or without an asterisk over the
-first group in parentheses. At stage 0 without an asterisk they need no reduction. The second group
-in parentheses contains replicas, which compute the same update.
 """
 
 import functools

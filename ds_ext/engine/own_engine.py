@@ -96,8 +96,8 @@ def start(engine: "OwnEngine") -> None:
     engine.optimizer.log_start()
 
 
-def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a method that communicates: errors of a lost connection are explained."""
+def _translate_lost_connections(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a method that communicates, so that its errors name a lost connection."""
 
     @functools.wraps(method)
     def call(engine: "OwnEngine", *args: Any, **kwargs: Any) -> Any:
@@ -172,12 +172,12 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
 
     # Training.
 
-    @_explained
+    @_translate_lost_connections
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model."""
         return super().forward(*args, **kwargs)
 
-    @_explained
+    @_translate_lost_connections
     @functools.wraps(DeepSpeedEngine.backward)
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Rejects the ``learning_rate`` that HF Trainer and LOMO's scripts pass to backward."""
@@ -189,7 +189,7 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
             )
         return super().backward(*args, **kwargs)
 
-    @_explained
+    @_translate_lost_connections
     @functools.wraps(DeepSpeedEngine.step)
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Ends a micro-batch or a step."""
@@ -222,13 +222,13 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
 
     # Checkpoints.
 
-    @_explained
+    @_translate_lost_connections
     @functools.wraps(DeepSpeedEngine.save_checkpoint)
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Saves a complete checkpoint or none."""
         return saving.save_checkpoint(self, *args, **kwargs)
 
-    @_explained
+    @_translate_lost_connections
     @functools.wraps(DeepSpeedEngine.load_checkpoint)
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Loads a checkpoint that was saved with any number of ranks and any ZeRO stage."""
@@ -246,13 +246,13 @@ class OwnPipelineEngine(OwnEngine):
     # ds_ext averages inside backward. DeepSpeed's constructor sets this switch after all else.
     pipeline_enable_backward_allreduce = property(lambda self: False, lambda self, value: None)
 
-    @_explained
+    @_translate_lost_connections
     @functools.wraps(PipelineEngine.train_batch)
     def train_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Trains on one batch."""
         return super().train_batch(*args, **kwargs)
 
-    @_explained
+    @_translate_lost_connections
     @functools.wraps(PipelineEngine.eval_batch)
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates on one batch."""

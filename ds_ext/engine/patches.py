@@ -1,50 +1,96 @@
 """Patches DeepSpeed when it is imported, with one decorated function per method.
 
 An engine whose optimizer is of ds_ext gets the class ``OwnEngine`` before DeepSpeed builds it. Only
-what happens without such an engine is patched here and in ``partition_patches``. The first line of
-each patch asks whether the call concerns ds_ext, and else calls DeepSpeed's method.
+what happens without such an engine is patched here. The comment above a patch says why DeepSpeed
+needs it. Each patch first asks whether the call concerns ds_ext, and else calls DeepSpeed's method.
+
+``zero.Init`` with a config that concerns ds_ext, and ``GatheredParameters`` of parameters that such
+a context has partitioned, get a class of their own too. It supports 0-d parameters and replica
+groups, and waits for collectives that older versions of DeepSpeed do not wait for.
 """
 
 import functools
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
+from torch import Tensor
 
 from ds_ext.backward import foreign_grads, fuse, int8_weights, norm_prepass, owners
 from ds_ext.config import config_checks, optimizer_names, override, parsing
 from ds_ext.distributed import groups
 from ds_ext.engine import (
     deepspeed_config,
+    deepspeed_versions,
     expert_parallel,
     hook_cleanup,
     optimizers,
     own_engine,
-    partition_patches,  # noqa: F401  adds its own to PATCHES
     rank_logging,
+    replica_groups,
     sequence_parallel,
     tiled,
     trainer_checks,
     unsupported_api,
 )
 from ds_ext.engine.adapter import ZeroAdapter
-from ds_ext.engine.monkeypatch import PATCHES, Method, replaces
 from ds_ext.engine.own_engine import OwnEngine
+from ds_ext.engine.parameters import as_vectors, deepspeed_parameter
 from ds_ext.engine.rank_logging import log
 from ds_ext.optimizer import RuleOptimizer
+
+Method: TypeAlias = Callable[..., Any]
+
+
+class Patch(NamedTuple):
+    """A method of DeepSpeed, and the function that replaces it."""
+
+    owner: type
+    name: str
+    function: Method  # called with the original method, self, and the arguments
+
+
+PATCHES: list[Patch] = []
+
+
+def replaces(owner: type, name: str) -> Callable[[Method], Method]:
+    """Returns a decorator that adds a function to ``PATCHES``: see ``Patch``."""
+
+    def note(function: Method) -> Method:
+        PATCHES.append(Patch(owner, name, function))
+        return function
+
+    return note
 
 
 @functools.cache
 def register() -> None:
-    """Makes DeepSpeed build and drive ds_ext optimizers. Repeated calls have no effect."""
+    """Makes DeepSpeed build and drive ds_ext optimizers. Repeated calls have no effect.
+
+    Raises:
+        AttributeError: DeepSpeed lacks a method to replace. Nothing has changed.
+    """
+    methods = [_bound(getattr(patch.owner, patch.name), patch.function) for patch in PATCHES]
     fuse.REFUSALS += [expert_parallel.refuse_spread_experts, hook_cleanup.refuse_zero3]
     norm_prepass.HARMLESS.add(LinearFunctionForZeroStage3.__name__)  # every linear
     tiled.register()
-    for patch, method in [(patch, patch.bound()) for patch in PATCHES]:
+    for patch, method in zip(PATCHES, methods, strict=True):
         setattr(patch.owner, patch.name, method)
+
+
+def _bound(original: Method, function: Method) -> Method:
+    """The method that replaces ``original``."""
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    return method
 
 
 # DeepSpeed has no hook before it reads a config, and reports one problem of a wrong one at a time.
@@ -114,7 +160,7 @@ def _refuse_ignored(client: Any, name: str, config: DeepSpeedConfig) -> None:
 
 
 # DeepSpeed decides here how it wraps an optimizer that a function has made.
-@replaces(DeepSpeedEngine)
+@replaces(DeepSpeedEngine, "_do_optimizer_sanity_check")
 def _do_optimizer_sanity_check(original: Method, engine: DeepSpeedEngine, optimizer: Any) -> Any:
     """Makes our engines give way to an engine of DeepSpeed's with the same parameters."""
     if isinstance(optimizer, RuleOptimizer):
@@ -129,7 +175,7 @@ def _do_optimizer_sanity_check(original: Method, engine: DeepSpeedEngine, optimi
 
 
 # DeepSpeed does not say which engines a backward pass will reach.
-@replaces(DeepSpeedEngine)
+@replaces(DeepSpeedEngine, "_backward_prologue")
 def _backward_prologue(original: Method, engine: DeepSpeedEngine) -> None:
     """Rejects a norm-measuring pass through DeepSpeed's own engine, which would count a step.
 
@@ -141,3 +187,73 @@ def _backward_prologue(original: Method, engine: DeepSpeedEngine) -> None:
     if is_inference and "ds_ext" in engine._config._param_dict:
         raise RuntimeError(unsupported_api.NO_OPTIMIZER)
     original(engine)
+
+
+# ZeRO-3's contexts, which belong to no engine.
+
+
+# DeepSpeed partitions among all ranks, or among those that the caller passes.
+@replaces(Init, "__init__")
+def default_to_shard_group(original: Method, init: Init, *args: Any, **kwargs: Any) -> None:
+    """Partitions among ``ds_ext.shard_size`` ranks if the caller passes no group."""
+    given = inspect.signature(original).bind_partial(init, *args, **kwargs).arguments
+    config = given.get("config_dict_or_path") or given.get("config")
+    if not optimizer_names.concerns_us(config):
+        original(init, *args, **kwargs)
+        return
+    init.__class__ = OwnInit
+    is_named = given.get("data_parallel_group") or given.get("sequence_data_parallel_group")
+    if not is_named and given.get("enabled", True):
+        given["data_parallel_group"] = replica_groups.shard_group_for(config, given.get("mpu"))
+    original(**given)
+
+
+class OwnInit(Init):  # type: ignore[misc]  # deepspeed has no types
+    """Partitions 0-d parameters, and parameters with replicas."""
+
+    def _zero_init_param(self, param: Tensor) -> None:
+        shape = param.shape
+        with as_vectors([param]):
+            replica_groups.broadcast_to_replicas(param, self.ds_process_group, 0)
+            super()._zero_init_param(param)
+        deepspeed_parameter(param).ds_shape = shape  # the shape after a gather
+
+    def _allgather_params_coalesced(self, params: list[Tensor], *args: Any, **kwargs: Any) -> None:
+        # Before 0.19.8 DeepSpeed waits only for the last of several collectives, but gloo (CPU)
+        # completes them in any order.
+        one_by_one = not deepspeed_versions.WAITS_FOR_ALL and self.local_device.type == "cpu"
+        for some in [[param] for param in params] if one_by_one else [params]:
+            super()._allgather_params_coalesced(some, *args, **kwargs)
+
+
+# DeepSpeed broadcasts an edit among the ranks that partition the parameter, and as bytes.
+@replaces(GatheredParameters, "__init__")
+def localize_modifier_rank(
+    original: Method, gathered: GatheredParameters, *args: Any, **kwargs: Any
+) -> None:
+    """Records the global modifier rank, and gives DeepSpeed its index within each replica group."""
+    bound = inspect.signature(original).bind(gathered, *args, **kwargs)
+    given = bound.arguments
+    if not isinstance(given["params"], Tensor):
+        given["params"] = list(given["params"])  # it may be a generator
+    params = [given["params"]] if isinstance(given["params"], Tensor) else given["params"]
+    size = replica_groups.replicated_shard_size(params)
+    if size or any(getattr(param, "ds_shape", None) == () for param in params):
+        gathered.__class__ = OwnGatheredParameters
+        gathered.modifier_of_all = given.get("modifier_rank") if size else None
+        if gathered.modifier_of_all is not None:
+            given["modifier_rank"] = gathered.modifier_of_all % size
+    original(*bound.args, **bound.kwargs)
+
+
+class OwnGatheredParameters(GatheredParameters):  # type: ignore[misc]  # deepspeed has no types
+    """Ends the gather of 0-d parameters, and of parameters with replicas."""
+
+    def __exit__(self, *error: Any) -> None:
+        params = self.params if self.enabled else []
+        with as_vectors(params):
+            if self.modifier_of_all is not None:
+                for param in params:
+                    group = deepspeed_parameter(param).ds_process_group
+                    replica_groups.broadcast_to_replicas(param, group, self.modifier_of_all)
+            super().__exit__(*error)

@@ -79,10 +79,10 @@ def changed() -> list[str]:
 
 def overridden() -> list[str]:
     """Methods of DeepSpeed that our classes override."""
-    from ds_ext.engine import own_engine, partition_patches
+    from ds_ext.engine import own_engine, patches
 
     owners = (own_engine.OwnEngine, own_engine.OwnPipelineEngine)
-    owners += (partition_patches.OwnInit, partition_patches.OwnGatheredParameters)
+    owners += (patches.OwnInit, patches.OwnGatheredParameters)
     of_python = {"__module__", "__doc__", "__firstlineno__", "__static_attributes__"}
     return [f"{own.__name__}.{name}" for own in owners for name in vars(own).keys() - of_python]
 
