@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 from unittest import mock
 
 import came_pytorch
@@ -79,13 +80,28 @@ def lomo(p, g, s, lr=1e-3, weight_decay=0.0):
     return p * (1 - lr * weight_decay) - lr * g
 
 
-def lamb(p, g, s, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0):
-    """Algorithm 2 of arXiv 1904.00962."""
+def lamb(
+    p,
+    g,
+    s,
+    lr=1e-3,
+    betas=(0.9, 0.999),
+    eps=1e-6,
+    weight_decay=0.0,
+    bias_correction=True,
+    min_coeff=0.0,
+    max_coeff=math.inf,
+):
+    """Algorithm 2 of arXiv 1904.00962, with bounds of the ratio."""
     t = s["t"] = s.get("t", 0) + 1
     m = s["m"] = betas[0] * s.get("m", 0) + (1 - betas[0]) * g
     v = s["v"] = betas[1] * s.get("v", 0) + (1 - betas[1]) * g**2
-    u = m / (1 - betas[0] ** t) / ((v / (1 - betas[1] ** t)).sqrt() + 1e-6) + weight_decay * p
-    ratio = p.norm() / u.norm() if p.norm() > 0 and u.norm() > 0 else 1.0
+    if bias_correction:
+        m, v = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
+    u = m / (v.sqrt() + eps) + weight_decay * p
+    ratio = 1.0
+    if p.norm() > 0 and u.norm() > 0:
+        ratio = min(max(float(p.norm() / u.norm()), min_coeff), max_coeff)
     return p - lr * ratio * u
 
 
@@ -170,6 +186,15 @@ def flashadamw(p, g, s, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2
     s["m"], s["v"] = rounded(m, True), rounded(v, False)
     u = m / (1 - betas[0] ** t) / ((v / (1 - betas[1] ** t)).sqrt() + eps)
     return p * (1 - lr * weight_decay) - lr * u
+
+
+def by_formula(formula, before, steps, **hypers):
+    """The parameters after the gradients of ``steps`` by a formula of this module."""
+    params, states = list(before), [{} for _ in before]
+    for grads in steps:
+        found = zip(params, grads, states, strict=True)
+        params = [formula(p, g, s, **hypers) for p, g, s in found]
+    return params
 
 
 class InFP64(torch.optim.Optimizer):

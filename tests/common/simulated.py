@@ -1,8 +1,12 @@
 """Ranks simulated in one process: a bucket of parameters cut over them, and how far off it ends."""
 
 import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
@@ -118,3 +122,49 @@ def sharded_error(name, world, steps=10, simulate=lockstep.simulate, shapes=tabl
         whole.step(grads)
         ranks.step(grads, simulate)
     return max(errors(ranks.params, whole.params, before)), whole, ranks
+
+
+@dataclass(frozen=True)
+class Formula:
+    """What a rule is compared with: its authors' code or its paper, on whole parameters.
+
+    Args:
+        rule: Returns the rule with the hyper-parameters of a setting.
+        expected: Returns the parameters of some shapes after all steps with a setting.
+        settings: Names of hyper-parameters.
+        shapes: Shapes of the parameters of a bucket.
+        steps: The number of steps.
+        quick: Settings and numbers of ranks that `make test` runs.
+        missing: Settings, numbers of ranks and shapes with which each reduction of the first step
+            is dropped.
+        misplaced: A setting, a number of ranks, shapes and the elements by which rank 0 is off.
+        blocks: A setting and shapes that are stepped in blocks of any size.
+        gradients: Returns the gradients of all steps by their number and the shapes.
+        broken: What the error of a run that is broken on purpose exceeds.
+    """
+
+    rule: Callable[[str], Any]
+    expected: Callable[[str, tuple[Any, ...]], list[Tensor]]
+    settings: Sequence[str]
+    shapes: tuple[Any, ...]
+    steps: int
+    quick: Callable[[tuple[str, int]], bool]
+    missing: Sequence[tuple[str, int, tuple[Any, ...]]] = ()
+    misplaced: Sequence[tuple[str, int, tuple[Any, ...], int]] = ()
+    blocks: Sequence[tuple[str, tuple[Any, ...]]] = ()
+    gradients: Callable[[int, tuple[Any, ...]], Any] = table.gradients
+    broken: float = BROKEN
+
+    def error(self, setting, world, shapes=None, shift=0, simulate=lockstep.simulate):
+        """Returns the largest error of a simulated run, relative to a parameter's update."""
+        shapes = shapes or self.shapes
+        before = table.weights(shapes)
+        ranks = Ranks(self.rule(setting), before, world, shift)
+        for grads in self.gradients(self.steps, shapes):
+            ranks.step(grads, simulate)
+        return max(errors(ranks.params, self.expected(setting, shapes), before))
+
+    def rounds(self, setting, world, shapes):
+        """Returns the number of reductions of the first step."""
+        ranks = Ranks(self.rule(setting), table.weights(shapes), world)
+        return ranks.step(self.gradients(1, shapes)[0])

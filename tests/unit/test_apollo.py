@@ -17,7 +17,7 @@ from ds_ext.rules.apollo import APOLLO, APOLLOMini
 from tests.common import low_rank, plain, table
 from tests.common.choose import params
 from tests.common.low_rank import projection
-from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, stepped
+from tests.common.simulated import EXACT, Formula, Ranks, errors, stepped
 from tests.common.table import WORLDS
 
 STEPS = 12
@@ -79,48 +79,20 @@ def expected(setting, shapes=SHAPES):
     ]
 
 
-def worst_error(setting, world, shapes=SHAPES, **how):
-    rule = APOLLO(**SETTINGS[setting], update_proj_gap=GAP)
-    ranks, _ = stepped(rule, shapes, world, STEPS, **how)
-    return max(errors(ranks.params, expected(setting, shapes), table.weights(shapes)))
-
-
 # What `make test` runs: each setting, each number of ranks.
 QUICK = {*zip(SETTINGS, itertools.cycle((2, 3, 7)), strict=False)}
-
-
-@pytest.mark.parametrize(
-    "setting, world", params(list(itertools.product(SETTINGS, WORLDS)), QUICK.__contains__)
+TALL, FLAT = ((29, 13),), ((13, 29),)
+FORMULA = Formula(
+    lambda setting: APOLLO(**SETTINGS[setting], update_proj_gap=GAP),
+    expected,
+    SETTINGS,
+    SHAPES,
+    STEPS,
+    QUICK.__contains__,
+    missing=list(itertools.product(("channel", "tensor"), (2, 3), (TALL, FLAT))),
+    misplaced=[("channel", 3, TALL, 1), ("channel", 3, FLAT, 1)],
+    blocks=[("decay", FLAT + TALL)],
 )
-def test_sharded_equals_the_textbook_across_renewals(setting, world):
-    assert worst_error(setting, world) <= EXACT
-
-
-def test_the_settings_matter():
-    before = table.weights(SHAPES)
-    for a, b in itertools.combinations(SETTINGS, 2):
-        assert max(errors(expected(a), expected(b), before)) > BROKEN
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("setting", ["channel", "tensor"])
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_missing_reduction_is_seen(setting, world, number):
-    for shapes in [((29, 13),), ((13, 29),)]:
-        assert worst_error(setting, world, shapes, simulate=dropping(None)) <= EXACT
-        assert not worst_error(setting, world, shapes, simulate=dropping(number)) <= BROKEN
-
-
-@pytest.mark.parametrize("shape", [(29, 13), (13, 29)])
-def test_geometry_shifted_by_one_is_seen(shape):
-    assert worst_error("channel", 3, (shape,), shift=1) > BROKEN
-
-
-@pytest.mark.parametrize("limit", [1, 4, 40])
-def test_blocks_of_any_size_give_the_same(limit, monkeypatch):
-    original = Shard.blocks
-    monkeypatch.setattr(Shard, "blocks", lambda self, _=None: original(self, limit))
-    assert worst_error("decay", 3, ((13, 29), (29, 13))) <= EXACT
 
 
 @pytest.mark.parametrize("world", WORLDS)

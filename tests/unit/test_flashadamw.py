@@ -5,21 +5,18 @@ for 32 elements of the flattened parameter. They are decoded in fp32, as everywh
 differs there would be another code now and then.
 """
 
-import itertools
+import functools
 
-import pytest
 import torch
 
-import ds_ext
 from ds_ext.ops import companding, formats, schema
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.rules import REGISTRY, all_rules
-from tests.common import paths, plain, table
-from tests.common.choose import params
+from tests.common import authors, plain, table
 from tests.common.companded import rounded, scale_of
-from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, stepped
-from tests.common.table import SHAPES, WORLDS
+from tests.common.simulated import Formula, Ranks, errors, stepped
+from tests.common.table import SHAPES
 
 STEPS = 10
 WIDE = ((70, 90), (1500,), (7, 31, 9), (64, 32), (33,))  # cuts go through groups of most
@@ -36,72 +33,39 @@ LION = {
 }
 
 
-def adamw(p, grads, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, eight=True):
-    """FlashAdamW's parameter after the gradients ``grads``; with ``eight`` false, AdamW's."""
-    m = v = torch.zeros_like(p)
-    for t, g in enumerate(grads, 1):
-        m = betas[0] * m + (1 - betas[0]) * g
-        v = betas[1] * v + (1 - betas[1]) * g**2
-        u = m / (1 - betas[0] ** t) / ((v / (1 - betas[1] ** t)).sqrt() + eps)
-        p = p * (1 - lr * weight_decay) - lr * u
-        if eight:
-            m, v = rounded(m, True), rounded(v, False)
-    return p
-
-
-def lion(p, grads, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, nbits=32):
-    """Lion's parameter after the gradients ``grads``."""
-    m = torch.zeros_like(p)
-    for g in grads:
-        c = betas[0] * m + (1 - betas[0]) * g
-        p = p * (1 - lr * weight_decay) - lr * c.sign()
-        m = betas[1] * m + (1 - betas[1]) * g
-        m = rounded(m, True) if nbits == 8 else m
-    return p
-
-
-RULES = {"flashadamw": (all_rules.FlashAdamW, adamw, ADAMW), "lion": (all_rules.Lion, lion, LION)}
+RULES = {
+    "flashadamw": (all_rules.FlashAdamW, authors.flashadamw, ADAMW),
+    "lion": (all_rules.Lion, authors.lion, LION),
+}
 QUICK = [(("flashadamw", "decay"), 7), (("flashadamw", "betas-eps"), 2), (("lion", "betas"), 3)]
 QUICK += [(("flashadamw", "defaults"), 1), (("lion", "8 bits"), 1), (("lion", "8 bits"), 7)]
-CASES = [(rule, setting) for rule, (*_, settings) in RULES.items() for setting in settings]
 
 
-def expected(rule, setting, shapes, steps=STEPS):
+def expected(rule, setting, shapes):
     _, formula, settings = RULES[rule]
-    grads = zip(*table.gradients(steps, shapes), strict=True)
-    return [
-        formula(p, gs, **settings[setting])
-        for p, gs in zip(table.weights(shapes), grads, strict=True)
-    ]
+    before, steps = table.weights(shapes), table.gradients(STEPS, shapes)
+    return authors.by_formula(formula, before, steps, **settings[setting])
 
 
-def worst_error(rule, setting, world, shapes, **how):
-    cls, _, settings = RULES[rule]
-    ranks, _ = stepped(cls(**settings[setting]), shapes, world, STEPS, **how)
-    return max(errors(ranks.params, expected(rule, setting, shapes), table.weights(shapes)))
+def formula(name, missing):
+    rule, _, settings = RULES[name]
+    return Formula(
+        lambda setting: rule(**settings[setting]),
+        functools.partial(expected, name),
+        settings,
+        (*SHAPES, *WIDE),
+        STEPS,
+        lambda case: ((name, case[0]), case[1]) in QUICK,
+        missing=[(missing, 7, WIDE)],
+    )
 
 
-@pytest.mark.parametrize(
-    "case, world",
-    params(itertools.product(CASES, WORLDS), QUICK.__contains__),
-)
-def test_sharded_equals_the_paper(case, world):
-    assert worst_error(*case, world, (*SHAPES, *WIDE)) <= EXACT
+FORMULAS = {"flashadamw": formula("flashadamw", "decay"), "lion": formula("lion", "8 bits")}
 
 
-@pytest.mark.parametrize("case", [("flashadamw", "decay"), ("lion", "8 bits")])
-def test_a_missing_round_is_seen(case):
-    assert worst_error(*case, 7, WIDE, simulate=dropping(None)) <= EXACT
-    assert worst_error(*case, 7, WIDE, simulate=dropping(0)) > BROKEN
-
-
-def test_the_settings_and_the_rounding_matter():
-    for rule, (*_, settings) in RULES.items():
-        results = [expected(rule, setting, WIDE) for setting in settings]
-        for a, b in itertools.combinations(results, 2):
-            assert max(errors(a, b, table.weights(WIDE))) > BROKEN
-    grads = list(zip(*table.gradients(STEPS, WIDE), strict=True))
-    exact = [adamw(p, g, eight=False) for p, g in zip(table.weights(WIDE), grads, strict=True)]
+def test_the_rounding_matters():
+    before, steps = table.weights(WIDE), table.gradients(STEPS, WIDE)
+    exact, _ = plain.stepped(lambda ps: torch.optim.AdamW(ps, lr=1e-3), before, steps)
     error = max(errors(expected("flashadamw", "defaults", WIDE), exact, table.weights(WIDE)))
     assert error > 1e-3
 
@@ -213,24 +177,6 @@ def test_state_is_a_quarter_and_plain_tensors():
     spec = all_rules.Lion(nbits=8).state_spec(Shard.whole((33,)))
     (kept,) = zeros(spec, torch.zeros(33)).values()
     assert len(kept["code"]) == 33 and len(kept["scale"]) == 2
-
-
-@pytest.mark.parametrize("path", ["native", "ops"])
-@pytest.mark.parametrize("name, hypers", [("FlashAdamW", {}), ("Lion", {"nbits": 8}), ("Lion", {})])
-def test_state_saved_and_loaded_goes_on_bit_for_bit(name, hypers, path, monkeypatch):
-    paths.use(monkeypatch, path)
-    before = table.weights(WIDE, torch.float32)
-    grads = table.gradients(6, WIDE, torch.float32)
-
-    def make(params):
-        return getattr(ds_ext, name)(params, lr=0.05, **hypers)
-
-    whole, _ = plain.stepped(make, before, grads)
-    half, optimizer = plain.stepped(make, before, grads[:3])
-    resumed, _ = plain.stepped(make, half, grads[3:], optimizer.state_dict())
-    restarted, _ = plain.stepped(make, half, grads[3:])
-    assert all(map(torch.equal, whole, resumed))
-    assert not any(map(torch.equal, whole, restarted))
 
 
 def test_only_runs_of_whole_groups_are_batched():

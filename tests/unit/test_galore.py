@@ -18,7 +18,6 @@ from torch import nn
 
 import ds_ext
 from ds_ext import rules
-from ds_ext.distributed import lockstep
 from ds_ext.engine.parameters import unpartitioned_shape
 from ds_ext.ops import quantize
 from ds_ext.ops.executors.native import bf16_products as native_products
@@ -31,7 +30,7 @@ from ds_ext.rules.galore import GaLoreAdamW
 from tests.common import plain, table
 from tests.common.accumulated import side_of, textbook
 from tests.common.choose import params
-from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, stepped
+from tests.common.simulated import BROKEN, EXACT, Formula, Ranks, errors, stepped
 from tests.common.states import from_file, same
 from tests.common.table import WORLDS
 
@@ -80,39 +79,46 @@ def gradients(steps, shapes=SHAPES, dtype=torch.float64):
 
 
 @functools.cache
-def expected(setting, gap, shapes=SHAPES, steps=STEPS):
+def expected(setting, shapes=SHAPES, gap=7):
     hypers = dict(SETTINGS[setting])
     rank = hypers.pop("rank")
-    grads = zip(*gradients(steps, shapes), strict=True)
+    grads = zip(*gradients(STEPS, shapes), strict=True)
     return [
         textbook(p, zip(gs), rank, gap, **hypers)
         for p, gs in zip(table.weights(shapes), grads, strict=True)
     ]
 
 
-def worst_error(setting, world, gap=7, shapes=SHAPES, shift=0, simulate=lockstep.simulate):
-    before = table.weights(shapes)
-    rule = GaLoreAdamW(**SETTINGS[setting], update_proj_gap=gap)
-    ranks = Ranks(rule, before, world, shift)
-    for grads in gradients(STEPS, shapes):
-        ranks.step(grads, simulate)
-    return max(errors(ranks.params, expected(setting, gap, shapes), before))
+TALL, FLAT = ((29, 13),), ((13, 29),)
 
 
-@pytest.mark.parametrize(
-    "setting, world",
-    params(itertools.product(SETTINGS, WORLDS), lambda case: case[1] == 3 or case == ("decay", 7)),
+def compared(gap, **how):
+    """The comparison with the textbook where a basis is renewed every ``gap`` steps."""
+    return Formula(
+        lambda setting: GaLoreAdamW(**SETTINGS[setting], update_proj_gap=gap),
+        functools.partial(expected, gap=gap),
+        SETTINGS,
+        SHAPES,
+        STEPS,
+        lambda case: case[1] == 3 or case == ("decay", 7),
+        gradients=gradients,
+        **how,
+    )
+
+
+FORMULA = compared(
+    7,
+    misplaced=[("std", world, TALL + FLAT, 1) for world in (2, 3)],
+    blocks=[("decay", (*FLAT, *TALL, (5,)))],
 )
-def test_sharded_equals_the_textbook_across_renewals(setting, world):
-    assert worst_error(setting, world) <= EXACT
+WITHIN_A_PERIOD = compared(
+    200, missing=list(itertools.product(("std", "reverse_std"), (2, 3), (TALL, FLAT)))
+)
 
 
-def test_the_settings_and_renewals_matter():
-    before = table.weights()
-    results = [expected(setting, 7) for setting in SETTINGS] + [expected("std", 200)]
-    before = table.weights(SHAPES)
-    for a, b in itertools.combinations(results, 2):
-        assert max(errors(a, b, before)) > BROKEN
+def test_renewals_matter():
+    often, never = expected("std"), expected("std", gap=200)
+    assert max(errors(often, never, table.weights(SHAPES))) > BROKEN
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -183,16 +189,8 @@ def test_slices_of_any_size_give_the_same(setting, world, monkeypatch):
 
     monkeypatch.setattr(lowrank, "SLICE", 100)
     monkeypatch.setattr(lowrank, "_window", window)
-    assert worst_error(setting, world) <= EXACT
+    assert FORMULA.error(setting, world) <= EXACT
     assert 33 < largest <= 100
-
-
-@pytest.mark.parametrize("limit", [1, 4, 40])
-def test_blocks_of_any_size_give_the_same(limit, monkeypatch):
-    original = Shard.blocks
-    monkeypatch.setattr(Shard, "blocks", lambda self, _=None: original(self, limit))
-    shapes = ((13, 29), (29, 13), (5,))
-    assert worst_error("decay", 3, shapes=shapes) <= EXACT
 
 
 @pytest.mark.parametrize("setting", ["std", "reverse_std", "left", "right"])
@@ -283,28 +281,12 @@ def test_moments_are_cut_over_the_ranks(world):
             assert right or len(kept) == total
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("setting", ["std", "reverse_std"])
-def test_a_missing_reduction_is_seen(setting, world):
-    for shapes in [((29, 13),), ((13, 29),)]:
-        assert worst_error(setting, world, gap=200, shapes=shapes, simulate=dropping(None)) <= EXACT
-        # Rounds of the first step; without the second or third, later ones fail too.
-        for number in range(3):
-            error = worst_error(setting, world, 200, shapes, simulate=dropping(number))
-            assert not error <= BROKEN
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_geometry_shifted_by_one_is_seen(world):
-    assert worst_error("std", world, shapes=((29, 13), (13, 29)), shift=1) > BROKEN
-
-
 def test_a_sign_left_to_chance_is_seen(monkeypatch):
     original = lowrank._leading
     signs = itertools.cycle([1, -1])
     monkeypatch.setattr(lowrank, "_leading", lambda *a, **k: original(*a, **k) * next(signs))
-    assert worst_error("std", 1, gap=200, shapes=((29, 13),)) <= EXACT  # within a period it cancels
-    assert worst_error("std", 1, gap=7, shapes=((29, 13),)) > BROKEN
+    assert WITHIN_A_PERIOD.error("std", 1, TALL) <= EXACT  # it cancels
+    assert FORMULA.error("std", 1, TALL) > BROKEN
 
 
 def test_a_gradient_of_low_rank_and_one_of_zero_give_finite_updates():

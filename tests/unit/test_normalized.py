@@ -1,6 +1,6 @@
 """SinkGD and SCALE on simulated ranks are the papers' algorithms on whole parameters."""
 
-import itertools
+import functools
 
 import pytest
 import torch
@@ -10,9 +10,7 @@ from ds_ext import ops
 from ds_ext.ops.shard import Shard
 from ds_ext.rules import all_rules
 from tests.common import authors, needs, paths, plain, table
-from tests.common.choose import params
-from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, stepped
-from tests.common.table import WORLDS
+from tests.common.simulated import Formula, Ranks, errors, stepped
 
 SHAPES = ((5,), (1, 7), (7, 1), (3, 5), (16, 16), (13, 29), (64, 33), (4, 3, 5), (6, 2, 3, 3))
 STEPS = 5
@@ -39,41 +37,44 @@ SETTINGS = {
 
 def by_paper(name, before, steps, **hypers):
     """The parameters after the gradients ``steps`` by the paper's algorithm."""
-    params, states = list(before), [{} for _ in before]
-    for grads in steps:
-        found = zip(params, grads, states, strict=True)
-        params = [PAPERS[name][1](p, g, s, **hypers) for p, g, s in found]
-    return params
+    return authors.by_formula(PAPERS[name][1], before, steps, **hypers)
 
 
-def expected(case, before, steps):
-    return by_paper(case.split()[0], before, steps, **SETTINGS[case][0])
+@functools.cache
+def expected(case, shapes):
+    steps = table.gradients(STEPS, shapes)
+    return by_paper(case.split()[0], table.weights(shapes), steps, **SETTINGS[case][0])
 
 
 def rule_of(case):
     return PAPERS[case.split()[0]][0](**SETTINGS[case][0])
 
 
-def worst_error(case, world, shapes=SHAPES, **how):
-    before, grads = table.weights(shapes), table.gradients(STEPS, shapes)
-    ranks, _ = stepped(rule_of(case), shapes, world, STEPS, **how)
-    return max(errors(ranks.params, expected(case, before, grads), before))
+def formula(name, missing, misplaced):
+    return Formula(
+        rule_of,
+        expected,
+        [case for case in SETTINGS if case.startswith(name)],
+        SHAPES,
+        STEPS,
+        lambda c: c[1] == 3 or c == ("sinkgd decay", 7),
+        missing=[
+            (case, 3, (shape,))
+            for case in missing
+            for shape, rounds in zip(((5, 12), (12, 5)), SETTINGS[case][1:], strict=True)
+            if rounds
+        ],
+        misplaced=[(case, 3, ((13, 29),), 5) for case in misplaced],
+        broken=1e-6,
+    )
 
 
-@pytest.mark.parametrize(
-    "case, world",
-    params(itertools.product(SETTINGS, WORLDS), lambda c: c[1] == 3 or c == ("sinkgd decay", 7)),
-)
-def test_sharded_equals_the_paper(case, world):
-    assert worst_error(case, world) <= EXACT
-
-
-@pytest.mark.parametrize("name", PAPERS)
-def test_the_settings_matter(name):
-    before, grads = table.weights(SHAPES), table.gradients(STEPS, SHAPES)
-    results = [expected(case, before, grads) for case in SETTINGS if name in case]
-    for a, b in itertools.combinations(results, 2):
-        assert max(errors(a, b, before)) > BROKEN
+FORMULAS = {
+    "sinkgd": formula("sinkgd", ("sinkgd decay", "sinkgd unit"), ("sinkgd decay",)),
+    "scale": formula(
+        "scale", ("scale embedding", "scale decay"), ("scale embedding", "scale decay")
+    ),
+}
 
 
 @pytest.mark.parametrize("case", SETTINGS)
@@ -81,21 +82,6 @@ def test_whole_rows_take_fewer_rounds(case):
     _, cut, whole = SETTINGS[case]
     for shape, expected_rounds in (((6, 5), whole), ((5, 6), cut), ((7,), cut)):
         assert stepped(rule_of(case), (shape,), 3, 1)[1] == {expected_rounds}
-
-
-@pytest.mark.parametrize("shape", [(12, 5), (5, 12)], ids=["whole rows", "cut rows"])
-@pytest.mark.parametrize("case", ["sinkgd decay", "sinkgd unit", "scale embedding", "scale decay"])
-def test_a_missing_reduction_is_seen(case, shape):
-    _, cut, whole = SETTINGS[case]
-    rounds = whole if shape == (12, 5) else cut
-    assert worst_error(case, 3, (shape,), simulate=dropping(None)) <= EXACT
-    for number in range(rounds):
-        assert worst_error(case, 3, (shape,), simulate=dropping(number)) > 1e-6
-
-
-@pytest.mark.parametrize("case", ["sinkgd decay", "scale embedding", "scale decay"])
-def test_a_run_in_the_wrong_place_is_seen(case):
-    assert worst_error(case, 3, ((13, 29),), shift=5) > BROKEN
 
 
 LARGE = {

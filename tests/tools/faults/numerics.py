@@ -8,7 +8,7 @@ FAULTS = (
         "ops/shard.py",
         "return (square_sum / max(1, self.numel)) ** 0.5",
         "return (square_sum / max(1, len(self))) ** 0.5",
-        "unit/test_rules.py -k 'equals or padding'",
+        "unit/test_formulas.py unit/test_rules.py -k 'equals or padding'",
     ),
     Fault(
         "ops/rounding.py",
@@ -26,7 +26,7 @@ FAULTS = (
         "ops/executors/reference.py",
         "u, weight_decay, lr = times(u, lr), lr * weight_decay, 1.0",
         "u, weight_decay, lr = times(u, lr), weight_decay, 1.0",
-        "unit/test_rules.py",
+        "unit/test_formulas.py",
     ),
     Fault(
         "ops/quantize.py",
@@ -62,7 +62,7 @@ FAULTS = (
         "ops/executors/reference.py",
         "sums[b.mats] += square.mul_(new.square()",
         "sums[b.mats] += square.mul_(new",
-        "unit/test_normalized.py -k sharded",
+        "unit/test_formulas.py -k 'sharded and (sinkgd or scale)'",
     ),
     Fault(
         "ops/executors/tables.py",
@@ -100,30 +100,30 @@ FAULTS = (
         "rules/adalomo.py",
         "shard.rms(p_sq).clamp(min=eps2)",
         "shard.rms(p_sq).clamp(min=0)",
-        "unit/test_rules.py -k adalomo",
+        "unit/test_formulas.py -k adalomo",
     ),
     Fault(
         "rules/came.py",
         "sums, eps2, beta3, shard)",
         "sums, eps2, beta2, shard)",
-        "unit/test_rules.py -k came",
+        "unit/test_formulas.py -k came",
     ),
     Fault(
         "rules/factored.py",
         "(clip / shard.rms(u_sq)).clamp(max=1)",
         "(clip / shard.rms(u_sq)).clamp(min=1)",
-        "unit/test_rules.py",
+        "unit/test_formulas.py",
     ),
     Fault(
         "rules/lamb.py",
         "ratio = ratio.where((p_sq > 0) & (u_sq > 0), 1.0)",
         "ratio = ratio.where(p_sq >= 0, 1.0)",
-        "unit/test_lamb.py",
+        "unit/test_formulas.py unit/test_lamb.py -k lamb",
     ),
     Fault(
         "rules/galore.py",
         "if (t - 1) % self.update_proj_gap == 0:",
         "if t % self.update_proj_gap == 0 or t == 1:",
-        "unit/test_galore.py",
+        "unit/test_formulas.py -k galore",
     ),
 )
