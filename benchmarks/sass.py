@@ -185,7 +185,7 @@ def bytes_of(asked: Asked) -> float:
         return 8.0 * asked.elements  # partial sums, as they are written and read
     if one.name in ("factors", "clipped_factors"):
         return 20.0 * asked.elements  # statistics in and out, sums, factors
-    if one.name in ("recall", "copy_checked_values"):
+    if one.name in ("cached_norm", "copy_checked_values"):
         return 8.0 * asked.elements
     each = sum(traffic.STATE.get(form, (0, 0))) + 2 * traffic.MOMENTS.get(one.name, 0)
     is_apply = one.name.endswith("apply")
@@ -254,7 +254,7 @@ def _elements(name: str, rows: Any) -> int:
         return int(rows[:, AT["height"]].sum())
     if name in ("factors", "clipped_factors"):
         return int((rows[:, AT["mats"]] * (rows[:, AT["rows"]] + rows[:, AT["cols"]])).sum())
-    if name == "recall":
+    if name == "cached_norm":
         return int(rows[:, AT["total"]].sum())
     return int(rows[:, AT["n"]].sum())
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_ext import rates
 from ds_ext.backward.gradient_config import GradientConfig
 from ds_ext.distributed.layout import Layout
-from ds_ext.ops import int8, state, weight_update
+from ds_ext.ops import int8, sixteen_bit, state
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.optimizer.model_view import at_zero
 
@@ -58,7 +58,7 @@ def state_bytes(optimizer: RuleOptimizer, layout: Layout) -> int:
         rule, shard = optimizer.rule_of(param), layout.shard(param)
         run = torch.empty(len(shard), dtype=param.dtype, device="meta")
         total += state.nbytes(state.zeros(optimizer.state_spec(param, shard, rule), run))
-        total += state.nbytes(weight_update.master(run, rule))
+        total += state.nbytes(sixteen_bit.master(run, rule))
     return total
 
 

@@ -13,7 +13,7 @@ from ds_ext.backward import error_texts, int8_weights, projected_grads, startup_
 from ds_ext.backward.gradient_config import CONFIG
 from ds_ext.config import optimizer_names, parsing
 from ds_ext.config.parsing import lookup, normalized
-from ds_ext.ops import weight_update
+from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, param_groups
@@ -193,7 +193,7 @@ def has_state(rule: Any, dtype: torch.dtype) -> bool:
         dtype: the dtype of the weights, which may need a master copy.
     """
     parts = leaves(rule.state_spec(Shard.whole((512, 512))))
-    masters = weight_update.master(torch.empty(0, dtype=dtype, device="cpu"), rule)
+    masters = sixteen_bit.master(torch.empty(0, dtype=dtype, device="cpu"), rule)
     return bool(masters) or any(not part.is_shared for _, part in parts)
 
 

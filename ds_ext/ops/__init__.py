@@ -5,8 +5,8 @@ This package exports ``ops.apply_(...)`` and the other passes.
 
 from ds_ext.ops.batch import Batch
 from ds_ext.ops.expressions import (
-    Extended,
     Gradient,
+    PaddedToGroups,
     Quotient,
     Readable,
     Run,
@@ -53,7 +53,7 @@ from ds_ext.ops.runs import Runs
 __all__ = [
     "AdamStep",
     "Batch",
-    "Extended",
+    "PaddedToGroups",
     "Gradient",
     "Operand",
     "PlacedProduct",

@@ -27,7 +27,7 @@ class Batch:
     """The geometry of the runs of many parameters of one kind, with the passes over them.
 
     Args:
-        shards: one for each parameter; all of the same ``kind``.
+        shards: one for each parameter; all of the same ``geometry_class``.
         firsts: the index of each run's first element in its parameter, from which its random bits
             count; by default the start of its shard.
         device: the device of the runs.
@@ -42,8 +42,10 @@ class Batch:
         device: torch.device = CPU,
     ) -> None:
         self.shards, self.device = shards, device
-        self.is_matrix, self.holds_rows, self.is_1x1 = kind(shards[0])
-        assert all(kind(s) == kind(shards[0]) for s in shards), "a batch of several kinds"
+        self.is_matrix, self.holds_rows, self.is_1x1 = geometry_class(shards[0])
+        assert all(geometry_class(s) == geometry_class(shards[0]) for s in shards), (
+            "a batch of several kinds"
+        )
         self.is_whole = all(len(s) == s.numel and s.split is None for s in shards)
         self.row_firsts, self.all_rows = _offsets([s.mats * s.rows for s in shards])
         self.col_firsts, self.all_cols = _offsets([s.mats * s.cols for s in shards])
@@ -91,7 +93,7 @@ class Batch:
         return (square_sum / self.numel).sqrt()
 
 
-def kind(shard: Shard) -> tuple[bool, bool, bool]:
+def geometry_class(shard: Shard) -> tuple[bool, bool, bool]:
     """Returns the properties that parameters of one batch share; the same on all ranks."""
     return shard.is_matrix, shard.holds_rows, shard.is_1x1
 

@@ -30,7 +30,7 @@ class WeightStorage:
     """
 
     run: Tensor | Runs
-    how: str = "PLAIN"  # one of schema.STORAGE: see weight_storage.py
+    format: str = "PLAIN"  # one of schema.STORAGE: see sixteen_bit.py
     aux: Tensor | Runs | None = None
     key: int | NDArray[np.uint32] = 0
     start: int | None = None  # first element of the run in its parameter; None: its shard's start
@@ -208,7 +208,7 @@ Gradient: TypeAlias = Tensor | Scaled  # has a dtype and a device too
 
 
 @dataclass(frozen=True)
-class Extended:
+class PaddedToGroups:
     """A flat run of ``size`` elements between elements that are read and never written."""
 
     before: Tensor
@@ -235,7 +235,7 @@ class Extended:
     @property
     def limit(self) -> int | None:
         """The most elements of a block; None for the default."""
-        return scratch.FEW if self.before.device.type == "cpu" else None
+        return scratch.SMALL_BLOCK if self.before.device.type == "cpu" else None
 
     def _cut(self, b: Block) -> tuple[slice, Block, slice]:
         """The elements of a block before the run, in it and after it."""

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops.batch import Batch
-from ds_ext.ops.expressions import Extended, Gradient, Readable, Writable, accumulator, flat, read
+from ds_ext.ops.expressions import (
+    Gradient,
+    PaddedToGroups,
+    Readable,
+    Writable,
+    accumulator,
+    flat,
+    read,
+)
 from ds_ext.ops.shard import Shard, outward
 from ds_ext.ops.state import Part, Parts
 
@@ -85,8 +93,8 @@ def whole_groups(p: Writable, g: Gradient, shard: Shard, size: int) -> Completed
     n = len(shard)
     whole = Shard.whole((len(before) + n + len(after),))
     return (
-        Extended(before, p, n, after),
-        Extended(before, g, n, after),
+        PaddedToGroups(before, p, n, after),
+        PaddedToGroups(before, g, n, after),
         whole,
     )
 

@@ -21,7 +21,7 @@ from ds_ext.ops.shard import Block, Shard
 
 BF16 = torch.bfloat16
 PlacedProduct: TypeAlias = tuple[tuple[slice, slice] | slice, Tensor, Tensor]  # place, and operands
-MOST = 6  # bf16 products of two operands with three terms each
+MAX_BF16_PRODUCTS = 6  # bf16 products of two operands with three terms each
 
 
 def product(a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
@@ -38,9 +38,9 @@ def product(a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
 
 
 def add_product_(
-    out: Tensor, a: Tensor, b: Tensor, terms: int = 3, keeps: Tensor | float = 1.0
+    out: Tensor, a: Tensor, b: Tensor, terms: int = 3, beta: Tensor | float = 1.0
 ) -> Tensor:
-    """out ← keeps · out + a · b; returns ``out``.
+    """out ← beta · out + a · b; returns ``out``.
 
     bf16 operands are exact. Others are used in fp32 (fp64 for fp64), or as a sum of ``terms`` bf16
     numbers where these products take less time than one of fp32 numbers: see ``most_products``.
@@ -51,9 +51,9 @@ def add_product_(
         b: [k, n].
         terms: 1, 2 or 3, for a relative error of each operand's elements of 2**-8, 2**-16 or 2**-24
             at most. Terms below 2**-126 count as 0.
-        keeps: the factor of ``out``, not 0.
+        beta: the factor of ``out``, not 0.
     """
-    return _product_(out, a, b, terms, keeps)
+    return _product_(out, a, b, terms, beta)
 
 
 def symmetric_product(a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
@@ -63,7 +63,7 @@ def symmetric_product(a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
     out = a.new_empty(n, n, dtype=dtype)
     if a.dtype == b.dtype == BF16 and a.device.type == "cpu" and native.is_available():
         _check_shapes(out, a, b)
-        native.product_(out, a, b, 0.0, mirrors=True)
+        native.product_(out, a, b, 0.0, symmetric=True)
         return out
     for start in range(0, n, step := max(1, n // 4)):
         stop = min(start + step, n)
@@ -182,7 +182,7 @@ def _most_products_of_gpu(device: torch.device) -> int:
     if "dtype" not in torch.ops.aten.mm.overloads():  # before torch 2.8
         return 0
     major, minor = torch.cuda.get_device_capability(device)
-    return 0 if major < 8 else MOST if minor == 0 and major <= 10 else 1
+    return 0 if major < 8 else MAX_BF16_PRODUCTS if minor == 0 and major <= 10 else 1
 
 
 def _check_shapes(out: Tensor, a: Tensor, b: Tensor) -> None:
@@ -192,12 +192,12 @@ def _check_shapes(out: Tensor, a: Tensor, b: Tensor) -> None:
         raise ValueError(f"the product {shapes} does not fit into {[*out.shape]}")
 
 
-def _product_(out: Tensor, a: Tensor, b: Tensor, terms: int, keeps: Tensor | float) -> Tensor:
+def _product_(out: Tensor, a: Tensor, b: Tensor, terms: int, beta: Tensor | float) -> Tensor:
     _check_shapes(out, a, b)
     split = sum(x.dtype != BF16 for x in (a, b))
     count = (1, terms, terms * (terms + 1) // 2)[split]
     if out.dtype == torch.float64 or count > most_products(a.device):
-        adds = _scaled_(out, keeps)
+        adds = _scaled_(out, beta)
         return torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=adds, out=out)
     pairs = [
         (x, y)
@@ -207,12 +207,12 @@ def _product_(out: Tensor, a: Tensor, b: Tensor, terms: int, keeps: Tensor | flo
     ]
     for x, y in reversed(pairs):  # the small ones first
         if out.device.type == "cpu":
-            native.product_(out, x, y, float(keeps))
-        elif _scaled_(out, keeps):
+            native.product_(out, x, y, float(beta))
+        elif _scaled_(out, beta):
             out.add_(torch.mm(x, y, out_dtype=torch.float32))
         else:
             out.copy_(torch.mm(x, y, out_dtype=torch.float32))
-        keeps = 1.0
+        beta = 1.0
     return out
 
 

@@ -27,14 +27,14 @@ def round_to_bf16(x: Tensor, key: int, start: int) -> Tensor:
     bf16 become the largest bf16.
     """
     # The cheapest test on a CPU: without such values, the sum of squares is finite.
-    odd = None if torch.dot(x.view(-1), x.view(-1)).isfinite() else x.clone()
-    if odd is not None:
+    nonfinite = None if torch.dot(x.view(-1), x.view(-1)).isfinite() else x.clone()
+    if nonfinite is not None:
         most = torch.finfo(torch.bfloat16).max
         x.nan_to_num_(0, most, -most).clamp_(-most, most)
     bits = x.view(torch.int32)
     add_noise_(bits.view(-1), key, start)
     bits.bitwise_and_(-0x10000)
-    return x if odd is None else x.copy_(x.where(odd.isfinite(), odd))
+    return x if nonfinite is None else x.copy_(x.where(nonfinite.isfinite(), nonfinite))
 
 
 def round_to_fp16(x: Tensor, key: int, start: int) -> Tensor:

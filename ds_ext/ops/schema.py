@@ -13,7 +13,7 @@ import torch
 HEADER = Path(__file__).parent / "executors" / "native" / "schema.h"
 
 PROBES = 31  # sampled weights that show whether a cached norm is still valid: see passes.cpp
-# weight_storage.CorrectedWeight stores the rounding error of a weight in 8 bits: in
+# sixteen_bit.CorrectedWeight stores the rounding error of a weight in 8 bits: in
 # 1/127ths of the largest error, which is half the spacing of the 16-bit numbers there.
 ERROR_LEVELS = 127.0
 # The value of ±127 in such levels: the middle of 126.5 to 127. With 127, the sum would lie half way
@@ -139,7 +139,7 @@ KERNELS = (
         "row_col_sums: rows of all tiles, padding included; strips: rows of a strip; "
         "fold: elements to add up",
     ),
-    Column("total", "int64_t", "fold: nonzero for a single sum; recall: number of tiles"),
+    Column("total", "int64_t", "fold: nonzero for a single sum; cached_norm: number of tiles"),
     Column("part", "float *", "partial sums of each tile"),
     Column("part2", "float *", "second partial sums of each tile"),
     Column("probe", "float *", "the first written weight of each tile"),
@@ -179,7 +179,7 @@ FORMS = {
     "IS_SIGN8_STEP": Form("IS_SIGN_STEP with an 8-bit momentum", advances=True),
 }
 DTYPES = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
-# Storage formats of weights and their dtypes: see weight_storage.py.
+# Storage formats of weights and their dtypes: see sixteen_bit.py.
 STORAGE = {
     "PLAIN": (torch.float32, torch.bfloat16, torch.float16),
     "STOCHASTIC": (torch.bfloat16, torch.float16),
@@ -207,7 +207,7 @@ ADD_WEIGHTS = {"square_sums", "apply"}  # passes that can add ``decay`` times th
 # uninitialized.
 CALL = ("pass", "form", "dtype", "storage", "decays", "fresh")
 
-STORED = [(how, dtype) for how, dtypes in STORAGE.items() for dtype in dtypes]
+STORED = [(format_, dtype) for format_, dtypes in STORAGE.items() for dtype in dtypes]
 
 
 def native_columns() -> list[Column]:
@@ -233,7 +233,7 @@ def header() -> str:
         space = "" if one.type.endswith("*") else " "
         note = f"  // {one.meaning}" if one.meaning else ""
         lines.append(f"    {one.type}{space}{one.name};{note}")
-    stored = [f"{how}_{DTYPES[dtype]}" for how, dtype in STORED]
+    stored = [f"{format_}_{DTYPES[dtype]}" for format_, dtype in STORED]
     lines += ["};", "", "// Arguments that all parameters of a call share.", "struct Call {"]
     lines += [f"    int {', '.join(CALL)};", "};", ""]
     for name, values in (

@@ -19,28 +19,28 @@ from ds_ext.ops.shard import BLOCK, Block, Shard
 # its cache.
 SLICE = 2**23
 # Elements of a block on a CPU if 8-bit moments are extended to whole groups: many temporaries.
-FEW = BLOCK // 4
+SMALL_BLOCK = BLOCK // 4
 
 
 T = TypeVar("T")
 
 
-class _Kind:
-    """Runs buffers of one dtype, at most ``BLOCK`` elements each; ``seen`` are their last views."""
+class _BufferPool:
+    """Flat buffers of one dtype, at most ``BLOCK`` elements each, and their last views."""
 
     def __init__(self) -> None:
         self.held: list[Tensor] = []
-        self.seen: list[Tensor] = []
+        self.views: list[Tensor] = []
         self.used = 0
 
 
-class _Kinds(threading.local):
+class _Pools(threading.local):
     def __init__(self) -> None:
-        self.of: dict[tuple[torch.dtype, torch.device, Any], _Kind] = {}
+        self.of: dict[tuple[torch.dtype, torch.device, Any], _BufferPool] = {}
         self.loops = [0]  # the number of loops over blocks that have begun and not ended
 
 
-_kinds = _Kinds()
+_pools = _Pools()
 
 
 def blocks(shard: Shard, limit: int | None = None) -> Iterator[Block]:
@@ -64,13 +64,13 @@ def parts(n: int, width: int) -> Iterator[slice]:
 
 def _freeing(items: Iterator[T]) -> Iterator[T]:
     """Yields items; each frees the scratch memory that was used since the loop began."""
-    of, loops = _kinds.of, _kinds.loops
-    begin = {key: kind.used for key, kind in of.items()} if loops[0] else {}
+    of, loops = _pools.of, _pools.loops
+    begin = {key: pool.used for key, pool in of.items()} if loops[0] else {}
     loops[0] += 1
     try:
         for item in items:
-            for key, kind in of.items():
-                kind.used = begin.get(key, 0)
+            for key, pool in of.items():
+                pool.used = begin.get(key, 0)
             yield item
     finally:
         loops[0] -= 1
@@ -82,19 +82,19 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     if n > BLOCK:
         return torch.empty(shape, dtype=dtype, device=device)
     key = dtype, device, _stream(device)
-    kind = _kinds.of.get(key)
-    if kind is None:
-        kind = _kinds.of[key] = _Kind()
-    i = kind.used
-    kind.used += 1
-    if i == len(kind.held):
-        kind.held.append(torch.empty(n, dtype=dtype, device=device))
-        kind.seen.append(kind.held[i])
-    elif len(kind.held[i]) < n:
-        kind.seen[i] = kind.held[i] = torch.empty(n, dtype=dtype, device=device)
-    if kind.seen[i].shape != shape:
-        kind.seen[i] = kind.held[i][:n].view(shape)
-    return kind.seen[i]
+    pool = _pools.of.get(key)
+    if pool is None:
+        pool = _pools.of[key] = _BufferPool()
+    i = pool.used
+    pool.used += 1
+    if i == len(pool.held):
+        pool.held.append(torch.empty(n, dtype=dtype, device=device))
+        pool.views.append(pool.held[i])
+    elif len(pool.held[i]) < n:
+        pool.views[i] = pool.held[i] = torch.empty(n, dtype=dtype, device=device)
+    if pool.views[i].shape != shape:
+        pool.views[i] = pool.held[i][:n].view(shape)
+    return pool.views[i]
 
 
 def _stream(device: torch.device) -> Any:
@@ -104,13 +104,13 @@ def _stream(device: torch.device) -> Any:
 
 def nbytes(device: torch.device | None = None) -> int:
     """Bytes of this thread's scratch memory on ``device``, or on all devices if None."""
-    held = [kind.held for (_, where, _), kind in _kinds.of.items() if device in (None, where)]
+    held = [pool.held for (_, where, _), pool in _pools.of.items() if device in (None, where)]
     return sum(buffer.nbytes for buffers in held for buffer in buffers)
 
 
 def clear() -> None:
     """Frees this thread's scratch memory until the next pass."""
-    _kinds.of.clear()
+    _pools.of.clear()
 
 
 def like(x: Tensor) -> Tensor:

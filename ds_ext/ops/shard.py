@@ -268,14 +268,14 @@ class Shard:
             while at < stop:
                 row, col = divmod(at, box.cols)
                 mat, row = divmod(box.row + row, self.rows)
-                room = min(stop - at, limit)
+                left = min(stop - at, limit)
                 mats, rows, cols = 1, 1, box.cols
-                if col or room < box.cols:  # part of a row
-                    cols = min(room, box.cols - col)
-                elif row or room < self.rows * box.cols:  # whole rows of one matrix
-                    rows = min(room // box.cols, self.rows - row)
+                if col or left < box.cols:  # part of a row
+                    cols = min(left, box.cols - col)
+                elif row or left < self.rows * box.cols:  # whole rows of one matrix
+                    rows = min(left // box.cols, self.rows - row)
                 else:  # whole matrices
-                    rows, mats = self.rows, room // (self.rows * box.cols)
+                    rows, mats = self.rows, left // (self.rows * box.cols)
                 n = mats * rows * cols
                 yield Block(
                     slice(done, done + n),

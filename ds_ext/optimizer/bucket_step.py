@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_ext import ops, rules
 from ds_ext.distributed.lockstep import Generators, StepGenerator
-from ds_ext.ops import turns, weight_update
+from ds_ext.ops import sixteen_bit, turns
 from ds_ext.ops.executors.tables import AnyNormCache
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.executors.triton.launch_memory import Memory
@@ -66,7 +66,7 @@ class BatchedStep:
         if cache is not None:
             cache.check(self.runs)
         numbers = self.plan.param_ids
-        p = weight_update.weights(self.runs, self.masters, self.rule, numbers, self.t, cache)
+        p = sixteen_bit.weights(self.runs, self.masters, self.rule, numbers, self.t, cache)
         if self.stats is not None:
             at = self.plan.group_index
             self.sums = [
@@ -207,11 +207,11 @@ def _prepare_masters(
     rule: Any, positions: Sequence[int], updates: Sequence[RunUpdate], states: Sequence[State]
 ) -> None:
     """Creates, drops or converts the masters of a batch, if the rule needs others now."""
-    needed = weight_update.MASTER_DTYPES.get((rule.weight_update, updates[positions[0]].p.dtype))
+    needed = sixteen_bit.MASTER_DTYPES.get((rule.weight_update, updates[positions[0]].p.dtype))
     for i in positions:
         master = states[i].get("master")
         if (master if master is None else master.dtype) != needed:
-            weight_update.prepare(updates[i].p, states[i], rule)
+            sixteen_bit.prepare(updates[i].p, states[i], rule)
 
 
 def with_turns(table: ParamTable, updates: Sequence[RunUpdate]) -> list[RunUpdate]:
@@ -257,9 +257,9 @@ def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> 
     state["step"] += 1
     t, number = state["step"], table.number_of[u.param]
     before = table.elements_before(u.param, u.shard)
-    p = weight_update.weight(u.p, state, rule, number, u.shard, before)
+    p = sixteen_bit.weight(u.p, state, rule, number, u.shard, before)
 
-    def measured(p: weight_update.Weight) -> ops.Writable:
+    def measured(p: sixteen_bit.Weight) -> ops.Writable:
         """A weight, wrapped if updates are measured."""
         if table.update_stats is None:
             return p
@@ -275,7 +275,7 @@ def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> 
         return sections.steps(rule, p, g, state, t, u.shard, measured, e)
     begun = []
     for i, (run, shard, s) in enumerate(expert_stacks.matrices(u.shard, state)):
-        own = weight_update.part(p, run)
+        own = sixteen_bit.part(p, run)
         g = u.g.parts[i] if isinstance(u.g, ProjectedGrads) else expert_stacks.part(u.g, run)
         e = ema.average(s, rule, number, t, first + run.start)
         begun += sections.steps(rule, own, g, s, t, shard, measured, e)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ds_ext.distributed import consensus, groups
 from ds_ext.distributed.dtensors import is_dtensor, local, lying_as, ranks_of
 from ds_ext.distributed.placement import Placement
-from ds_ext.ops import weight_update
+from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts, without_caches, zeros
 from ds_ext.optimizer import param_checks
@@ -56,7 +56,7 @@ def make(table: ParamTable, params: Iterable[Tensor]) -> None:
             parts = table.state_spec(param, shard, rule)
             state.update(zeros(parts, run, table.number_of[param]), step=0)
             if run.dtype == torch.bfloat16:  # a master made later would copy old weights
-                state.update(weight_update.master(run, rule))
+                state.update(sixteen_bit.master(run, rule))
 
 
 def saved(table: ParamTable, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:

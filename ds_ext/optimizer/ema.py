@@ -17,20 +17,20 @@ from torch import Tensor
 from ds_ext import ops
 from ds_ext.distributed.lockstep import StepGenerator
 from ds_ext.hyperparams import Fraction, Precision
-from ds_ext.ops import weight_update
+from ds_ext.ops import sixteen_bit
 from ds_ext.ops.expressions import WeightStorage
 from ds_ext.ops.rounding import key, keys
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Shard
+from ds_ext.ops.sixteen_bit import StochasticWeight
 from ds_ext.ops.state import Part, Parts
-from ds_ext.ops.weight_storage import StochasticWeight
 from ds_ext.optimizer import expert_stacks
 from ds_ext.rules.base import refuse_reserved_state
 
 EMA = "ema"  # the key of the average in a state
 _SEED = 2**40  # added to the seed: the bits differ from those that round weights
 
-Average: TypeAlias = weight_update.Weight | Runs | WeightStorage
+Average: TypeAlias = sixteen_bit.Weight | Runs | WeightStorage
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def needs_own_step(rule: Any, dtype: torch.dtype) -> bool:
 
     A bf16 average reads a weight and its master as one expression, for which tables have no form.
     """
-    has_master = (rule.weight_update, dtype) in weight_update.MASTER_DTYPES
+    has_master = (rule.weight_update, dtype) in sixteen_bit.MASTER_DTYPES
     return bool(rule.ema_decay) and rule.ema_dtype == "bf16" and has_master
 
 
@@ -130,7 +130,7 @@ def start_or_drop(
     missing = [(at, s) for at, s in matrices if rule.ema_decay and EMA not in s]
     if missing:
         p = run()
-        w = weight_update.values(p, state, Shard.whole((len(p),)))
+        w = sixteen_bit.values(p, state, Shard.whole((len(p),)))
         dtype = torch.bfloat16 if rule.ema_dtype == "bf16" else ops.accumulator(p.dtype)
         for at, s in missing:
             s[EMA] = w[at].to(p.device, dtype, copy=True)

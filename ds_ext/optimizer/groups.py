@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from ds_ext import hyperparams, rules
-from ds_ext.ops import weight_update
+from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer.ema import EmaConfig
 from ds_ext.optimizer.sections import SectionConfig
@@ -20,7 +20,7 @@ ParamGroup: TypeAlias = dict[str, Any]
 # The optimizer's hyper-parameters that are defaults for groups of other rules, too.
 SHARED = (
     *("lr", "weight_decay"),
-    *hyperparams.names(weight_update.RoundingConfig),
+    *hyperparams.names(sixteen_bit.RoundingConfig),
     *hyperparams.names(EmaConfig),
 )
 VALUES = {"lr", "weight_decay"}  # hyper-parameters that decide neither states nor batches
@@ -94,7 +94,7 @@ def hypers_of(rule: type[rules.Rule]) -> type:
         ValueError: the state of the rule has a key that ds_ext uses itself.
     """
     split = (SectionConfig,) if rules.entry_of(rule).has_sections else ()
-    bases = (weight_update.RoundingConfig, EmaConfig, *split, rule)
+    bases = (sixteen_bit.RoundingConfig, EmaConfig, *split, rule)
     made = make_dataclass(rule.__name__, [], bases=bases, frozen=True)
     for shape in ((2, 2), (2,)):  # ``state_spec`` refuses reserved keys
         made().state_spec(Shard.whole(shape))

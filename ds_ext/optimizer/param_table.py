@@ -13,7 +13,7 @@ from ds_ext import rules
 from ds_ext.distributed import dtensors
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement
-from ds_ext.ops import weight_update
+from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
 from ds_ext.optimizer import expert_stacks, host_offload
@@ -154,14 +154,14 @@ class ParamTable:
     def weights(self, param: Tensor, p: Tensor, shard: Shard) -> Tensor:
         """Returns the weights of a run ``p``, [len(shard)]; in fp32 if the run has a master."""
         masters = {k: v for k, v in self.state.get(param, {}).items() if k == "master"}
-        return weight_update.values(p, host_offload.state_to_device(masters, p.device), shard)
+        return sixteen_bit.values(p, host_offload.state_to_device(masters, p.device), shard)
 
     @torch.no_grad()
     def write_weights(self, param: Tensor, p: Tensor, shard: Shard, values: Tensor) -> None:
         """Overwrites a run ``p`` and its master, if there is one, by ``values``, [len(shard)]."""
         is_ours = param in self.group_of
-        rounding = self.rule_of(param) if is_ours else weight_update.RoundingConfig("nearest")
+        rounding = self.rule_of(param) if is_ours else sixteen_bit.RoundingConfig("nearest")
         state = self.state.get(param, {})
-        weight_update.set_(p, state, rounding, shard, values)
+        sixteen_bit.set_(p, state, rounding, shard, values)
         if "master" in state:
             state["master"] = host_offload.store(state["master"], param.device, self.offload)

@@ -1,7 +1,7 @@
 """Plans: which runs of a bucket are stepped as one batch, and which alone.
 
 Runs form a batch if they have the same param group, dtypes, number of steps and kind of geometry
-(``batch.kind``). Experts of stacks form batches of their own. A rule that is registered as
+(``geometry_class``). Experts of stacks form batches of their own. A rule that is registered as
 ``is_batched`` makes one pass over the whole batch. Other rules, parameters that no batched pass
 supports, and rules whose state has another dtype are stepped one by one. All ranks choose the same
 batches, because their partial sums are added up in order. This holds if all ranks have devices of
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext import rules
-from ds_ext.ops import weight_update
-from ds_ext.ops.batch import kind, may_join, stacked
+from ds_ext.ops import sixteen_bit
+from ds_ext.ops.batch import geometry_class, may_join, stacked
 from ds_ext.ops.executors.table_passes import TableBatch
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.rounding import ROUND
@@ -174,7 +174,7 @@ class BucketPlan:
             is_stack = u.param in table.stacks  # its gradient is checked as a whole
             common = table.group_index_of[u.param], is_stack, state["step"], u.p.dtype, u.g.dtype
             for piece in pieces:
-                found.setdefault((*common, *kind(piece.shard)), []).append(piece)
+                found.setdefault((*common, *geometry_class(piece.shard)), []).append(piece)
         self.batches = [
             BatchPlan(i, pieces, rule_of[i], states, device) for (i, *_), pieces in found.items()
         ]
@@ -203,7 +203,7 @@ class BucketPlan:
             return False
         self.rules = rules
         return all(
-            weight_update.has_fitting_master(runs[i], states[i])
+            sixteen_bit.has_fitting_master(runs[i], states[i])
             for i in self.half_precision
             if "master" in states[i]
         ) and all(batch.fits(states) for batch in self.batches)

@@ -16,9 +16,8 @@ from ds_ext import ops
 from ds_ext.distributed.lockstep import StepGenerator
 from ds_ext.hyperparams import Count, Dim, Sizes
 from ds_ext.ops.shard import Section, Shard, StridedRange
+from ds_ext.ops.sixteen_bit import StochasticWeight, Weight
 from ds_ext.ops.state import Part
-from ds_ext.ops.weight_storage import StochasticWeight
-from ds_ext.ops.weight_update import Weight
 from ds_ext.optimizer import ema
 
 Shape = tuple[int, ...]

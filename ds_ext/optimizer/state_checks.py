@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_ext.distributed.dtensors import is_dtensor
 from ds_ext.distributed.layout import Layout
-from ds_ext.ops import weight_update
+from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts, mapped, zeros
 from ds_ext.optimizer import dtensor_state, ema, param_checks
@@ -185,7 +185,7 @@ def fit(
     if isinstance(master, Tensor) and master.dtype == torch.int16 and dtype == torch.float16:
         del state["master"]  # the lower half of a weight that was bf16
     state.pop("marks", None)  # hashes of weights, from version 1.0
-    for key, part in weight_update.master_parts(state, n).items():
+    for key, part in sixteen_bit.master_parts(state, n).items():
         state[key] = _fitted(part, state[key], *like, key)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.ops.shard import Block
-from ds_ext.ops.weight_update import Weight
+from ds_ext.ops.sixteen_bit import Weight
 
 
 class UpdateStats:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_ext.backward.streams import IN_FLIGHT
 from ds_ext.distributed import dtensors
-from ds_ext.ops import weight_update
+from ds_ext.ops import sixteen_bit
 from ds_ext.planner import memory
 from ds_ext.planner.memory import MemoryUse, Shapes
 
@@ -50,7 +50,7 @@ def optimizer_memory(
         return memory.state(rule, p, *of)
 
     def master(rule: Any, p: Tensor, *_: Any) -> Any:
-        return weight_update.master(p, rule)
+        return sixteen_bit.master(p, rule)
 
     in_flight = (1 + IN_FLIGHT) * bucket + max(units(shapes)) // ranks
     kept = memory.kept_gradients(rules, shapes, ranks, accumulates) or size * min(n, in_flight)

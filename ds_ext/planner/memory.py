@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_ext.backward.streams import IN_FLIGHT
-from ds_ext.ops import int8, weight_update
+from ds_ext.ops import int8, sixteen_bit
 from ds_ext.ops.executors.triton.kernel_table import KernelTable
 from ds_ext.ops.schema import DTYPES
 from ds_ext.ops.shard import Shard
@@ -117,7 +117,7 @@ def optimizer_memory(
         weights=as_bf16 * dtype.itemsize + sum(map(int8.nbytes, stored)),
         state=held(state),
         gradients=(in_flight + expanded) * dtype.itemsize + kept,
-        master=held(lambda rule, p, *_: weight_update.master(p, rule)),
+        master=held(lambda rule, p, *_: sixteen_bit.master(p, rule)),
     )
 
 

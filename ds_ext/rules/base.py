@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.ops.shard import Shard
+from ds_ext.ops.sixteen_bit import RoundingConfig
 from ds_ext.ops.state import Parts
 from ds_ext.ops.state import State as State
-from ds_ext.ops.weight_update import RoundingConfig
 
 Sums: TypeAlias = tuple[Tensor, ...]  # fp32 (fp64 for fp64 parameters), of any shapes
 Rounds: TypeAlias = Generator[Sums, Sums, None]  # yields partial sums, receives their totals

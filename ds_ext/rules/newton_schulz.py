@@ -70,7 +70,7 @@ def orthogonalized(x: Tensor, coefficients: Coefficients, eps: float, terms: int
         factor.diagonal().sub_(scale)
         operands = (factor, half) if is_wide else (half, factor)
         x = x.clone() if half is x else x  # the product overwrites it
-        add_product_(x, *operands, terms, keeps=scale)
+        add_product_(x, *operands, terms, beta=scale)
     return x
 
 

@@ -189,7 +189,7 @@ def simulated():
         mock.patch.object(torch.cuda, "Stream", gpu.stream),
         mock.patch.object(torch.cuda, "current_stream", lambda *_: gpu.current),
         mock.patch.object(torch.cuda, "stream", gpu.use),
-        mock.patch.object(scratch, "_kinds", scratch._Kinds()),  # of this GPU's streams only
+        mock.patch.object(scratch, "_pools", scratch._Pools()),  # of this GPU's streams only
         mock.patch.object(scratch, "_stream", lambda device: gpu.current),
         mock.patch.object(dist.Work, "wait", gpu.waiting(dist.Work.wait)),
         mock.patch.object(FakeWork, "wait", gpu.waiting(FakeWork.wait)),

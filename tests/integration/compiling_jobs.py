@@ -32,10 +32,10 @@ def faults(asm: Mapping[str, str], passes: list[KernelConstants]) -> list[str]:
     aligned = [one.ALIGNED for one in passes if "ALIGNED" in one.fields]
     if aligned and all(aligned):
         short = sorted(re.findall(r"(?:ld|st)\.global\.b16", code))
-        if "recall" in names:
+        if "cached_norm" in names:
             short = []  # probes
         for one in passes:
-            if one.name == "noting_apply" and "ld.global.b16" in short:
+            if one.name == "apply_and_cache_norm" and "ld.global.b16" in short:
                 short.remove("ld.global.b16")  # its one probe
         if any(one.fields.get("FORM") in EIGHT for one in passes):
             short = []  # scales of 8 bits

@@ -111,14 +111,16 @@ def test_the_kernels_of_a_7b_step_have_few_instructions_and_registers():
     passes, launched = json.loads(told.stdout.splitlines()[-1])
     assert not any(row["spilled"] for row in passes + launched)
     of = {row["pass"]: row for row in passes}
-    recall, applied = of["recall IS_WEIGHT"], of["noting_apply IS_QUOTIENT"]
+    recall, applied = of["cached_norm IS_WEIGHT"], of["apply_and_cache_norm IS_QUOTIENT"]
     assert recall["calls"] == 0 and recall["registers"] <= 80
     assert applied["calls"] == 0 and applied["registers"] <= 80
     assert applied["per element"] <= 34 and applied["alu"] <= 15
     assert applied["scalars"] <= 24  # the noise is loaded in vectors
     # vectors have a launch of their own, and so matrices have their own registers
-    most = max(row["registers"] for row in launched if "noting_apply IS_QUOTIENT" in row["launch"])
-    assert most <= 80 < of["noting_apply IS_VECTOR"]["registers"]
+    most = max(
+        row["registers"] for row in launched if "apply_and_cache_norm IS_QUOTIENT" in row["launch"]
+    )
+    assert most <= 80 < of["apply_and_cache_norm IS_VECTOR"]["registers"]
 
 
 @pytest.mark.slow
@@ -129,7 +131,7 @@ def test_kernels_compile_and_read_vectors_where_runs_are_aligned(monkeypatch, tm
         *("square_sums", "row_col_sums", "weighted_sums", "lerp", "square_lerp", "apply", "fold"),
         *("factors", "clipped_factors"),
         *("normalize", "normalize_whole_rows", "normalize_wide_rows", "wide_weighted_sums"),
-        *("measured_apply", "noting_apply", "recall", "copy_checked_values"),
+        *("measured_apply", "apply_and_cache_norm", "cached_norm", "copy_checked_values"),
     }
     written = [[label, warps, {k: plain(x) for k, x in of.items()}] for label, warps, of in asked]
     compiling(tmp_path, "-m", "tests.integration.compiling_jobs", given=json.dumps(written))

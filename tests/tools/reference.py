@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any, NamedTuple, get_type_hints
 
 from ds_ext import hyperparams
-from ds_ext.ops.weight_update import RoundingConfig
+from ds_ext.ops.sixteen_bit import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.ema import EmaConfig
 from ds_ext.optimizer.sections import SectionConfig

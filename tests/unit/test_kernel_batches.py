@@ -184,7 +184,7 @@ def test_sums_of_squares_of_written_weights_are_known_unless_they_were_edited(
         monkeypatch.setattr(launches, "launch_kernel", start)
         stepped.append([p.detach().float() for p in weights])
         if path == "kernels":
-            assert ["recall" in labels for labels in reads] == [False, True, False, True, True]
+            assert ["cached_norm" in labels for labels in reads] == [False, True, False, True, True]
     for a, b, w in zip(*stepped, table.weights(shapes, dtype), strict=True):
         assert (a - b).norm() <= 2e-2 * (b - w).norm()
 

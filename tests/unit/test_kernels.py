@@ -8,14 +8,14 @@ import torch
 
 from ds_ext import ops
 from ds_ext.distributed import lockstep
-from ds_ext.ops import rounding, scratch, weight_update
+from ds_ext.ops import rounding, scratch, sixteen_bit
 from ds_ext.ops.executors import table_passes
 from ds_ext.ops.executors.table_passes import TableBatch
 from ds_ext.ops.executors.triton import launches, sizes
 from ds_ext.ops.executors.triton.launch_memory import Memory
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.weight_update import RoundingConfig
+from ds_ext.ops.sixteen_bit import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
@@ -121,7 +121,7 @@ def worst(found, expected, before):
 @pytest.mark.parametrize("name, world", params(BY_RANKS, QUICK_BY_RANKS))
 def test_a_step_is_that_of_the_ops(name, world, kernels, launched):
     found, before = trained(name, torch.float32, "nearest", world)
-    assert {"apply", "noting_apply"} & {*passes(launched)}
+    assert {"apply", "apply_and_cache_norm"} & {*passes(launched)}
     launched.clear()
     kernels(False)
     expected, _ = trained(name, torch.float32, "nearest", world)
@@ -189,7 +189,7 @@ def test_noise_and_what_is_not_finite_are_those_of_precision(dtype, start, kerne
     shard = Shard((2 * len(new),), start, start + len(new), len(new))
     for step in (1, 2):
         run = torch.zeros(len(new), dtype=dtype, device=DEVICE)
-        w = weight_update.weight(run, {"step": step}, RoundingConfig("stochastic"), 3, shard)
+        w = sixteen_bit.weight(run, {"step": step}, RoundingConfig("stochastic"), 3, shard)
         ops.apply_(w, -new, shard, lr=1)
         expected = rounding.ROUND[dtype](new.clone(), w.key, shard.start).to(dtype)
         assert torch.equal(run.nan_to_num(7.0), expected.nan_to_num(7.0))
@@ -208,7 +208,7 @@ def test_8_bits_beside_a_weight_are_those_of_the_ops(dtype, kernels, launched):
     for on in (True, False):
         kernels(on)
         run, s = torch.zeros(len(new), dtype=dtype, device=DEVICE), {"step": 1}
-        w = weight_update.weight(run, s, RoundingConfig("master24"), 0, shard)
+        w = sixteen_bit.weight(run, s, RoundingConfig("master24"), 0, shard)
         ops.apply_(w, -new, shard, lr=1)
         written = run.clone(), s["master"].clone()
         ops.apply_(w, -new / 1024, shard, lr=1)

@@ -119,7 +119,7 @@ def test_no_temporary_of_the_size_of_the_run(elements, monkeypatch):
     p.grad = torch.ones_like(p)
     optimizer = ds_ext.LAMB([p])
     optimizer.step()
-    monkeypatch.setattr(scratch, "_kinds", scratch._Kinds())
+    monkeypatch.setattr(scratch, "_pools", scratch._Pools())
     with Made() as made:
         optimizer.step()
     assert made.largest == 2**19 < elements

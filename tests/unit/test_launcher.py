@@ -264,7 +264,7 @@ def test_folds_with_and_without_limits_are_kept_apart(noted):
     for of.limits in (None, limits, None):
         of.fold((of.sums["flat"][1], part, out))
         ((kind,), *_) = noted.pop()
-        assert dict(kind)["JUDGED"] == (of.limits is not None)
+        assert dict(kind)["SKIPS_BAD_GRADIENTS"] == (of.limits is not None)
 
 
 def test_arrays_are_copied_once_and_those_of_a_step_with_the_next(monkeypatch):

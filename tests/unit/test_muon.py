@@ -152,7 +152,7 @@ def test_two_bf16_terms_are_within_the_bound_where_ranks_share_a_matrix(turned, 
         asked.append((a.dtype, b.dtype))
         torch.addmm(out, a.float(), b.float(), beta=keeps, out=out)
 
-    monkeypatch.setattr(products, "most_products", lambda device: products.MOST)
+    monkeypatch.setattr(products, "most_products", lambda device: products.MAX_BF16_PRODUCTS)
     monkeypatch.setattr(products.native, "product_", multiplied)
     for name, (mine, _) in worst_by_spectrum("bf16", turned, 3).items():
         assert mine <= BOUNDS["bf16"], name

@@ -12,9 +12,9 @@ from ds_ext.checkpoint import resharding
 from ds_ext.checkpoint.pieces import Pieces
 from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.distributed import lockstep
-from ds_ext.ops import products, rounding, weight_update
+from ds_ext.ops import products, rounding, sixteen_bit
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.weight_update import RoundingConfig
+from ds_ext.ops.sixteen_bit import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.bucket_step import begin_rules
 from ds_ext.optimizer.updates import RunUpdate
@@ -149,7 +149,7 @@ def test_numbers_of_a_chunk_are_a_permutation_without_order():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_other_weights_are_written_as_they_are(dtype, mode):
     p, s = torch.zeros(3, dtype=dtype), {"step": 1}
-    assert weight_update.weight(p, s, RoundingConfig(mode), 0, Shard.whole((3,))) is p
+    assert sixteen_bit.weight(p, s, RoundingConfig(mode), 0, Shard.whole((3,))) is p
     assert s == {"step": 1}
 
 
@@ -160,7 +160,7 @@ def master(half, n, mode="master"):
     """A weight of ``n`` elements with its master, its run, its state and its only block."""
     shard = Shard.whole((n,))
     run, s = torch.zeros(n, dtype=half), {"step": 1}
-    written = weight_update.weight(run, s, RoundingConfig(mode), 0, shard)
+    written = sixteen_bit.weight(run, s, RoundingConfig(mode), 0, shard)
     (b,) = shard.blocks()
     return written, run, s, b
 
@@ -321,7 +321,7 @@ def value(optimizer, param):
     """The fp32 number that a weight and its master stand for."""
     shard, s = Shard.whole(param.shape), optimizer.state[param]
     how = RoundingConfig(optimizer.group_of[param]["weight_update"])
-    written = weight_update.weight(param.detach().view(-1), s, how, 0, shard)
+    written = sixteen_bit.weight(param.detach().view(-1), s, how, 0, shard)
     return torch.cat([written.block(b).reshape(-1) for b in shard.blocks()]).view(param.shape)
 
 

@@ -11,7 +11,7 @@ from ds_ext.ops import products
 from ds_ext.ops.executors.native import bf16_products as native
 from ds_ext.ops.products import add_product_, product
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.weight_storage import SplitWeight, StochasticWeight
+from ds_ext.ops.sixteen_bit import SplitWeight, StochasticWeight
 
 SHAPES = [(1, 1, 1), (7, 5, 3), (13, 29, 17), (6, 2050, 64), (65, 1025, 130), (600, 33, 70)]
 SHAPES += [(3, 0, 4), (0, 3, 4)]
@@ -51,7 +51,7 @@ def processor(request, monkeypatch):
     if request.param == "all bf16":
         if not native.is_available():
             pytest.skip("the processor has no bf16 instructions")
-        monkeypatch.setattr(products, "most_products", lambda device: products.MOST)
+        monkeypatch.setattr(products, "most_products", lambda device: products.MAX_BF16_PRODUCTS)
     return request.param
 
 
@@ -66,7 +66,7 @@ def test_products_of_bf16_operands_are_exact(processor, m, k, n, transposed):
     assert error(out[:, 1:-2], a, b, 0.5) <= SUMS
     assert (out[:, 0] == 0.5).all() and (out[:, -2:] == 0.5).all()
     out.fill_(3.0)
-    assert error(add_product_(out[:, 1:-2], a, b, keeps=0.25), a, b, 0.75) <= SUMS
+    assert error(add_product_(out[:, 1:-2], a, b, beta=0.25), a, b, 0.75) <= SUMS
 
 
 @pytest.mark.parametrize("terms", BOUNDS)
@@ -195,7 +195,7 @@ def test_what_is_not_finite_stays_so():
 
 def test_a_gpu_multiplies_bf16_operands_with_fp32_sums(monkeypatch):
     """The call that CUDA supports, on torch's device without data."""
-    monkeypatch.setattr(products, "most_products", lambda device: products.MOST)
+    monkeypatch.setattr(products, "most_products", lambda device: products.MAX_BF16_PRODUCTS)
     a, b = torch.empty(3, 4, device="meta"), torch.empty(4, 5, device="meta", dtype=torch.bfloat16)
     found = product(a, b, 2)
     assert found.shape == (3, 5) and found.dtype == torch.float32

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_ext.distributed import lockstep
-from ds_ext.ops import weight_update
+from ds_ext.ops import sixteen_bit
 from ds_ext.ops.executors.triton import launches
 from ds_ext.ops.shard import Box, Shard, TensorParallelSplit
 from ds_ext.optimizer import OPTIMIZERS
@@ -195,7 +195,7 @@ def test_noise_differs_from_box_to_box():
     written = []
     for shard in shards_of(boxes, 1, tuple(weights.shape)):
         run = weights.flatten()[: len(shard)].clone()
-        w = weight_update.weight(run, {"step": 1}, weight_update.RoundingConfig(), 0, shard)
+        w = sixteen_bit.weight(run, {"step": 1}, sixteen_bit.RoundingConfig(), 0, shard)
         for b in shard.blocks():
             w.write_(b, torch.full(b.shape, 1.003))
         written.append(run)

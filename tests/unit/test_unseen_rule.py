@@ -15,8 +15,8 @@ from ds_ext.ops.executors.triton.kernel_table import KernelTable
 from ds_ext.ops.expressions import WeightStorage
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Shard
+from ds_ext.ops.sixteen_bit import RoundingConfig
 from ds_ext.ops.state import Part
-from ds_ext.ops.weight_update import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.ema import EMA, EmaConfig
 from ds_ext.optimizer.expert_stacks import EXPERTS

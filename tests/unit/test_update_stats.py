@@ -8,9 +8,9 @@ from torch import nn
 
 from ds_ext import AdaLomo
 from ds_ext.distributed import lockstep
-from ds_ext.ops import rounding, weight_update
+from ds_ext.ops import rounding, sixteen_bit
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.weight_update import RoundingConfig
+from ds_ext.ops.sixteen_bit import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS, bucket_step
 from ds_ext.optimizer.update_stats import MeasuredWeight, UpdateStats, rms
 from ds_ext.optimizer.updates import RunUpdate
@@ -49,7 +49,7 @@ def held(optimizer, params):
         s, how = dict(optimizer.state[p]), optimizer.param_groups[0]["weight_update"]
         shard = Shard.whole(p.shape)
         w = (
-            weight_update.weight(p.detach().view(-1), s, RoundingConfig(how), 0, shard)
+            sixteen_bit.weight(p.detach().view(-1), s, RoundingConfig(how), 0, shard)
             if s
             else p.detach()
         )
@@ -130,7 +130,7 @@ def test_groups_are_measured_apart():
 def test_blocks_may_be_written_in_another_order_than_read():
     stats, shard = UpdateStats(1), Shard.whole((6,))
     run = torch.ones(6, dtype=torch.bfloat16)
-    weight = weight_update.weight(run, {"step": 1}, RoundingConfig(), 0, shard)
+    weight = sixteen_bit.weight(run, {"step": 1}, RoundingConfig(), 0, shard)
     w = MeasuredWeight(weight, stats.sums_of(0, 0, run))
     first, second = shard.blocks(limit=3)
     w.write_(second, w.block(second) + 1)

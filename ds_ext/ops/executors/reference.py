@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ds_ext.ops import scratch
 from ds_ext.ops.expressions import (
-    Extended,
     Gradient,
     Number,
+    PaddedToGroups,
     Quotient,
     Readable,
     Writable,
@@ -156,7 +156,7 @@ class Reference(Passes):
         if isinstance(u, Tensor) and not decays and getattr(p, "dtype", None) == u.dtype:
             _subtract_(p, u, lr)  # in one pass
             return
-        for b in scratch.blocks(self.shard, p.limit if isinstance(p, Extended) else None):
+        for b in scratch.blocks(self.shard, p.limit if isinstance(p, PaddedToGroups) else None):
             old = read(p, b)
             if decays:
                 change = torch.mul(old, weight_decay, out=scratch.like(old)).add_(read(u, b))

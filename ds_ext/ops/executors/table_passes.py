@@ -263,7 +263,7 @@ class TablePasses(BatchTables, Passes):
         if is_on_host and isinstance(u, Product) and u.is_native and u.covers(shard):
             decays = isinstance(weight_decay, Tensor) or weight_decay != 0
             columns |= {"lr": lr, "decay": weight_decay}
-            storage, product = (stored.how, run.dtype), (u.left, u.right, u.first)
+            storage, product = (stored.format, run.dtype), (u.left, u.right, u.first)
             own = cast(NativeTable, self.own)
             own.run("apply", columns, "IS_RUN", None, storage, decays, product=product)
             return
@@ -352,7 +352,7 @@ class TablePasses(BatchTables, Passes):
         weights = p or source.storage
         storage = None
         if weights is not None:
-            storage = weights.how, weights.run.dtype
+            storage = weights.format, weights.run.dtype
             filled |= weight_columns(batch, weights)
         dtype = source.tensors["x"].dtype if "x" in source.tensors else None
         is_decayed = decays or "decay" in source.scalars

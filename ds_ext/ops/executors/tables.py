@@ -152,11 +152,11 @@ def inputs(batch: Batch, source: Source) -> Columns:
 def weight_columns(batch: Batch, weights: WeightStorage) -> Columns:
     """The columns of weights; raises Unsupported if a table cannot read and write them."""
     found: Columns = {
-        "w": checked(weights.run, batch, batch.run_sizes, schema.STORAGE[weights.how])
+        "w": checked(weights.run, batch, batch.run_sizes, schema.STORAGE[weights.format])
     }
     if weights.aux is not None:
-        found["aux"] = checked(weights.aux, batch, batch.run_sizes, RESIDUALS[weights.how])
-    if weights.how == "STOCHASTIC":
+        found["aux"] = checked(weights.aux, batch, batch.run_sizes, RESIDUALS[weights.format])
+    if weights.format == "STOCHASTIC":
         found["key"] = weights.key
     return found
 

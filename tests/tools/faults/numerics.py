@@ -17,7 +17,7 @@ FAULTS = (
         "unit/test_precision.py",
     ),
     Fault(
-        "ops/weight_storage.py",
+        "ops/sixteen_bit.py",
         "upper = torch.add(bits, 0x8000,",
         "upper = torch.add(bits, 0x0000,",
         "unit/test_precision.py",
@@ -72,8 +72,8 @@ FAULTS = (
     ),
     Fault(
         "ops/scratch.py",
-        "kind.used = begin.get(key, 0)",
-        "kind.used = 0",
+        "pool.used = begin.get(key, 0)",
+        "pool.used = 0",
         "unit/test_unseen_rule.py -k may_run",
     ),
     Fault(

@@ -23,15 +23,15 @@ def is_available() -> bool:
     return False
 
 
-def product_(out: Tensor, a: Tensor, b: Tensor, keeps: float, mirrors: bool = False) -> None:
-    """out ← keeps · out + a · b.
+def product_(out: Tensor, a: Tensor, b: Tensor, beta: float, symmetric: bool = False) -> None:
+    """out ← beta · out + a · b.
 
     Args:
         out: [m, n] in fp32, with consecutive columns.
         a: [m, k] in bf16, or in fp32, which is rounded to bf16.
         b: [k, n] likewise.
-        keeps: the factor of ``out``, which is not read if it is 0.
-        mirrors: whether the result is symmetric; only one half of it is then computed.
+        beta: the factor of ``out``, which is not read if it is 0.
+        symmetric: whether the result is symmetric; only one half of it is then computed.
     """
     found = library.load()
     assert (
@@ -42,7 +42,7 @@ def product_(out: Tensor, a: Tensor, b: Tensor, keeps: float, mirrors: bool = Fa
     are_fp32 = a.dtype == torch.float32, b.dtype == torch.float32
     sizes = _Sizes(*a.shape, b.shape[1], *a.stride(), *b.stride(), out.stride(0), *are_fp32)
     pointers = a.data_ptr(), b.data_ptr(), out.data_ptr()
-    found.products_run(*pointers, sizes, keeps, mirrors, torch.get_num_threads())
+    found.products_run(*pointers, sizes, beta, symmetric, torch.get_num_threads())
 
 
 def apply_(call: Any, entry: int, a: Tensor, b: Tensor, first: int) -> None:

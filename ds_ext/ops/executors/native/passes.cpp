@@ -359,7 +359,7 @@ INLINE void round_all(const float *__restrict x, int64_t n, uint16_t *__restrict
         for (int64_t j = 0; j < n; ++j) w[j] = float_to_half(x[j]);
 }
 
-// weight_storage.CorrectedWeight for a dtype with ``epsilon`` and the smallest normal number ``least``.
+// sixteen_bit.CorrectedWeight for a dtype with ``epsilon`` and the smallest normal number ``least``.
 struct Correction {
     float epsilon;
     uint32_t least;
@@ -496,8 +496,8 @@ static __attribute__((noinline)) void round_odd(const float *x, const uint16_t *
         uint32_t bits = as_bits(x[j]), a = bits & 0x7FFFFFFFu, sign = bits & 0x80000000u;
         uint32_t within = a > 0x7F7F0000u ? 0x7F7F0000u : a;
         uint32_t rounded = ((within + random[j]) & 0xFFFF0000u) | sign;
-        uint32_t odd = a > 0x7F800000u ? 0x7FC00000u : bits;
-        w[j] = static_cast<uint16_t>((a >= 0x7F800000u ? odd : rounded) >> 16);
+        uint32_t special = a > 0x7F800000u ? 0x7FC00000u : bits;
+        w[j] = static_cast<uint16_t>((a >= 0x7F800000u ? special : rounded) >> 16);
     }
 }
 

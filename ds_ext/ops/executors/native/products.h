@@ -16,7 +16,7 @@ const int64_t ROWS = 6, VECTORS = 4, PANEL = VECTORS * WIDTH;  // of the result,
 const int64_t DEPTH = 1024;                                    // rows of B in the cache
 const int64_t TASKS = 4;                                       // of each thread, if rows are cut: each task packs B
 const int64_t BOX_ROWS = 4 * ROWS, BOX_COLS = 32 * PANEL;      // of an update that is computed and applied
-const int64_t FEW = 1 << 22;                                   // multiplications that one thread makes
+const int64_t SERIAL_BELOW = 1 << 22;                          // multiplications that one thread makes
 
 // Element (i, k) is at data[i * row + k * col], in bf16, or in fp32 that is rounded to bf16 when it is read.
 struct Matrix {
@@ -96,8 +96,8 @@ inline void pack(const Matrix &b, int64_t depth, int64_t cols, uint32_t *to, int
     }
 }
 
-// c[R, cols] ← keeps · c + pairs of A · pairs of B; c is not read if keeps is 0. Pair k of row i is at a[i * row + k * step].
-template <int R> inline void tile(const uint16_t *a, int64_t row, int64_t step, const uint32_t *b, int64_t pairs, float *c, int64_t width, int64_t cols, float keeps) {
+// c[R, cols] ← beta · c + pairs of A · pairs of B; c is not read if beta is 0. Pair k of row i is at a[i * row + k * step].
+template <int R> inline void tile(const uint16_t *a, int64_t row, int64_t step, const uint32_t *b, int64_t pairs, float *c, int64_t width, int64_t cols, float beta) {
     __m512 sum[R][VECTORS];
     __mmask16 mask[VECTORS];
     for (int v = 0; v < VECTORS; ++v) {
@@ -105,7 +105,7 @@ template <int R> inline void tile(const uint16_t *a, int64_t row, int64_t step, 
         mask[v] = static_cast<__mmask16>(left >= WIDTH ? 0xFFFF : left > 0 ? (1 << left) - 1 : 0);
     }
     for (int i = 0; i < R; ++i)
-        for (int v = 0; v < VECTORS; ++v) sum[i][v] = keeps == 0 ? _mm512_setzero_ps() : _mm512_mul_ps(_mm512_maskz_loadu_ps(mask[v], c + i * width + v * WIDTH), _mm512_set1_ps(keeps));
+        for (int v = 0; v < VECTORS; ++v) sum[i][v] = beta == 0 ? _mm512_setzero_ps() : _mm512_mul_ps(_mm512_maskz_loadu_ps(mask[v], c + i * width + v * WIDTH), _mm512_set1_ps(beta));
     for (int64_t k = 0; k < pairs; ++k, a += step, b += PANEL) {
         if (step == 2 && k % WIDTH == 0)  // a cache line of each row of the next tile
             for (int i = 0; i < R; ++i) _mm_prefetch(reinterpret_cast<const char *>(a + (i + R) * row), _MM_HINT_T0);
@@ -122,14 +122,14 @@ template <int R> inline void tile(const uint16_t *a, int64_t row, int64_t step, 
         for (int v = 0; v < VECTORS; ++v) _mm512_mask_storeu_ps(c + i * width + v * WIDTH, mask[v], sum[i][v]);
 }
 
-inline void tiles(const uint16_t *a, int64_t row, int64_t step, const uint32_t *b, int64_t pairs, float *c, int64_t width, int64_t rows, int64_t cols, float keeps) {
+inline void tiles(const uint16_t *a, int64_t row, int64_t step, const uint32_t *b, int64_t pairs, float *c, int64_t width, int64_t rows, int64_t cols, float beta) {
     switch (rows) {
-    case 1: return tile<1>(a, row, step, b, pairs, c, width, cols, keeps);
-    case 2: return tile<2>(a, row, step, b, pairs, c, width, cols, keeps);
-    case 3: return tile<3>(a, row, step, b, pairs, c, width, cols, keeps);
-    case 4: return tile<4>(a, row, step, b, pairs, c, width, cols, keeps);
-    case 5: return tile<5>(a, row, step, b, pairs, c, width, cols, keeps);
-    default: return tile<ROWS>(a, row, step, b, pairs, c, width, cols, keeps);
+    case 1: return tile<1>(a, row, step, b, pairs, c, width, cols, beta);
+    case 2: return tile<2>(a, row, step, b, pairs, c, width, cols, beta);
+    case 3: return tile<3>(a, row, step, b, pairs, c, width, cols, beta);
+    case 4: return tile<4>(a, row, step, b, pairs, c, width, cols, beta);
+    case 5: return tile<5>(a, row, step, b, pairs, c, width, cols, beta);
+    default: return tile<ROWS>(a, row, step, b, pairs, c, width, cols, beta);
     }
 }
 
@@ -180,20 +180,20 @@ inline void mirror(float *c, int64_t width, int64_t first, int64_t last, int64_t
         }
 }
 
-// c [m, n], rows ``width`` apart, ← keeps · c + a [m, k] · b [k, n]. If c is symmetric, half of it is computed, and mirrored.
-inline void multiply(const Matrix &a, const Matrix &b, float *c, int64_t width, int64_t m, int64_t k, int64_t n, float keeps, bool mirrors, int threads) {
-    if (m * k * n < FEW) threads = 1;
+// c [m, n], rows ``width`` apart, ← beta · c + a [m, k] · b [k, n]. If c is symmetric, half of it is computed, and mirrored.
+inline void multiply(const Matrix &a, const Matrix &b, float *c, int64_t width, int64_t m, int64_t k, int64_t n, float beta, bool symmetric, int threads) {
+    if (m * k * n < SERIAL_BELOW) threads = 1;
     std::vector<uint32_t> pairs;
     const Left left = left_of(a, m, k, pairs, threads);
-    int64_t unit = mirrors ? PANEL : ROWS;  // one task mirrors the square on the diagonal
+    int64_t unit = symmetric ? PANEL : ROWS;  // one task mirrors the square on the diagonal
     int64_t panels = (n + PANEL - 1) / PANEL, heights = (m + unit - 1) / unit;
     int64_t parts = threads < 2 ? 1 : (TASKS * threads + panels - 1) / panels;
     int64_t task_rows = (heights + parts - 1) / parts * unit;
     parallel(panels * parts, threads, [&](int64_t task) {
-        int64_t panel = mirrors ? panels - 1 - task % panels : task % panels;  // the longest ones first
+        int64_t panel = symmetric ? panels - 1 - task % panels : task % panels;  // the longest ones first
         int64_t j = panel * PANEL, cols = n - j < PANEL ? n - j : PANEL;
         int64_t first = task / panels * task_rows, last = first + task_rows < m ? first + task_rows : m;
-        if (mirrors && last > j + cols) last = j + cols;
+        if (symmetric && last > j + cols) last = j + cols;
         if (first >= last) return;
         thread_local std::vector<uint32_t> packed;
         packed.resize(static_cast<size_t>(DEPTH / 2 * PANEL));
@@ -202,9 +202,9 @@ inline void multiply(const Matrix &a, const Matrix &b, float *c, int64_t width, 
             int64_t depth = k - at < DEPTH ? k - at : DEPTH;
             pack(b.from(at, j), depth, cols, packed.data(), PANEL, PANEL);
             for (int64_t i = first; i < last; i += ROWS)
-                tiles(left.data + i * left.row + at / 2 * left.step, left.row, left.step, packed.data(), (depth + 1) / 2, c + i * width + j, width, last - i, cols, at > 0 ? 1 : keeps);
+                tiles(left.data + i * left.row + at / 2 * left.step, left.row, left.step, packed.data(), (depth + 1) / 2, c + i * width + j, width, last - i, cols, at > 0 ? 1 : beta);
         } while ((at += DEPTH) < k);
-        if (mirrors) mirror(c, width, first, last, j, j + cols);
+        if (symmetric) mirror(c, width, first, last, j, j + cols);
     });
 }
 
@@ -212,7 +212,7 @@ inline void multiply(const Matrix &a, const Matrix &b, float *c, int64_t width, 
 // of ``a`` [rows, k]. A box of the update is computed and applied while it is in the cache.
 inline void apply(const Call &call, const Entry &e, const Matrix &a, const Matrix &b, int64_t k, int64_t first, int threads) {
     int64_t n = e.cols, stop = e.start + e.n, panels = (n + PANEL - 1) / PANEL, size = (k + 1) / 2 * PANEL;
-    if (e.n * k < FEW) threads = 1;
+    if (e.n * k < SERIAL_BELOW) threads = 1;
     std::vector<uint32_t> packed(static_cast<size_t>(panels * size));
     parallel(panels, threads, [&](int64_t j) {
         int64_t left = n - j * PANEL;
@@ -260,13 +260,13 @@ extern "C" __attribute__((visibility("default"))) int products_available() {
 #endif
 }
 
-// c [m, n] ← keeps · c + a [m, k] · b [k, n]. sizes: m, k, n, the two strides of a and of b, c's stride of rows,
-// and whether a and b are fp32. mirrors: c is symmetric.
-extern "C" __attribute__((visibility("default"))) void products_run(const void *a, const void *b, float *c, const int64_t *sizes, float keeps, int mirrors, int threads) {
+// c [m, n] ← beta · c + a [m, k] · b [k, n]. sizes: m, k, n, the two strides of a and of b, c's stride of rows,
+// and whether a and b are fp32. symmetric: c is symmetric.
+extern "C" __attribute__((visibility("default"))) void products_run(const void *a, const void *b, float *c, const int64_t *sizes, float beta, int symmetric, int threads) {
 #ifdef DS_EXT_BF16
-    bf16::multiply({a, sizes[3], sizes[4], sizes[8] != 0}, {b, sizes[5], sizes[6], sizes[9] != 0}, c, sizes[7], sizes[0], sizes[1], sizes[2], keeps, mirrors, threads);
+    bf16::multiply({a, sizes[3], sizes[4], sizes[8] != 0}, {b, sizes[5], sizes[6], sizes[9] != 0}, c, sizes[7], sizes[0], sizes[1], sizes[2], beta, symmetric, threads);
 #else
-    (void)a, (void)b, (void)c, (void)sizes, (void)keeps, (void)mirrors, (void)threads;
+    (void)a, (void)b, (void)c, (void)sizes, (void)beta, (void)symmetric, (void)threads;
 #endif
 }
 

@@ -13,8 +13,8 @@ class DeviceNormCache:
     """The sums of squares of the weights that the last step wrote, one per tile.
 
     They are valid while the runs have the same addresses and version counters. Writes through
-    ``param.data`` do not change the counters; one weight per tile detects them. ``recall`` then
-    reads all weights of the parameter in one program.
+    ``param.data`` do not change the counters; one weight per tile detects them. ``cached_norm``
+    then reads all weights of the parameter in one program.
 
     Args:
         parts: offsets of one number per tile, by the name of the tiles.
@@ -42,8 +42,8 @@ class DeviceNormCache:
         self.are_noted = True
         if tiles != self.tiles:
             total, firsts = self.parts[tiles].total, self.parts[tiles].firsts
-            made = torch.full((2, total), math.nan, dtype=torch.float32, device=self.device)
-            sums, probes = made.unbind()
+            numbers = torch.full((2, total), math.nan, dtype=torch.float32, device=self.device)
+            sums, probes = numbers.unbind()
             self.tiles = tiles
             self.columns = {
                 "part2": Runs((sums,), firsts=firsts),

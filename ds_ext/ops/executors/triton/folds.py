@@ -43,9 +43,9 @@ def parts(counts: Int64s) -> PartialOffsets:
 
 def of_tiles(programs: Int64s) -> tuple[PartialOffsets, PartialReduction]:
     """Reduces one partial sum per tile to one sum per parameter."""
-    made, owners = parts(programs), np.arange(len(programs))
-    return made, PartialReduction(
-        of_one(programs), owners, 4 * made.firsts, np.zeros_like(programs)
+    offsets, owners = parts(programs), np.arange(len(programs))
+    return offsets, PartialReduction(
+        of_one(programs), owners, 4 * offsets.firsts, np.zeros_like(programs)
     )
 
 
@@ -59,24 +59,26 @@ def row_sums(g: Geometry, at: Tiles) -> tuple[PartialOffsets, PartialReduction]:
     """Reduces row sums: per parameter [tiles across, mats touched, rows of their tiles]."""
     down, mats = at.of("down"), tiles.touched(g)
     height, wide = at.of("height"), tiles.across(g)
-    made = parts(wide * height)
+    offsets = parts(wide * height)
     owners, mat = _by_matrix(mats)
     high = (down * sizes.TR)[owners]
     rows, row0 = g.rows[owners], at.of("row0")[owners]
     sums = _sums(wide[owners], height[owners], np.minimum(high, rows - row0))
     outs = 4 * ((at.of("mat0")[owners] + mat) * rows + row0)
-    return made, PartialReduction(sums, owners, 4 * (made.firsts[owners] + mat * high), outs)
+    return offsets, PartialReduction(sums, owners, 4 * (offsets.firsts[owners] + mat * high), outs)
 
 
 def col_sums(g: Geometry, at: Tiles) -> tuple[PartialOffsets, PartialReduction]:
     """Reduces column sums: per parameter [mats touched, tiles down, cols]."""
     down, mats = at.of("down"), tiles.touched(g)
-    made = parts(mats * down * g.cols)
+    offsets = parts(mats * down * g.cols)
     owners, mat = _by_matrix(mats)
     cols, high = g.cols[owners], down[owners]
     sums = _sums(high, cols, cols)
     outs = 4 * (at.of("mat0")[owners] + mat) * cols
-    return made, PartialReduction(sums, owners, 4 * (made.firsts[owners] + mat * high * cols), outs)
+    return offsets, PartialReduction(
+        sums, owners, 4 * (offsets.firsts[owners] + mat * high * cols), outs
+    )
 
 
 def _by_matrix(mats: Int64s) -> tuple[Int64s, Int64s]:
@@ -90,7 +92,7 @@ def _sums(k: Int64s, stride: Int64s, n: Int64s) -> Tiles:
     """Tiles that sum [k, stride] over k for the first n columns; stride 1 is read as rows of TC."""
     is_one = stride == 1
     wide = np.where(is_one, sizes.TC, stride)
-    return tiles.made(
+    return tiles.build_tiles(
         -(-n // sizes.TC),
         rows=np.where(is_one, -(-k // sizes.TC), k),
         cols=wide,

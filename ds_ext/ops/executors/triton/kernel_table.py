@@ -63,8 +63,8 @@ def _constants(
     storage: tuple[str, torch.dtype] | None,
     scales: bool,
 ) -> Constants:
-    how, dtype = storage or ("PLAIN", None)
-    more: Constants = (("DECAYS", decays), ("WD", _name(dtype)), ("STORAGE", how))
+    format_, dtype = storage or ("PLAIN", None)
+    more: Constants = (("DECAYS", decays), ("WD", _name(dtype)), ("STORAGE", format_))
     return (("FORM", form), *run, *more, ("SCALES", scales))
 
 
@@ -72,21 +72,22 @@ def _square_sums(table: Launcher, read: Read) -> None:
     cache: DeviceNormCache | None = read.columns.get("norm_cache")
     if cache is not None and cache.are_valid:
         columns = {k: v for k, v in read.columns.items() if k in ("w", "aux", "out")}
-        at = table.recalled[cache.tiles]
-        table.launch("recall", read.constants, at, {**columns, **cache.columns})
+        at = table.of_cached_norms[cache.tiles]
+        table.launch("cached_norm", read.constants, at, {**columns, **cache.columns})
         return
     name = read.tiles
-    how = table.sums[name]
-    part, places = table.room(how)
+    reduction = table.sums[name]
+    part, places = table.allocate_partials(reduction)
     columns = {k: v for k, v in read.numbers.items() if k not in ("out", "norm_cache")}
     columns["part"] = places
     table.launch("square_sums", read.constants, getattr(table, name), columns)
-    table.fold((how[1], part, read.columns["out"]))
+    table.fold((reduction[1], part, read.columns["out"]))
 
 
 def _row_col_sums(table: Launcher, read: Read) -> SquareParts:
     by_row, by_col = table.sums_of_tiles
-    (tall, at_tall), (wide, at_wide) = table.room(by_row), table.room(by_col)
+    tall, at_tall = table.allocate_partials(by_row)
+    wide, at_wide = table.allocate_partials(by_col)
     columns = {k: v for k, v in read.numbers.items() if k not in ("out", "out2")}
     columns |= {"part": at_tall, "part2": at_wide}
     table.launch("row_col_sums", read.constants, table.by_matrix, columns)
@@ -114,12 +115,12 @@ def _over_strips(
     **more: Any,
 ) -> None:
     """A pass over whole rows; ``outs`` maps column sums to the columns of their partial sums."""
-    how, columns = table.sums_of_strips, dict(more)
+    reduction, columns = table.sums_of_strips, dict(more)
     sums = []
     for name, value in read.numbers.items():
         if name in outs:
-            part, columns[outs[name]] = table.room(how)
-            sums.append((how[1], part, value))
+            part, columns[outs[name]] = table.allocate_partials(reduction)
+            sums.append((reduction[1], part, value))
         else:
             columns[name] = value
     table.launch(kernel, read.run, table.by_strip, columns)
@@ -159,16 +160,16 @@ def _apply(table: Launcher, read: Read) -> None:
     if notes:
         columns |= cache.noted_by(name)
     if sums is None:
-        kernel = "noting_apply" if notes else "apply"
+        kernel = "apply_and_cache_norm" if notes else "apply"
         table.launch(kernel, read.constants, at, columns)
         return
-    how = table.sums[name]
-    moved, columns["part"] = table.room(how)
+    reduction = table.sums[name]
+    moved, columns["part"] = table.allocate_partials(reduction)
     if not notes:
-        columns["part2"] = table.room(how)[1]
-    table.launch("measured_apply", (*read.constants, ("NOTED", notes)), at, columns)
+        columns["part2"] = table.allocate_partials(reduction)[1]
+    table.launch("measured_apply", (*read.constants, ("CACHES_NORM", notes)), at, columns)
     second, held = sums.shifted(4), columns["part2"].values
-    table.fold((how[1], moved, sums), (how[1], held, second))
+    table.fold((reduction[1], moved, sums), (reduction[1], held, second))
 
 
 def _name(dtype: torch.dtype | None) -> str:

@@ -43,9 +43,9 @@ class Memory:
         """Returns host memory, pinned for a GPU, [words] in int64."""
         return self._take(HOST, words, words)
 
-    def _take(self, which: int, n: int, room: int) -> Tensor:
+    def _take(self, which: int, n: int, size: int) -> Tensor:
         start = self.used[which]
-        self.used[which] += room
+        self.used[which] += size
         if self.used[which] > self.sizes[which]:
             return self._made(which, n)
         piece = self._pieces[which]

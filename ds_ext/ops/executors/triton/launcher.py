@@ -17,7 +17,7 @@ from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
 from ds_ext.ops.executors.triton.folds import PartialOffsets, PartialReduction
 from ds_ext.ops.executors.triton.launch_memory import Memory
 from ds_ext.ops.executors.triton.launches import Constants, KernelConstants, Launch
-from ds_ext.ops.executors.triton.tiles import Geometry, Int64s, TileKind, Tiles
+from ds_ext.ops.executors.triton.tiles import Geometry, Int64s, TileClass, Tiles
 from ds_ext.ops.runs import Columns, Runs
 
 # Columns whose addresses must be aligned for vector access: runs only, or also ``out``.
@@ -159,16 +159,16 @@ class Launcher:
         A parameter's bits must not depend on its neighbours. Its kind therefore follows from its
         own run, and kinds whose sums need another number of warps have their own launch.
         """
-        is_judged = self.limits is not None
+        skips_bad = self.limits is not None
         even = None if are_even is None else are_even.tobytes()
         # The value keeps ``at`` alive, so that its id is its own.
-        key = kernel, constants, id(at), even, is_judged
+        key = kernel, constants, id(at), even, skips_bad
         if key in self._launches:
             return self._launches[key][1]
         by_warps: dict[int, list[tuple[KernelConstants, Int64s]]] = {}
-        constants = (*constants, ("JUDGED", is_judged))
+        constants = (*constants, ("SKIPS_BAD_GRADIENTS", skips_bad))
         for kind, members in sorted(at.kinds(are_even), key=lambda found: found[0]):
-            compiled, warps = launches.compiled_pass(*_of_kind(kernel, constants, kind, at))
+            compiled, warps = launches.compiled_pass(*_of_class(kernel, constants, kind, at))
             warps = next(iter(by_warps), warps) if kernel in ANY_WARPS else warps
             by_warps.setdefault(warps, []).append((compiled, members))
         if len(self._launches) >= MAX_LAUNCHES:
@@ -247,9 +247,12 @@ class Launcher:
         return DeviceNormCache({name: parts for name, (parts, _) in self.sums.items()}, self.device)
 
     @functools.cached_property
-    def recalled(self) -> dict[str, Tiles]:
+    def of_cached_norms(self) -> dict[str, Tiles]:
         """Tiles with one program per parameter, which visits the parameter's tiles of this name."""
-        return {"flat": _looked_through(self.flat), "by_matrix": _looked_through(self.by_matrix)}
+        return {
+            "flat": _one_program_each(self.flat),
+            "by_matrix": _one_program_each(self.by_matrix),
+        }
 
     @functools.cached_property
     def by_parameter(self) -> Tiles:
@@ -296,13 +299,17 @@ class Launcher:
         """Reduction of the sums of whole rows to one sum per parameter."""
         return folds.of_one(self.geometry.mats * self.geometry.rows)
 
-    def room(self, how: tuple[PartialOffsets, PartialReduction]) -> tuple[Tensor, Runs]:
+    def allocate_partials(
+        self, reduction: tuple[PartialOffsets, PartialReduction]
+    ) -> tuple[Tensor, Runs]:
         """Memory for the tiles' partial sums, and the addresses of each parameter's."""
-        part = self.scratch(how[0].total)
-        return part, Runs((part,), firsts=how[0].firsts)
+        part = self.scratch(reduction[0].total)
+        return part, Runs((part,), firsts=reduction[0].firsts)
 
 
-def _of_kind(kernel: str, constants: Constants, kind: TileKind, at: Tiles) -> tuple[str, Constants]:
+def _of_class(
+    kernel: str, constants: Constants, kind: TileClass, at: Tiles
+) -> tuple[str, Constants]:
     """The kernel of the parameters of one kind, and its constants."""
     if kind.aligned is not None:
         constants = (*constants, ("ALIGNED", kind.aligned))
@@ -341,7 +348,7 @@ def _bits(number: float) -> int:
     return int(np.float32(number).view(np.int32))
 
 
-def _looked_through(at: Tiles) -> Tiles:
+def _one_program_each(at: Tiles) -> Tiles:
     """The same tiles with one program per parameter, which visits all of them."""
     rows = at.rows.copy()
     rows[:, AT["total"]] = at.programs

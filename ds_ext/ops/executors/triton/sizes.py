@@ -21,7 +21,7 @@ STRIP, WIDE_TC = 16, 512  # of rows wider than WIDEST
 NARROWEST, WIDEST = 2**10, 2**14
 WIDE_ROWS, WIDE_ELEMENTS, WIDE_COLS, WIDE_WARPS = 4, 2**14, 256, 16
 LONG, LONG_WARPS = 2**12, 8  # ``factors``: rows or columns per iteration
-TILES = 2**10  # ``recall``: tiles per iteration
+TILES = 2**10  # ``cached_norm``: tiles per iteration
 
 Constants: TypeAlias = tuple[tuple[str, Any], ...]  # of a kernel: names and values
 Named: TypeAlias = Mapping[str, Any]  # the same by name
@@ -40,7 +40,7 @@ def _of_tiles(named: Named) -> LaunchConfig:
     return {"TR": TR, "TC": TC}, warps
 
 
-def _of_recalled(named: Named) -> LaunchConfig:
+def _of_cached_norm(named: Named) -> LaunchConfig:
     """For one program per parameter, which reads its tiles only if necessary."""
     return {"TR": TR, "TC": TC, "LONG": TILES}, WARPS
 
@@ -81,6 +81,6 @@ _SHAPES: dict[str, Callable[[Named], LaunchConfig]] = {
     "clipped_factors": _of_statistics,
     "normalize": _of_statistics,
     "fold": _of_sums,
-    "recall": _of_recalled,
+    "cached_norm": _of_cached_norm,
     "copy_checked_values": _of_numbers,
 }

@@ -24,7 +24,7 @@ class Geometry:
     origin: Int64s
 
 
-class TileKind(NamedTuple):
+class TileClass(NamedTuple):
     """The properties of a parameter on which the constants of a kernel depend."""
 
     aligned: bool | None  # whether no vector crosses the end of a row or run; None: no vectors
@@ -45,7 +45,7 @@ class Tiles:
         column: Int64s = self.rows[:, AT[name]]
         return column
 
-    def kinds(self, are_even: NDArray[np.bool_] | None) -> list[tuple[TileKind, Int64s]]:
+    def kinds(self, are_even: NDArray[np.bool_] | None) -> list[tuple[TileClass, Int64s]]:
         """Returns the parameters that may share a launch, by kind, without kinds of empty runs.
 
         Args:
@@ -54,18 +54,18 @@ class Tiles:
         """
         if self.aligned is None:
             own = np.arange(len(self.rows))
-            return [(TileKind(None, 0), own)] if self.programs.any() else []
+            return [(TileClass(None, 0), own)] if self.programs.any() else []
         return self._grouped(self.aligned if are_even is None else self.aligned & are_even)
 
-    def _grouped(self, aligned: NDArray[np.bool_]) -> list[tuple[TileKind, Int64s]]:
+    def _grouped(self, aligned: NDArray[np.bool_]) -> list[tuple[TileClass, Int64s]]:
         widths = np.zeros(len(aligned), dtype=np.int64) if self.widths is None else self.widths
-        found: dict[TileKind, list[int]] = {}
-        for i, of in enumerate(map(TileKind, aligned.tolist(), widths.tolist())):
+        found: dict[TileClass, list[int]] = {}
+        for i, of in enumerate(map(TileClass, aligned.tolist(), widths.tolist())):
             found.setdefault(of, []).append(i)
         return [(of, np.array(own)) for of, own in found.items() if self.programs[own].any()]
 
 
-def made(programs: Int64s, widths: Int64s | None = None, **columns: Int64s | int) -> Tiles:
+def build_tiles(programs: Int64s, widths: Int64s | None = None, **columns: Int64s | int) -> Tiles:
     """Returns tiles whose rows have these columns; the caller fills in the others."""
     rows = np.zeros((len(programs), len(TILE)), dtype=np.int64)
     for name, column in columns.items():
@@ -81,14 +81,14 @@ def flat(g: Geometry) -> Tiles:
     """Runs as rows of one tile's width, regardless of their matrices."""
     rows = -(-g.n // sizes.TC)
     down = -(-rows // sizes.TR)
-    return made(down, start=0, n=g.n, origin=g.origin, rows=rows, cols=sizes.TC, down=down)
+    return build_tiles(down, start=0, n=g.n, origin=g.origin, rows=rows, cols=sizes.TC, down=down)
 
 
 def by_matrix(g: Geometry) -> Tiles:
     """Runs as tiles of the matrices they touch."""
     at = _by_rows(g, sizes.TR)
     height = touched(g) * at["down"]
-    return made(height * across(g), **at, height=height * sizes.TR)
+    return build_tiles(height * across(g), **at, height=height * sizes.TR)
 
 
 def by_strip(g: Geometry) -> Tiles:
@@ -97,7 +97,7 @@ def by_strip(g: Geometry) -> Tiles:
     at = _by_rows(g, strip)
     widths = [max(sizes.NARROWEST, 1 << (int(n) - 1).bit_length()) for n in g.cols]
     widths = [n if n <= sizes.WIDEST else 0 for n in widths]
-    return made(touched(g) * at["down"], np.array(widths), **at, height=strip)
+    return build_tiles(touched(g) * at["down"], np.array(widths), **at, height=strip)
 
 
 def _strips(g: Geometry) -> Int64s:
@@ -112,12 +112,12 @@ def _strips(g: Geometry) -> Int64s:
 
 def by_parameter(g: Geometry) -> Tiles:
     """One program per parameter for all its statistics."""
-    return made(np.ones_like(g.n), mats=g.mats, rows=g.rows, cols=g.cols)
+    return build_tiles(np.ones_like(g.n), mats=g.mats, rows=g.rows, cols=g.cols)
 
 
 def of_factors(counts: Int64s) -> Tiles:
     """Runs of ``counts`` factors."""
-    return made(-(-counts // sizes.LONG), n=counts)
+    return build_tiles(-(-counts // sizes.LONG), n=counts)
 
 
 def _by_rows(g: Geometry, height: Int64s | int) -> dict[str, Int64s]:

@@ -89,10 +89,10 @@ def apply(t, tile, P: tl.constexpr):
 
 
 @triton.jit
-def noting_apply(t, tile, P: tl.constexpr):
+def apply_and_cache_norm(t, tile, P: tl.constexpr):
     """``apply``, and part2 ← the sum of squares of the stored weights of each tile, [tiles].
 
-    ``recall`` reads the sums in the next step.
+    ``cached_norm`` reads the sums in the next step.
     """
     _, _, held = _written(t, tile, P)
     # 0 outside the run, or NaN if elements of the run are NaN too
@@ -106,7 +106,7 @@ def measured_apply(t, tile, P: tl.constexpr):
     ok, old, held = _written(t, tile, P)
     tl.store(pointer(t, PART, tl.float32) + tile, _sum_of_squares(ok, held - old))
     tl.store(pointer(t, PART2, tl.float32) + tile, _sum_of_squares(ok, held))
-    if P.NOTED:
+    if P.CACHES_NORM:
         _store_probe(t, tile, P)
 
 
@@ -139,7 +139,7 @@ def _store_probe(t, tile, P: tl.constexpr):
 
 
 @triton.jit
-def recall(t, tile, P: tl.constexpr):
+def cached_norm(t, tile, P: tl.constexpr):
     """out ← the sum of squares of the weights: the sum of part2 over ``total`` tiles.
 
     If a probed weight has changed since they were written, reads all weights instead.

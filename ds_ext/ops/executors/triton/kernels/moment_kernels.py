@@ -24,10 +24,10 @@ from ds_ext.ops.executors.triton.kernels.table_access import (
     vectors,
 )
 
-FEW = tl.constexpr(schema.SCALE_GROUP)  # elements that share a scale
+GROUP = tl.constexpr(schema.SCALE_GROUP)  # elements that share a scale
 CUT, FIRST = tl.constexpr(schema.SCALE_CUT), tl.constexpr(schema.SCALE_FIRST)
 BELOW = tl.constexpr(2 ** (schema.SCALE_CUT - 1) - 1)  # just below half of the dropped bits
-LEAST, MOST = tl.constexpr(schema.MIN_SCALE), tl.constexpr(schema.MAX_SCALE)
+MIN_SCALE, MAX_SCALE = tl.constexpr(schema.MIN_SCALE), tl.constexpr(schema.MAX_SCALE)
 LEAST_ROOT, LEAST_SQUARE = tl.constexpr(schema.MIN_ROOT_SCALE), tl.constexpr(schema.MIN_SQUARE)
 LEAST_MOMENT = tl.constexpr(schema.MIN_MOMENT)
 MOST_DIVISOR = tl.constexpr(2.0**125)  # of a finite v
@@ -161,7 +161,7 @@ def _signed(t, e, ok, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr)
 @triton.jit
 def _store_signed(t, e, ok, m, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
     """Encodes m like companding.SignedGroups, [TR, TC]; m is 0 outside the run."""
-    scale = tl.minimum(tl.maximum(_largest(tl.abs(m), TR, TC), LEAST), MOST)
+    scale = tl.minimum(tl.maximum(_largest(tl.abs(m), TR, TC), MIN_SCALE), MAX_SCALE)
     _store_scale(t, M_SCALE, e, scale, TC, ALIGNED)
     x = tl.minimum(tl.maximum(m * _of_each(_reciprocal(scale), TR, TC), -1.0), 1.0)
     y = _quotient(254.0 * x, 1.0 + tl.abs(x))
@@ -183,7 +183,7 @@ def _squares(t, e, ok, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr
 def _store_roots(t, e, ok, v, root, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
     """Encodes v like companding.SquareGroups; its roots are NaN for infinity."""
     most = _largest(v, TR, TC)
-    scale = _root(tl.minimum(tl.maximum(most, LEAST_ROOT * LEAST_ROOT), MOST * MOST))
+    scale = _root(tl.minimum(tl.maximum(most, LEAST_ROOT * LEAST_ROOT), MAX_SCALE * MAX_SCALE))
     _store_scale(t, V_SCALE, e, scale, TC, ALIGNED)
     x = root * _of_each(_reciprocal(scale) * 255.0, TR, TC)
     code = (tl.minimum(x, 255.0) + 0.5).to(tl.int32).to(tl.uint8)  # cut off, as floor
@@ -196,9 +196,9 @@ def _scales_at(t, FIELD: tl.constexpr, e, TC: tl.constexpr, ALIGNED: tl.constexp
 
     The rows of a flat tile begin at e, a multiple of TC, in a run of n elements.
     """
-    group = tl.arange(0, TC // FEW)[None, :]
-    at = vectors(t, FIELD, tl.int16, ALIGNED) + e // TC * (TC // FEW) + group
-    return at, e + group * FEW < integer(t, N)
+    group = tl.arange(0, TC // GROUP)[None, :]
+    at = vectors(t, FIELD, tl.int16, ALIGNED) + e // TC * (TC // GROUP) + group
+    return at, e + group * GROUP < integer(t, N)
 
 
 @triton.jit
@@ -221,10 +221,10 @@ def _store_scale(t, FIELD: tl.constexpr, e, scale, TC: tl.constexpr, ALIGNED: tl
 @triton.jit
 def _largest(x, TR: tl.constexpr, TC: tl.constexpr):
     """The largest number of each group, [TR, TC] -> [TR, groups]."""
-    return tl.max(tl.reshape(x, [TR, TC // FEW, FEW]), axis=2)
+    return tl.max(tl.reshape(x, [TR, TC // GROUP, GROUP]), axis=2)
 
 
 @triton.jit
 def _of_each(x, TR: tl.constexpr, TC: tl.constexpr):
     """Repeats each group's number for its elements, [TR, groups] -> [TR, TC]."""
-    return tl.reshape(tl.broadcast_to(x[:, :, None], [TR, TC // FEW, FEW]), [TR, TC])
+    return tl.reshape(tl.broadcast_to(x[:, :, None], [TR, TC // GROUP, GROUP]), [TR, TC])

@@ -10,10 +10,10 @@ import triton.language as tl
 from ds_ext.ops.executors.triton.columns import ARGUMENTS
 from ds_ext.ops.executors.triton.kernels.elementwise import (
     apply,
+    apply_and_cache_norm,
+    cached_norm,
     lerp,
     measured_apply,
-    noting_apply,
-    recall,
     square_lerp,
     square_sums,
 )
@@ -90,7 +90,7 @@ def _of_this_kind(t, tile, kind, KINDS: tl.constexpr):
 @triton.jit
 def _checked(t, tile, P: tl.constexpr):
     """Runs a pass unless the parameter's gradient is bad."""
-    if P.JUDGED:
+    if P.SKIPS_BAD_GRADIENTS:
         if tl.load(pointer(t, FOUND, tl.float32)) <= number(t, MOST):  # false for NaN
             _pass(t, tile, P)
     else:
@@ -123,10 +123,10 @@ def _pass(t, tile, P: tl.constexpr):
         square_lerp(t, tile, P)
     elif P.name == "apply":
         apply(t, tile, P)
-    elif P.name == "noting_apply":
-        noting_apply(t, tile, P)
-    elif P.name == "recall":
-        recall(t, tile, P)
+    elif P.name == "apply_and_cache_norm":
+        apply_and_cache_norm(t, tile, P)
+    elif P.name == "cached_norm":
+        cached_norm(t, tile, P)
     elif P.name == "measured_apply":
         measured_apply(t, tile, P)
     elif P.name == "fold":

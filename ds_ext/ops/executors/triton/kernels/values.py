@@ -100,7 +100,7 @@ def value_of(t, e, ok, mat, top, c, P: tl.constexpr):
         if P.SCALES:
             u = u * number(t, SCALE)
         if FORM == IS_RESIDUAL or FORM == IS_VECTOR_RESIDUAL:
-            u = _less_momentum(t, e, ok, u, TC, ALIGNED)
+            u = _subtract_momentum(t, e, ok, u, TC, ALIGNED)
         if P.DECAYS:
             u = u + number(t, DECAY) * load_weight(t, e, ok, TC, ALIGNED, P.WD, P.STORAGE)
     return u
@@ -123,7 +123,7 @@ def _by_row_and_column(
 
 
 @triton.jit
-def _less_momentum(t, e, ok, u, TC: tl.constexpr, ALIGNED: tl.constexpr):
+def _subtract_momentum(t, e, ok, u, TC: tl.constexpr, ALIGNED: tl.constexpr):
     """u − m, after m ← m + weight · (u − m)."""
     at = run_at(t, M, tl.float32, e, TC, ALIGNED)
     m = moved(tl.load(at, mask=ok, other=0.0), u, number(t, LERP1))

@@ -1,4 +1,4 @@
-"""Reads and writes weights: weight_storage.py on a GPU, with the same random numbers."""
+"""Reads and writes weights: sixteen_bit.py on a GPU, with the same random numbers."""
 
 import triton
 import triton.language as tl
@@ -70,7 +70,7 @@ def _corrected(x, parts, WD: tl.constexpr):
 def store_weight(
     t, e, ok, new, TC: tl.constexpr, ALIGNED: tl.constexpr, WD: tl.constexpr, STORAGE: tl.constexpr
 ):
-    """Stores fp32 weights: see weight_storage.py and rounding.py.
+    """Stores fp32 weights: see sixteen_bit.py and rounding.py.
 
     Returns what ``load_weight`` would load.
     """
