@@ -68,9 +68,9 @@ class BatchedStep:
         numbers = self.plan.param_ids
         p = sixteen_bit.weights(self.runs, self.masters, self.rule, numbers, self.t, cache)
         if self.stats is not None:
-            at = self.plan.group_index
+            group = self.plan.group_index
             self.sums = [
-                self.stats.sums_of(x.number, at, run, self.updates[x.position].num_replicas)
+                self.stats.sums_of(x.number, group, run, self.updates[x.position].num_replicas)
                 for run, x in zip(self.runs.tensors, self.plan.pieces, strict=True)
             ]
             p = replace(p, update_sums=self._update_sums())

@@ -126,14 +126,14 @@ def start_or_drop(
             not keep is removed.
         run: returns these weights, [len(shard)].
     """
-    matrices = [(at, s) for at, _, s in expert_stacks.matrices(shard, state)]
-    missing = [(at, s) for at, s in matrices if rule.ema_decay and EMA not in s]
+    matrices = [(own, s) for own, _, s in expert_stacks.matrices(shard, state)]
+    missing = [(own, s) for own, s in matrices if rule.ema_decay and EMA not in s]
     if missing:
         p = run()
         w = sixteen_bit.values(p, state, Shard.whole((len(p),)))
         dtype = torch.bfloat16 if rule.ema_dtype == "bf16" else ops.accumulator(p.dtype)
-        for at, s in missing:
-            s[EMA] = w[at].to(p.device, dtype, copy=True)
+        for own, s in missing:
+            s[EMA] = w[own].to(p.device, dtype, copy=True)
     elif not rule.ema_decay:
         for _, s in matrices:
             s.pop(EMA, None)

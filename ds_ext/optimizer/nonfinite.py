@@ -217,5 +217,5 @@ def _limits(found: Tensor, bounds: Any) -> GradLimits:
 def _record(step: CheckedStep, limits: GradLimits, check: GradCheck, is_square: bool) -> None:
     """Makes the device copy the checked values to ``check.flags``."""
     assert check.flags is not None, "nothing would read the flags of gradients checked on a device"
-    at = check.flags.places(step.params, limits.most, is_square, step.batch.device)
-    cast(KernelTable, step.batch.passes.own).copy_checked_values(limits, at)
+    places = check.flags.places(step.params, limits.most, is_square, step.batch.device)
+    cast(KernelTable, step.batch.passes.own).copy_checked_values(limits, places)

@@ -237,11 +237,11 @@ def _section_groups(
     of_entries = {given["match"]: i for i, given in enumerate(entries) if {*keys} & given.keys()}
     for group in groups:
         i = of_entries.get(group.get("name", ""))
-        at = where if i is None else _entry(i, where)
+        section = where if i is None else _entry(i, where)
         how = SectionConfig(**{key: x for key in keys if (x := value(group, key)) is not None})
         for p in (p for p in group["params"] if p in model.owners):
             shape = model.shape(p)[p in model.stacked :]
-            sections.refuse(how, shape, model.owners[p][0], hyperparams.dotted(at, ""))
+            sections.refuse(how, shape, model.owners[p][0], hyperparams.dotted(section, ""))
     used = {g.get("name") for g in groups if any(key in g for key in keys)}
     for match in of_entries.keys() - used:
         raise ValueError(

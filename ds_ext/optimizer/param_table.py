@@ -94,11 +94,11 @@ class ParamTable:
         if self.fused is not None:
             return self.fused.name(param)
         group = self.group_of[param]
-        at = next(i for i, p in enumerate(group["params"]) if p is param)
+        i = next(i for i, p in enumerate(group["params"]) if p is param)
         names = group.get("param_names")
         if names:
-            return str(names[at])
-        return f"parameter {at} of group {self.group_index_of[param]}, of shape {[*param.shape]},"
+            return str(names[i])
+        return f"parameter {i} of group {self.group_index_of[param]}, of shape {[*param.shape]},"
 
     def hypers_of(self, group: Mapping[str, Any]) -> type:
         """Returns the class of a group's rule, a dataclass of its hyper-parameters."""
