@@ -269,10 +269,6 @@ def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> 
 
     group_index = table.group_index_of[u.param]
     first = before + u.shard.start
-    if u.param not in table.stacks:
-        e = ema.average(state, rule, number, t, first)
-        g = u.g.parts[0] if isinstance(u.g, ProjectedGrads) else u.g
-        return sections.steps(rule, p, g, state, t, u.shard, measured, e)
     begun = []
     for i, (run, shard, s) in enumerate(expert_stacks.matrices(u.shard, state)):
         own = sixteen_bit.part(p, run)
