@@ -56,17 +56,6 @@ def test_a_checkpoint_of_edited_groups_is_gone_on_from(layout, stage):
         assert got["rates"][0] == got["rates"][1] == pytest.approx([0.01, 0.03])
 
 
-@pytest.mark.parametrize("world, zero", params([(2, 0), (2, 1), (4, 1)], [(2, 1)]))
-def test_edits_of_groups_are_followed_by_a_pipeline_and_saved(world, zero):
-    ranks = worlds.run(world, parallel_layouts_jobs.piped, zero)
-    reference = parallel_layouts_jobs.piped_alone(
-        {n: p for rank in ranks for n, p in rank["before"].items()}
-    )
-    for rank in ranks:
-        assert reference.error(rank["weights"][-1]) <= 1e-5
-        assert rank["same"]
-
-
 @pytest.mark.parametrize("layout, stage", params(LAYOUTS, QUICK[3:]))
 def test_states_of_another_dtype_are_loaded_by_other_numbers_of_ranks(layout, stage, tmp_path):
     for told in worlds.run(2, parallel_layouts_jobs.saved, layout, stage, str(tmp_path)):

@@ -1,7 +1,6 @@
 """Runs that are gone on from: on the same ranks bit for bit, elsewhere as if nothing had been."""
 
 import pytest
-import torch
 
 from tests import worlds
 from tests.common.by_role import MATRICES
@@ -23,8 +22,6 @@ QUICK_ELSEWHERE = [("galore 8-bit", 2)]
 QUICK_BITS = [("stochastic", "adalomo", 2), ("master", "galore 8-bit", 2)]
 QUICK_BITS += [("master24", "adalomo", 3)]
 QUICK_BITS += [("clipped by the step before", "lamb", 3)]
-TOOLS = [(way, stage) for way in ("fp32", "master") for stage in STAGES] + [("master24", 2)]
-ADAMW = [(dtype, stage) for dtype in ("fp32", "bf16") for stage in STAGES]
 
 
 def optimizer(kind: str) -> str:
@@ -148,34 +145,3 @@ def test_hf_trainer_resumes_unchanged(folder, name):
     off = error(one["second"], two[0]["first"], two[0]["before"])  # of twice the batch
     # Small steps: next to the weights' own resolution in fp32, 1e-6 of such an update.
     assert off <= 2 * EXACT
-
-
-@pytest.mark.supports(
-    lambda stage: "`zero_to_fp32.py`" if stage else [], stage="stage", optimizer="CAME"
-)
-@pytest.mark.parametrize("way, stage", params(TOOLS, [("master", 3)]))
-def test_tools_of_deepspeed_read_our_checkpoints(way, stage):
-    got = worlds.once(2, resume_jobs.tools, way, stage)[0]
-    weights = got["weights"]
-    assert all(got["plain"])  # torch.load(weights_only=True)
-    assert same(got["16bit"], weights)
-    assert same(got["module only"], weights)
-    loaded, states, steps = got["no state"]
-    assert same(loaded, weights) and (states, steps) == (0, 3)
-    if stage:
-        found = got["zero_to_fp32"]
-        assert found.keys() == weights.keys()
-        assert all(found[n].shape == w.shape for n, w in weights.items())
-        assert same({n: t.to(weights[n].dtype) for n, t in found.items()}, weights)
-        finer = any(not torch.equal(t, t.bfloat16().float()) for t in found.values())
-        assert finer  # masters in fp32
-
-
-@pytest.mark.parametrize("dtype, stage", params(ADAMW, [("bf16", 1)]))
-def test_weights_of_a_model_trained_by_deepspeeds_adamw(folder, dtype, stage):
-    trained = worlds.once(2, resume_jobs.adamw, folder("adamw", stage, dtype), stage, dtype)[0]
-    (got,) = worlds.once(1, resume_jobs.from_adamw, folder("adamw", stage, dtype), stage, dtype)
-    assert same(trained, got["weights"])
-    assert got["states"] == 0
-    told = f"{got['path']}: only weights are loaded, the state of CAME starts from zero"
-    assert any(told in line for line in got["said"])

@@ -13,7 +13,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import REGISTRY
 from tests import worlds
-from tests.common import models, needs
+from tests.common import models
 from tests.common.authors import INDEPENDENT, Reference
 from tests.common.choose import params
 from tests.common.hypers import FOR_ALL
@@ -207,29 +207,6 @@ MESSAGES = {
 def test_bad_configs_are_refused_on_every_rank(ranks, case):
     for told in worlds.once(ranks, zero_jobs.refusals):
         assert all(part in told[case] for part in MESSAGES[case]), told[case]
-
-
-POISONED = [(2, rule, stage) for rule in RULES for stage in (1, 3)]
-POISONED += [(2, "sinkgd", 2), (2, "lomo", 0), (1, "adalomo", 3)]
-# By sums of its rows, of its run, and by votes: in a batch, and stepped alone.
-QUICK_POISONED = [(2, "adalomo", 3), (2, "sinkgd", 2), (2, "lomo", 0), (2, "galoreadamw", 3)]
-
-
-@pytest.mark.parametrize("ranks, rule, stage", params(POISONED, QUICK_POISONED))
-def test_a_gradient_that_is_not_finite_is_as_if_it_had_not_come(ranks, rule, stage):
-    for got in worlds.once(ranks, zero_jobs.not_finite, rule, stage):
-        assert got["skipped"] == len(zero_jobs.POISONED) and got["same"]
-        skipped = [step in zero_jobs.POISONED for step in range(5)]
-        assert got["changed"] == ["other twice" if x else "bad other twice" for x in skipped]
-        assert got["steps"] == {"bad": 2, "other": 5, "twice": 5}
-
-
-@needs.triton
-@pytest.mark.parametrize("rule", params(["adalomo", "lamb"], []))
-def test_so_it_is_where_kernels_judge(rule):
-    for got in worlds.once(2, zero_jobs.not_finite_by_kernels, rule, 3):
-        assert got["skipped"] == len(zero_jobs.POISONED) and got["same"]
-        assert got["steps"] == {"bad": 2, "other": 5, "twice": 5}
 
 
 @pytest.mark.parametrize("ranks", params(RANKS, (2,)))

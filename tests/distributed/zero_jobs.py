@@ -2,13 +2,11 @@
 
 import contextlib
 import time
-from dataclasses import dataclass, replace
-from itertools import cycle
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import deepspeed
-import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -17,7 +15,7 @@ import ds_ext
 from ds_ext.backward import buckets, reduction
 from ds_ext.distributed import placement
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common import models, paths
+from tests.common import models
 from tests.common.hypers import FOR_ALL, TRAINED, changed
 from tests.common.plain import FusedEngine
 from tests.common.ranks import identical, message, whole
@@ -330,77 +328,6 @@ def second_backward(stage: int, one_forward: bool) -> str:
     engine.backward(loss, retain_graph=True)
     second = loss * 2 if one_forward else engine(models.batch(1, 1)[0])
     return message(lambda: engine.backward(second), RuntimeError)
-
-
-class Pieces(torch.nn.Module):
-    """Three weights; the gradient of ``bad`` is NaN in one element on the last rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bad = torch.nn.Linear(5, 3, bias=False)
-        self.other = torch.nn.Linear(5, 3, bias=False)
-        self.twice = torch.nn.Linear(5, 5, bias=False)
-
-    def forward(self, x, poison: float = 0.0, with_bad: bool = True):
-        h = self.twice(torch.tanh(self.twice(x)))
-        loss = self.other(h).square().sum()
-        if not with_bad:
-            return loss
-        bad = self.bad(h.detach())
-        mask = torch.zeros_like(bad)
-        mask[0, 1] = poison
-        return loss + (bad * (1 + mask)).sum()
-
-
-POISONED = (0, 2, 3)  # steps in which the gradient of ``bad`` is not finite
-
-
-def poisoned(rule: str, stage: int, is_sent: bool) -> tuple[Any, list[str]]:
-    """Some steps in which a gradient on the last rank is not finite, or not there at all.
-
-    -> the engine, and the names of the modules whose weights each step has changed.
-    """
-    torch.manual_seed(0)
-    made = config(replace(CASES["adalomo"], stage=stage))
-    model = Pieces()
-    optimizer = OPTIMIZERS[rule](model.parameters(), **HYPERS[rule])
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=made)
-    values = cycle([torch.nan, torch.inf, -torch.inf])
-    changed = []
-    for step in range(5):
-        before, poison = whole(model), 0.0
-        if step in POISONED:
-            poison = next(values) if dist.get_rank() == dist.get_world_size() - 1 else 0.0
-        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
-        engine.backward(engine(x, poison, is_sent or step not in POISONED))
-        engine.step()
-        after = whole(model)
-        names = [n.split(".")[0] for n in after if not torch.equal(after[n], before[n])]
-        changed.append(" ".join(sorted(names)))
-    return engine, changed
-
-
-def not_finite(rule: str, stage: int) -> dict[str, Any]:
-    """A gradient of one parameter that is not finite in one rank's part, and that is not there."""
-    engine, changed = poisoned(rule, stage, is_sent=True)
-    fused, after = engine.optimizer.fused, whole(engine.module)
-    optimizer = fused.optimizer
-    steps = {engine.param_names[p].split(".")[0]: s["step"] for p, s in optimizer.state.items()}
-    other, _ = poisoned(rule, stage, is_sent=False)
-    without = whole(other.module)
-    return {
-        "skipped": fused.skipped,
-        "changed": changed,
-        "same": all(torch.equal(after[n], without[n]) for n in after),
-        "steps": steps,
-    }
-
-
-def not_finite_by_kernels(rule: str, stage: int) -> dict[str, Any]:
-    """The same of parameters that kernels step, in their interpreter, and judge."""
-    with pytest.MonkeyPatch.context() as patch:
-        paths.use(patch, "kernels")
-        return not_finite(rule, stage)
 
 
 def outside() -> dict[str, Any]:

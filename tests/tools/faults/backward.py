@@ -45,7 +45,7 @@ FAULTS = (
         "backward/reduction.py",
         "(found > nonfinite.MAX_GOOD_VOTES).unbind()",
         "(found > 8 * nonfinite.MAX_GOOD_VOTES).unbind()",
-        ZERO + "not_finite",
+        "distributed/test_nonfinite.py",
     ),
     Fault(
         "backward/buckets.py",

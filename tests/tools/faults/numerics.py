@@ -32,7 +32,7 @@ FAULTS = (
         "ops/quantize.py",
         "absmax.copy_(quant_state.absmax)",
         "absmax.copy_(quant_state.absmax.max())",
-        "unit/test_galore.py -k 8",
+        "unit/test_galore_8bit.py",
     ),
     Fault(
         "ops/executors/native/passes.cpp",
