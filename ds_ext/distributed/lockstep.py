@@ -20,12 +20,13 @@ class Generators(list[StepGenerator]):
     """The generators of a bucket's step, whose partial sums may be adjacent in memory.
 
     Args:
-        joined: returns the flat tensor [n] that partial sums fill; None if they are not adjacent.
+        contiguous_span: returns the flat tensor [n] that partial sums fill; None if they are not
+            adjacent.
     """
 
-    def __init__(self, joined: Callable[[Sequence[Tensor]], Tensor | None]) -> None:
+    def __init__(self, contiguous_span: Callable[[Sequence[Tensor]], Tensor | None]) -> None:
         super().__init__()
-        self.joined = joined
+        self.contiguous_span = contiguous_span
 
 
 def lockstep(generators: Iterable[StepGenerator]) -> FlatSums:
@@ -38,7 +39,7 @@ def lockstep(generators: Iterable[StepGenerator]) -> FlatSums:
         partial = [x for _, sums in waiting for x in sums]
         flat = None
         if isinstance(generators, Generators):
-            flat = generators.joined(partial)
+            flat = generators.contiguous_span(partial)
         if flat is not None:  # the totals replace the sums
             total = yield flat
             if total is not flat:

@@ -171,7 +171,7 @@ class BucketStep:
             ]
         self.generators: list[StepGenerator] = []
         if self.memory is not None:
-            self.generators = Generators(self.memory.joined)
+            self.generators = Generators(self.memory.contiguous_span)
         self.generators += [self._checked(batch) for batch in self.batches]
         for u, state in zip(self.alone, self.alone_states, strict=True):
             assert u.param not in check.params, "rounds check only gradients of batches"

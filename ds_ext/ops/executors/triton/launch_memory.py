@@ -60,7 +60,7 @@ class Memory:
         make = torch.zeros if which == SUMS else torch.empty
         return make(n, dtype=torch.float32, device=self.device)
 
-    def joined(self, sums: Sequence[Tensor]) -> Tensor | None:
+    def contiguous_span(self, sums: Sequence[Tensor]) -> Tensor | None:
         """Returns the part of the buffer of sums that ``sums`` fill, flat [n].
 
         None if they are not adjacent in it.
