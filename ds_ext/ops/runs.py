@@ -32,7 +32,7 @@ class Runs:
 
     Attributes:
         base: an address.
-        is_checked: whether a pass made the runs, or has checked them.
+        is_checked: whether a pass made the runs, so that other passes need not check them.
     """
 
     base = 0

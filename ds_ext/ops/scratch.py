@@ -8,7 +8,7 @@ side.
 import math
 import threading
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class _BufferPool:
 
 class _Pools(threading.local):
     def __init__(self) -> None:
-        self.of: dict[tuple[torch.dtype, torch.device, Any], _BufferPool] = {}
+        self.of: dict[tuple[torch.dtype, torch.device, int | None], _BufferPool] = {}
         self.loops = [0]  # the number of loops over blocks that have begun and not ended
 
 
@@ -97,7 +97,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     return pool.views[i]
 
 
-def _stream(device: torch.device) -> Any:
+def _stream(device: torch.device) -> int | None:
     """The current stream of a GPU; None on a CPU."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
 

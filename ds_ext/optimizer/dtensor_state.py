@@ -17,7 +17,7 @@ from ds_ext.distributed.dtensors import is_dtensor, local, lying_as, ranks_of
 from ds_ext.distributed.placement import Placement
 from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import Part, Parts, without_caches, zeros
+from ds_ext.ops.state import Part, Parts, State, without_caches, zeros
 from ds_ext.optimizer import param_checks
 from ds_ext.optimizer.param_table import ParamTable
 
@@ -59,7 +59,7 @@ def make(table: ParamTable, params: Iterable[Tensor]) -> None:
                 state.update(sixteen_bit.master(run, rule))
 
 
-def saved(table: ParamTable, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+def saved(table: ParamTable, param: Tensor, state: State) -> State:
     """Returns a parameter's state as it is saved, without caches; call ``gathered`` with it.
 
     DTensors share memory with the state.
@@ -78,7 +78,7 @@ def saved(table: ParamTable, param: Tensor, state: dict[str, Any]) -> dict[str, 
     return _spread(state, declared, rows, param, placement)
 
 
-def gathered(state: Mapping[str, Any]) -> dict[str, Any]:
+def gathered(state: Mapping[str, Any]) -> State:
     """Returns a state of ``saved`` whose uncut tensors are gathered. All ranks call it."""
     return {
         key: gathered(value)
@@ -98,9 +98,7 @@ class _Uncut(NamedTuple):
     placement: Placement
 
 
-def own(
-    table: ParamTable, param: Tensor, state: Mapping[str, Any], parts: Parts
-) -> Mapping[str, Any]:
+def own(table: ParamTable, param: Tensor, state: State, parts: Parts) -> State:
     """Returns this rank's part of a state that ``saved`` returned, on any number of ranks.
 
     Args:
@@ -143,9 +141,9 @@ def _spread(
     rows: Sequence[DeclaredState],
     param: Tensor,
     placement: Placement,
-) -> dict[str, Any]:
+) -> State:
     """Converts this rank's state tensors to DTensors, except those that every rank holds whole."""
-    found: dict[str, Any] = {}
+    found: State = {}
     for key, value in state.items():
         part = declared.part(key)
         if isinstance(value, Mapping):
@@ -162,9 +160,9 @@ def _spread(
     return found
 
 
-def _own(state: Mapping[str, Any], declared: DeclaredState) -> dict[str, Any]:
+def _own(state: Mapping[str, Any], declared: DeclaredState) -> State:
     """This rank's part of a state that ``_spread`` returned."""
-    found: dict[str, Any] = {}
+    found: State = {}
     for key, value in state.items():
         part = declared.part(key)
         if isinstance(value, Mapping):

@@ -23,7 +23,7 @@ from ds_ext.ops.rounding import key, keys
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.sixteen_bit import StochasticWeight
-from ds_ext.ops.state import Part, Parts
+from ds_ext.ops.state import Part, Parts, State
 from ds_ext.optimizer import expert_stacks
 from ds_ext.rules.base import refuse_reserved_state
 
@@ -54,7 +54,7 @@ class EmaConfig:
 DEFAULTS = {"ema_decay": EmaConfig.ema_decay, "ema_dtype": EmaConfig.ema_dtype}
 
 
-def average(s: dict[str, Any], rule: Any, number: Any, t: int, first: int = 0) -> Average | None:
+def average(s: State, rule: Any, number: Any, t: int, first: int = 0) -> Average | None:
     """Returns the average that step ``t`` advances; None if the rule keeps none.
 
     Args:
@@ -114,9 +114,7 @@ def _advancing(
         ops.apply_(e, u, shard, lr=weight, weight_decay=1.0)  # type: ignore[arg-type]
 
 
-def start_or_drop(
-    rule: Any, shard: Shard, state: dict[str, Any], run: Callable[[], Tensor]
-) -> None:
+def start_or_drop(rule: Any, shard: Shard, state: State, run: Callable[[], Tensor]) -> None:
     """Follows a change of ``ema_decay`` after the first step.
 
     Args:

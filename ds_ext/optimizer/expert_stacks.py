@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ds_ext import ops
 from ds_ext.ops import Gradient
 from ds_ext.ops.shard import Section, Shard
-from ds_ext.ops.state import NestedState, Parts
+from ds_ext.ops.state import NestedState, Parts, State
 
 EXPERTS = "experts"  # the key of their states in the state of the parameter
 
@@ -70,7 +70,7 @@ def split(shard: Shard) -> tuple[tuple[slice, Shard], ...]:
     return tuple(parts)
 
 
-def matrices(shard: Shard, state: dict[str, Any]) -> Iterator[tuple[slice, Shard, dict[str, Any]]]:
+def matrices(shard: Shard, state: State) -> Iterator[tuple[slice, Shard, State]]:
     """Yields the run, the shard and the state of a parameter, or of each expert of a stack."""
     if EXPERTS not in state:
         yield slice(0, len(shard)), shard, state

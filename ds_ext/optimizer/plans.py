@@ -9,7 +9,7 @@ one kind.
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,7 +88,7 @@ class BatchPlan:
         self.norm_cache = self.batch.passes.new_norm_cache() if reads_norm else None
         self.positions = [x.position for x in pieces]
         self._are_whole = all(x.run is None for x in pieces)
-        self._state: dict[str, Any] | None = None  # of the step in progress
+        self._state: State | None = None  # of the step in progress
         self._layouts = [x.layout for x in _runs(self.state(states))]
         assert None not in self._layouts, "a batch of states that were not checked"
 
@@ -109,7 +109,7 @@ class BatchPlan:
         self._state = state
         return True
 
-    def state(self, states: Sequence[State]) -> dict[str, Any]:
+    def state(self, states: Sequence[State]) -> State:
         """Returns the states of the pieces as one state; ``states`` are those of the bucket."""
         state, self._state = self._state, None
         if state is not None:
@@ -129,7 +129,7 @@ class BatchPlan:
         return [piece.of(runs[piece.position]) for piece in self.pieces]
 
 
-def _runs(state: Mapping[str, Any]) -> Iterator[Runs]:
+def _runs(state: State) -> Iterator[Runs]:
     """The runs of a state that is nested in dicts."""
     for x in state.values():
         yield from _runs(x) if isinstance(x, dict) else (x,)
@@ -157,7 +157,7 @@ class BucketPlan:
         self.half_precision = [i for i, u in enumerate(updates) if u.p.dtype in ROUND]
         self.alone: list[int] = []
         self.batched: list[int] = []
-        found: dict[tuple[Any, ...], list[BatchItem]] = {}
+        found: dict[tuple[int, tuple[object, ...]], list[BatchItem]] = {}
         groups = {table.group_index_of[u.param] for u in updates}
         self.rules = rule_of = {i: table.rule_at(i) for i in groups}
         self.version = table.version
@@ -172,11 +172,12 @@ class BucketPlan:
                 continue
             self.batched.append(i)
             is_stack = u.param in table.stacks  # its gradient is checked as a whole
-            common = table.group_index_of[u.param], is_stack, state["step"], u.p.dtype, u.g.dtype
+            common = is_stack, state["step"], u.p.dtype, u.g.dtype
             for piece in pieces:
-                found.setdefault((*common, *geometry_class(piece.shard)), []).append(piece)
+                key = table.group_index_of[u.param], (*common, *geometry_class(piece.shard))
+                found.setdefault(key, []).append(piece)
         self.batches = [
-            BatchPlan(i, pieces, rule_of[i], states, device) for (i, *_), pieces in found.items()
+            BatchPlan(i, pieces, rule_of[i], states, device) for (i, _), pieces in found.items()
         ]
         self.memory_sizes = [0, 0, 0]
 
@@ -215,7 +216,7 @@ class BucketPlans:
     MAX_PLANS = 4096  # more occur only if each step forms different buckets
 
     def __init__(self) -> None:
-        self._made: dict[tuple[Any, ...], BucketPlan] = {}  # by parameters and device
+        self._made: dict[tuple[object, ...], BucketPlan] = {}  # by parameters and device
 
     def clear(self) -> None:
         """Drops all plans, after groups or stacks have changed."""
@@ -299,7 +300,9 @@ class BucketPlans:
                     cache.forget()
 
 
-def _properties(updates: Sequence[RunUpdate]) -> list[tuple[Any, ...]]:
+def _properties(
+    updates: Sequence[RunUpdate],
+) -> list[tuple[Shard, torch.dtype, torch.dtype, int, int]]:
     """The properties of runs that a plan depends on."""
     return [(shard, p.dtype, g.dtype, p.numel(), g.numel()) for _, p, g, shard, _ in updates]
 

@@ -17,7 +17,7 @@ from ds_ext.distributed.lockstep import StepGenerator
 from ds_ext.hyperparams import Count, Dim, Sizes
 from ds_ext.ops.shard import Section, Shard, StridedRange
 from ds_ext.ops.sixteen_bit import StochasticWeight, Weight
-from ds_ext.ops.state import Part
+from ds_ext.ops.state import Part, State
 from ds_ext.optimizer import ema
 
 Shape = tuple[int, ...]
@@ -128,7 +128,7 @@ def steps(
     rule: Any,
     p: Weight,
     g: Any,
-    s: dict[str, Any],
+    s: State,
     t: int,
     whole: Shard,
     wrap: Callable[[Weight], ops.Writable],

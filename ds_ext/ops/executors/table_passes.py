@@ -230,12 +230,12 @@ class TablePasses(BatchTables, Passes):
     @_or_reference
     def apply_(self, p: Writable, u: Readable, lr: Number, weight_decay: Number) -> None:
         """p ← p · (1 − lr · weight_decay) − lr · u."""
-        stored, source = storage_of(p), source_of(u)
-        if stored is None or source is None and self.one is None:
+        stored = storage_of(p)
+        if stored is None:
             raise Unsupported
-        if source is None:
+        if self.one is not None and source_of(u) is None:
             return self._apply_unread(p, stored, u, lr, weight_decay)
-        self._require(source)
+        source = self._source(u)
         if source.storage is not None and not is_same(source.storage.run, stored.run):
             raise Unsupported  # the pass adds the weights that it writes
         numbers: Columns = {"lr": lr}
@@ -326,13 +326,9 @@ class TablePasses(BatchTables, Passes):
         source = source_of(x)
         if source is None:
             raise Unsupported
-        self._require(source, is_by_matrix)
-        return source
-
-    def _require(self, source: Source, is_by_matrix: bool = False) -> None:
-        """Raises Unsupported if a table does not support rows and columns that a pass uses."""
         if not self.takes_matrices and (is_by_matrix or source.is_by_matrix):
             raise Unsupported
+        return source
 
     def _run(
         self,
@@ -340,7 +336,7 @@ class TablePasses(BatchTables, Passes):
         source: Source,
         p: WeightStorage | None = None,
         decays: bool = False,
-        **columns: Any,
+        **columns: object,
     ) -> SquareParts | None:
         """Runs a pass that reads ``source``, and writes ``p`` if it is given."""
         batch = self.batch

@@ -6,7 +6,7 @@ the size of what they read and write.
 
 import operator
 from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from ds_ext.ops.executors.triton.launch_memory import Memory
 from ds_ext.ops.executors.triton.launcher import GradLimits, SquareParts
 from ds_ext.ops.expressions import Scaled, Source, WeightStorage
 from ds_ext.ops.runs import Columns, Pointers, Runs
+from ds_ext.ops.state import State
 
 AnyTable: TypeAlias = NativeTable | KernelTable
 AnyNormCache: TypeAlias = NormCache | DeviceNormCache
@@ -69,7 +70,7 @@ class BatchTables:
             if isinstance(table, KernelTable):
                 table.memory, table.arrays = memory, self._arrays
 
-    def begin(self, p: WeightStorage, gradients: object, state: Mapping[str, Any]) -> None:
+    def begin(self, p: WeightStorage, gradients: object, state: State) -> None:
         """Copies the addresses that a step's launches need to the device, if they run there."""
         if not isinstance(self.own, KernelTable) or self.own.memory is None:
             return
@@ -189,7 +190,7 @@ def _with_index(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _addresses(x: Any) -> Iterator[NDArray[np.int64]]:
+def _addresses(x: object) -> Iterator[NDArray[np.int64]]:
     """The addresses in the inputs of a step, [n] each, and its keys."""
     if isinstance(x, Runs):
         yield x.pointers

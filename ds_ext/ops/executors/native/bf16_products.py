@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +44,7 @@ def product_(out: Tensor, a: Tensor, b: Tensor, beta: float, symmetric: bool = F
     found.products_run(*pointers, sizes, beta, symmetric, torch.get_num_threads())
 
 
-def apply_(call: Any, entry: int, a: Tensor, b: Tensor, first: int) -> None:
+def apply_(call: ctypes.Array[ctypes.c_int], entry: int, a: Tensor, b: Tensor, first: int) -> None:
     """Makes the pass APPLY over one run of a matrix, by the update a · b.
 
     Args:

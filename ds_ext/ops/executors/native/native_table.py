@@ -2,7 +2,6 @@
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -57,7 +56,7 @@ class NativeTable:
         """Returns zeros to add sums to, [n] in fp32."""
         return torch.zeros(n, dtype=torch.float32, device="cpu")
 
-    def set(self, **columns: Any) -> None:
+    def set(self, **columns: object) -> None:
         """Fills each column with an array or tensor [n], or with one number."""
         for name, column in columns.items():
             self._columns[name][:] = column

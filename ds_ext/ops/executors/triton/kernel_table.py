@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -112,7 +112,7 @@ def _over_strips(
     read: Read,
     kernel: str,
     outs: Mapping[str, str],
-    **more: Any,
+    **more: object,
 ) -> None:
     """A pass over whole rows; ``outs`` maps column sums to the columns of their partial sums."""
     reduction, columns = table.sums_of_strips, dict(more)

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -84,7 +83,7 @@ class Launcher:
         start, n, mats, rows, cols = np.array(geometries, dtype=np.int64).T
         first = np.array(firsts, dtype=np.int64)
         self.geometry = Geometry(start, n, mats, rows, cols, first)
-        self._launches: dict[tuple[Any, ...], tuple[Tiles, list[Launch]]] = {}
+        self._launches: dict[tuple[object, ...], tuple[Tiles, list[Launch]]] = {}
         self._folds: dict[tuple[int, ...], tuple[Tiles, Int64s]] = {}
 
     def launch(
@@ -177,7 +176,7 @@ class Launcher:
         self._launches[key] = at, found
         return found
 
-    def fold(self, *sums: tuple[PartialReduction, Tensor, Any]) -> None:
+    def fold(self, *sums: tuple[PartialReduction, Tensor, Runs]) -> None:
         """Reduces partial sums in one launch: of each reduction the partial sums, and the output.
 
         Tensors of one step lie at the same distances in each, so their offsets are as in the step

@@ -149,7 +149,7 @@ def compiled_pass(kernel: str, given: Constants) -> tuple[KernelConstants, int]:
     """A pass over parameters of one kind -> its constants, its number of warps."""
     named, kernels = dict(given), _kernels()
     shape, warps = sizes.shape_of(kernel, named)
-    for name, numbers in (("FORM", kernels.FORM), ("STORAGE", kernels.HOW)):
+    for name, numbers in (("FORM", kernels.FORM), ("STORAGE", kernels.FORMATS)):
         if name in named:
             named[name] = numbers[named[name]].value
     for name in named.keys() & {"XD", "WD"}:

@@ -10,8 +10,8 @@ import triton.language as tl
 
 from ds_ext.ops.executors.triton.kernels.run import run
 from ds_ext.ops.executors.triton.kernels.values import FORM
-from ds_ext.ops.executors.triton.kernels.weights import HOW
+from ds_ext.ops.executors.triton.kernels.weights import FORMATS
 
 VERSION = tuple(int(x) for x in triton.__version__.split(".")[:2])
 
-__all__ = ["FORM", "HOW", "VERSION", "run", "tl"]
+__all__ = ["FORM", "FORMATS", "VERSION", "run", "tl"]

@@ -19,9 +19,9 @@ from ds_ext.ops.executors.triton.kernels.table_access import (
 )
 
 # Storage formats of weights.
-HOW = {name: tl.constexpr(i) for i, name in enumerate(schema.STORAGE)}
-PLAIN, STOCHASTIC, SPLIT = HOW["PLAIN"], HOW["STOCHASTIC"], HOW["SPLIT"]
-COPIED, CORRECTED = HOW["COPIED"], HOW["CORRECTED"]
+FORMATS = {name: tl.constexpr(i) for i, name in enumerate(schema.STORAGE)}
+PLAIN, STOCHASTIC, SPLIT = FORMATS["PLAIN"], FORMATS["STOCHASTIC"], FORMATS["SPLIT"]
+COPIED, CORRECTED = FORMATS["COPIED"], FORMATS["CORRECTED"]
 MOST_BF16 = tl.constexpr(3.3895313892515355e38)
 MOST_FP16 = tl.constexpr(65504.0)
 LEVELS, HALF = tl.constexpr(schema.ERROR_LEVELS), tl.constexpr(schema.HALF)
