@@ -67,50 +67,22 @@ def locate(path: Path, name: str) -> Path:
 
 
 def latest(folder: Path) -> str | None:
-    """Returns the tag of the newest checkpoint; None if nothing was ever saved.
-
-    Raises:
-        CheckpointError: the file ``latest`` is empty.
-    """
-    tag = _latest(folder)
-    if tag == "":
-        raise CheckpointError(f"{folder / 'latest'} is empty. {_others(folder, folder / ' ')}")
-    return tag
-
-
-def _latest(folder: Path) -> str | None:
-    """The text of the file ``latest``; None if it is missing."""
+    """Returns the text of the file ``latest``, a tag; None if nothing was ever saved."""
     file = folder / "latest"
     return file.read_text().strip() if file.is_file() else None
 
 
-def find(folder: Path, tag: str) -> Path:
-    """Returns the folder of a checkpoint.
-
-    Raises:
-        CheckpointError: there is no checkpoint with this tag.
-    """
-    if not (folder / tag).is_dir():
-        raise CheckpointError(f"there is no checkpoint {folder / tag}. {_others(folder, Path())}")
-    return folder / tag
-
-
-def manifest(path: Path) -> dict[str, Any] | None:
-    """Returns the manifest of a checkpoint; None if ds_ext did not write it.
-
-    Raises:
-        CheckpointError: the manifest is damaged, or has another format version.
-    """
-    if not locate(path, MANIFEST).is_file():
-        return None
-    try:
-        return read(path)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error} {_others(path.parent, path)}") from error
+def exists(path: Path) -> bool:
+    """Returns whether ds_ext wrote the checkpoint."""
+    return locate(path, MANIFEST).is_file()
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Returns the manifest of a checkpoint; raises like ``manifest``, also if there is none."""
+    """Returns the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: the manifest is missing or damaged, or has another format version.
+    """
     try:
         said: dict[str, Any] = json.loads(locate(path, MANIFEST).read_text())
         damaged = said.pop("crc32") != _checksum(said)
@@ -164,12 +136,12 @@ def verify(path: Path, files: dict[str, dict[str, int]], names: Iterable[str]) -
             fault = "is damaged: its checksum differs"
         else:
             continue
-        raise CheckpointError(f"{file} {fault}. {_others(path.parent, path)}")
+        raise CheckpointError(f"{file} {fault}.")
 
 
-def _others(folder: Path, path: Path) -> str:
-    """Advice for an error message: checkpoints that a user can load instead of ``path``."""
-    found = [c.tag for c in _complete(folder) if folder / c.tag != path]
+def advice(folder: str, path: Path | None = None) -> str:
+    """Returns the end of an error message: checkpoints that a user can load instead of ``path``."""
+    found = [c.tag for c in _complete(Path(folder)) if Path(folder, c.tag) != path]
     if not found:
         return f"No other complete checkpoint is in {folder}."
     return f"Nothing was loaded. Complete checkpoints in {folder}: {', '.join(found[:5])}."
@@ -195,7 +167,7 @@ def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
         if re.fullmatch(r"checkpoint-\d+", inner.name) and (inner / "trainer_state.json").is_file()
         for c in _complete(inner)
     ]
-    first = str(folder), _latest(Path(folder))
+    first = str(folder), latest(Path(folder))
     found = [*_complete(Path(folder)), *trainers]
     for candidate in sorted(found, key=lambda c: (c[:2] != first, -c.steps)):
         try:
@@ -225,8 +197,8 @@ def _complete(folder: Path) -> list[Checkpoint]:
                 found.append(Checkpoint(str(folder), tag, said["global_steps"]))
         except (CheckpointError, OSError):
             continue
-    latest = _latest(folder)
-    return sorted(found, key=lambda c: (c.tag != latest, -c.steps, c.tag))
+    newest = latest(folder)
+    return sorted(found, key=lambda c: (c.tag != newest, -c.steps, c.tag))
 
 
 def _tags(folder: Path) -> Iterator[str]:

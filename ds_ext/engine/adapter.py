@@ -106,8 +106,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         optimizer = self.optimizer
         optimizer.set_offload(HostOffload.from_config(section or {}))
         optimizer.index_parameters()  # DeepSpeed may have replaced expert parameters
-        if pipeline.is_pipeline(self.engine):
-            pipeline.number_parameters(self.engine, optimizer)
+        pipeline.number_parameters(self.engine, optimizer)
         positions = {p: expert_parallel.stack_position(p) for p in self.layout.names}
         firsts = {p: position[0] for p, position in positions.items() if position}
         optimizer.separate_experts(self.module, firsts, unpartitioned_shape)
@@ -317,8 +316,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             ValueError: a parameter is not part of the engine's module.
         """
         self.optimizer.add_param_group(param_group)
-        if pipeline.is_pipeline(self.engine):
-            pipeline.number_parameters(self.engine, self.optimizer)
+        pipeline.number_parameters(self.engine, self.optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discards the step in progress: see ``FusedBackward.discard``. All ranks must call it."""

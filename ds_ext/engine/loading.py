@@ -69,11 +69,13 @@ def load_checkpoint(
     if tag is None:
         log(f"there is no checkpoint in {load_dir}: nothing is loaded")
         return None, None
-    folder.checkpoint_path(load_dir, tag)  # raises if the tag is not a valid name
+    path = folder.checkpoint_path(load_dir, tag)
     pipeline.follow_groups(engine, engine.optimizer.optimizer)
-    path = consensus.run_on_all_ranks(lambda: manifests.find(Path(load_dir), tag), CheckpointError)
     contents = Contents(engine, engine.optimizer.fused, engine.optimizer.loss_scaler)
-    manifest = consensus.run_on_all_ranks(lambda: _verified(engine, path), CheckpointError)
+    manifest = consensus.run_on_all_ranks(
+        lambda: _verified(engine, path),
+        lambda text: CheckpointError(f"{text} {manifests.advice(load_dir, path)}"),
+    )
     opened = consensus.run_on_all_ranks(lambda: _open(contents, path, manifest), CheckpointError)
     with_state = manifest is not None and load_optimizer_states and not load_module_only
 
@@ -105,12 +107,17 @@ def _latest(load_dir: str) -> str | None:
             f"{load_dir}/latest is {seen[0]!r} on rank 0 and {seen[other[0]]!r} on rank "
             f"{other[0]}: name the full path of a folder on a file system that all ranks share."
         )
+    if tag == "":
+        raise CheckpointError(f"{load_dir}/latest is empty. {manifests.advice(load_dir)}")
     return tag
 
 
 def _verified(engine: DeepSpeedEngine, path: Path) -> dict[str, Any] | None:
     """The manifest, or None without one. Verifies this rank's share of the files."""
-    manifest, layout = manifests.manifest(path), engine.optimizer.layout
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint {path}.")
+    manifest = manifests.read(path) if manifests.exists(path) else None
+    layout = engine.optimizer.layout
     saved = (manifest or {}).get("tensor_parallel", 1)
     size = max(1, engine.autotp_size())
     if saved != size:

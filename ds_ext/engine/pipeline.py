@@ -215,10 +215,13 @@ def of_stage(groups: Sequence[ParamGroup]) -> list[ParamGroup]:
 def number_parameters(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     """Numbers parameters as in a pipeline with one stage. All ranks must call it.
 
+    Does nothing without a pipeline.
+
     Raises:
         ValueError: the stages have different param groups.
     """
-    _number_parameters(engine, optimizer, list(map(_keys, optimizer.param_groups)))
+    if is_pipeline(engine):
+        _number_parameters(engine, optimizer, list(map(_keys, optimizer.param_groups)))
 
 
 def follow_groups(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:

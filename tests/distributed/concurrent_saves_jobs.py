@@ -69,7 +69,7 @@ def load_all(folder: str) -> dict[str, int]:
     loaded.save_checkpoint(folder, tag="another", save_latest=False)
     for path in Path(folder).iterdir():
         if path.is_dir() and path.name != "another":
-            said = manifests.manifest(path)
+            said = manifests.read(path)
             manifests.verify(path, said["files"], said["files"])
             loaded.load_checkpoint(folder, tag=path.name)
             assert bool((loaded.module.weight == loaded.global_steps).all())

@@ -158,7 +158,7 @@ def saved(kind: str, stage: int, further: list[tuple[int, int]]) -> dict[str, An
         dist.barrier()
         tool = resume_jobs.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
         told = all(torch.equal(tool[n], middle[n]) for n in tool) and tool.keys() == middle.keys()
-        manifest = manifests.manifest(Path(folder) / "global_step2") or {}
+        manifest = manifests.read(Path(folder) / "global_step2")
         files = [len(manifest[kind]) for kind in ("model_files", "state_files")]
         dist.barrier()
     return {"found": found, "same": same, "zero_to_fp32": told, "files": files}
