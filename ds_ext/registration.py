@@ -46,10 +46,10 @@ def _refuse(reason: Exception) -> None:
 
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        own = getattr(given.get("args"), "deepspeed_config", None)
-        config = given.get("config") or given.get("config_params") or own
-        if isinstance(given.get("optimizer"), RuleOptimizer) or concerns_us(config):
+        passed = inspect.signature(original).bind(*args, **kwargs).arguments
+        own = getattr(passed.get("args"), "deepspeed_config", None)
+        config = passed.get("config") or passed.get("config_params") or own
+        if isinstance(passed.get("optimizer"), RuleOptimizer) or concerns_us(config):
             raise reason
         return original(*args, **kwargs)
 

@@ -75,35 +75,28 @@ class Section:
     weight_storage: Annotated[Int8, _INT8] | None = None  # `int8`: stores large matrices in 8 bits
 
 
-# Types of DeepSpeed's values, for errors that name the key. pydantic alone takes true for 1.
+# Types of DeepSpeed's values, for errors that name the key.
 
 
-def _refuse_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError
-    return value
+def _typed(kind: Any, description: str, refused: Any = bool, **bounds: Any) -> Any:
+    """A type as which pydantic reads values, except instances of ``refused``."""
+
+    def refuse(value: Any) -> Any:
+        if isinstance(value, refused):
+            raise ValueError
+        return value
+
+    return Annotated[kind, BeforeValidator(refuse), Field(description=description, **bounds)]
 
 
-def _refuse_text(value: Any) -> Any:
-    if isinstance(value, bool | str):
-        raise ValueError
-    return value
-
-
-SECTION = Annotated[dict[str, Any], Field(description="a section such as {}")]
-_SWITCH = Annotated[bool, Field(description="true or false")]
-_NUMBER = Annotated[float, BeforeValidator(_refuse_bool), Field(description="a number")]
-_WHOLE = Annotated[
-    int, BeforeValidator(_refuse_bool), Field(ge=0, description="a whole number >= 0")
-]
-_STAGE = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0, le=3, description="0, 1, 2, 3")]
+SECTION = _typed(dict[str, Any], "a section such as {}", ())
+_SWITCH = _typed(bool, "true or false", ())
+_NUMBER = _typed(float, "a number")  # pydantic alone takes true for 1
+_STAGE = _typed(int, "0, 1, 2, 3", ge=0, le=3)
+_WHOLE = _typed(int, "a whole number >= 0", ge=0)
 # DeepSpeed does not convert text to these.
-_COUNT = Annotated[
-    int, BeforeValidator(_refuse_text), Field(gt=0, description="a whole number > 0")
-]
-_SIZE = Annotated[
-    int, BeforeValidator(_refuse_text), Field(ge=0, description="a whole number >= 0")
-]
+_SIZE = _typed(int, "a whole number >= 0", bool | str, ge=0)
+_COUNT = _typed(int, "a whole number > 0", bool | str, gt=0)
 DTYPES = {  # as DeepSpeed spells them
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "float32"),
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bfloat16"),
@@ -122,6 +115,7 @@ _HOST = (
     'remove it: offload_param and offload_optimizer, each {"device": "cpu"}, replace it, with '
     "pin_memory."
 )
+_NVME = "DeepSpeed has it for NVMe and its own CPU optimizer"
 # Sections that DeepSpeed requires to be objects.
 _SECTIONS = (
     *("zero_optimization", "fp16", "bf16", "data_types", "checkpoint", "tensor_parallel"),
@@ -136,6 +130,14 @@ _ZERO = {
     "zero_hpz_partition_size": Setting(
         _WHOLE, _at_most_one, since=(0, 19, 8), least_stage=3, divides_ranks=True
     ),
+    **{
+        f"{section}.{option}": Setting(off=lambda v: False, no_effect=_NVME)
+        for section in ("offload_param", "offload_optimizer")
+        for option in (
+            *("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read"),
+            *("pipeline_write", "fast_init", "cpuadam_cores_perc"),
+        )
+    },
     "offload_param": Setting(SECTION | None),
     "offload_param.device": Setting(off=lambda v: v == "none"),
     "offload_param.ratio": Setting(_NUMBER),

@@ -68,19 +68,19 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"{command[0]}: {error.strerror}") from None
 
 
-def environment(given: Mapping[str, str], config: str | None = None) -> dict[str, str]:
+def environment(current: Mapping[str, str], config: str | None = None) -> dict[str, str]:
     """Returns an environment in which Python registers our optimizers when it starts.
 
     Args:
-        given: the environment of this process.
+        current: the environment of this process.
         config: a DeepSpeed config file whose optimizer replaces that of the program.
 
     Raises:
         ValueError: the file names no optimizer of ds_ext.
     """
-    paths = [str(CHILDREN), *filter(None, [given.get("PYTHONPATH")])]
+    paths = [str(CHILDREN), *filter(None, [current.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(paths)}
-    return {**given, **own} if config is None else {**given, **own, VARIABLE: _checked(config)}
+    return {**current, **own} if config is None else {**current, **own, VARIABLE: _checked(config)}
 
 
 def _checked(config: str) -> str:

@@ -39,7 +39,9 @@ def all_problems(config: dict[str, Any], named: "Named", version: str | None = N
         named: the optimizer that it names.
         version: the version of DeepSpeed; None if DeepSpeed is not installed.
     """
-    found = [*misspelled_sections(config), *named.problems]
+    misspelled = filter(optimizer_names.misspells_section, config)
+    found = [f'unknown key {key}. Did you mean "ds_ext"?' for key in misspelled]
+    found += named.problems
     if not named.other:
         found += problems(config, version, "", _states(config, named.ours))
     return found
@@ -117,22 +119,18 @@ def int8_problems(config: dict[str, Any]) -> Iterator[str]:
 def ignored(config: dict[str, Any]) -> Iterator[str]:
     """Yields a message for each setting that is accepted but has no effect."""
     config = normalized(config)
+    on = _offloaded(config)
     for key, setting in SETTINGS.items():
-        if setting.no_effect and is_on(config, key):
+        is_inactive = ".offload_" in key and key.split(".")[1] not in on
+        if setting.no_effect and is_on(config, key) and not is_inactive:
             yield f"{key} = {lookup(config, key)!r} has no effect: {setting.no_effect}."
-    stage, on = lookup(config, "zero_optimization.stage") or 0, _offloaded(config)
+    stage = lookup(config, "zero_optimization.stage") or 0
     if "offload_param" not in on and is_on(config, "zero_optimization.offload_param.device"):
         device = lookup(config, "zero_optimization.offload_param.device")
         yield (
             f'zero_optimization.offload_param.device = "{device}" has no effect: it moves the '
             f"partitions that ZeRO-3 makes of parameters, and zero_optimization.stage is {stage}."
         )
-    for name, section in on.items():
-        if unread := [f"{name}.{option}" for option in section if option in _NVME_OPTIONS]:
-            yield (
-                f'zero_optimization: {", ".join(unread)} have no effect where device is "cpu": '
-                "DeepSpeed has them for NVMe and its own CPU optimizer."
-            )
 
 
 def expert_problems(stage: Any, sequences: bool, tensor_size: Any) -> Iterator[str]:
@@ -205,13 +203,6 @@ def _offloaded(config: dict[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {n: lookup(config, key) for n, key in keys.items() if is_on(config, f"{key}.device")}
 
 
-# DeepSpeed reads these options only for NVMe or super_offload.
-_NVME_OPTIONS = {
-    *("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"),
-    *("pipeline_read", "pipeline_write", "fast_init", "cpuadam_cores_perc"),
-}
-
-
 # Sizes that must match the number of ranks.
 
 
@@ -258,12 +249,6 @@ def batch_problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
             f"train_batch_size = {whole} is not train_micro_batch_size_per_gpu = {micro or 'any'} "
             f"times gradient_accumulation_steps = {steps or 'any'} times {ranks or 'any'} ranks."
         )
-
-
-def misspelled_sections(config: dict[str, Any]) -> Iterator[str]:
-    """Yields a message for each top-level key that is probably meant to be "ds_ext"."""
-    for key in filter(optimizer_names.misspells_section, config):
-        yield f'unknown key {key}. Did you mean "ds_ext"?'
 
 
 # The optimizer.

@@ -217,28 +217,21 @@ def gradients(
         ValueError: a value is invalid, or two keys contradict each other.
     """
     own, config = section(config), normalized(config)
-    kept = [
-        f"{key} = {value!r}"
-        for key, honoured in (
-            ("gradient_accumulation_steps", 1),
-            ("managed_gradient_accumulation", True),
-        )
-        if (value := config.get(key, honoured)) != honoured
-    ]
+    for key, not_kept in (
+        ("gradient_accumulation_steps", 1),
+        ("managed_gradient_accumulation", True),
+    ):
+        if not kept_for and (value := config.get(key, not_kept)) != not_kept:
+            kept_for = f"{key} = {value!r}"
     if kept_for and own.gradient_policy == "fused":
         raise ValueError(
             f'{kept_for} needs kept gradients, and ds_ext.gradient_policy = "fused" keeps none: '
-            'remove it, and "sharded" is used.'
-        )
-    if kept and own.gradient_policy == "fused":
-        raise ValueError(
-            f'{kept[0]} needs kept gradients, and ds_ext.gradient_policy = "fused" keeps none: '
             "remove one of them."
         )
     dtype = lookup(config, "data_types.grad_accum_dtype")
     return GradientConfig(
         bucket_size=lookup(config, "zero_optimization.reduce_bucket_size"),
-        policy=own.gradient_policy or ("sharded" if kept or kept_for else "fused"),
+        policy=own.gradient_policy or ("sharded" if kept_for else "fused"),
         max_norm=config.get("gradient_clipping") or 0.0,
         max_value=own.clip_value,
         clip_mode=own.clip_mode,

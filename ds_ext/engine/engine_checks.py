@@ -41,6 +41,7 @@ _LOCAL = {
 def check_ranks(model: Any, client: Any, config: DeepSpeedConfig) -> None:
     """Checks that all ranks start the same run. All ranks must call it.
 
+    A rank whose optimizer is not of ds_ext does not call it: the others wait for the time limit.
     Pipeline ranks compare parameters and param groups only with the ranks of their stage.
 
     Args:

@@ -122,14 +122,14 @@ def _log_replaced(own: str, ours: str) -> None:
 def build(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
     """Builds an engine of our class if its optimizer is of ds_ext."""
     sequence_parallel.reset()
-    given = inspect.signature(original).bind(engine, *args, **kwargs).arguments
-    model, client, config = given["model"], given.get("optimizer"), given["config_class"]
+    passed = inspect.signature(original).bind(engine, *args, **kwargs).arguments
+    model, client, config = passed["model"], passed.get("optimizer"), passed["config_class"]
     override.refuse_object(client)
     if client is not None:
         optimizers.warn_ignored_type(client, config)
     is_stored = int8_weights.is_stored(model)
     if optimizers.is_ours(client, config) or (is_stored and callable(client)):
-        engine._ds_ext_mpu = given.get("mpu")  # AutoTP replaces engine.mpu
+        engine._ds_ext_mpu = passed.get("mpu")  # AutoTP replaces engine.mpu
         make = functools.partial(original, engine, *args, **kwargs)
         own_engine.build(make, engine, model, client, config)
         return

@@ -44,17 +44,17 @@ def check_betas(scheduler: Any, optimizer: RuleOptimizer) -> None:
             )
 
 
-def check_metrics(scheduler: Any, given: dict[str, Any]) -> None:
+def check_metrics(scheduler: Any, kwargs: dict[str, Any]) -> None:
     """Checks that a scheduler gets its metric. DeepSpeed would pass the batch size instead.
 
     Args:
         scheduler: the scheduler, before its step.
-        given: the keyword arguments for its step.
+        kwargs: the keyword arguments for its step.
 
     Raises:
-        ValueError: the scheduler needs a metric, but ``given`` has none.
+        ValueError: the scheduler needs a metric, but ``kwargs`` has none.
     """
-    if "metrics" in inspect.signature(scheduler.step).parameters and "metrics" not in given:
+    if "metrics" in inspect.signature(scheduler.step).parameters and "metrics" not in kwargs:
         raise ValueError(
             f"{type(scheduler).__name__} needs a metric, but DeepSpeed would give it the batch "
             'size: call engine.step(lr_kwargs={"metrics": ...}), or step it yourself and keep it '

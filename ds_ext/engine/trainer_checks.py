@@ -41,9 +41,9 @@ def refuse_ignored(scheduler: Callable[..., Any] | None) -> None:
         if value not in _DEFAULTS:
             _refuse_ignored(f"TrainingArguments.{name} = {value!r}", advice)
     advice = 'remove it: the config\'s "optimizer" and "scheduler" define both.'
-    given = _given(trainer, "optimizer")
-    if given or _given(trainer, "lr_scheduler"):
-        _refuse_ignored(f"Trainer(optimizers=...): {type(given).__name__}", advice)
+    optimizer = _passed(trainer, "optimizer")
+    if optimizer or _passed(trainer, "lr_scheduler"):
+        _refuse_ignored(f"Trainer(optimizers=...): {type(optimizer).__name__}", advice)
     if getattr(trainer, "optimizer_cls_and_kwargs", None) is not None:
         _refuse_ignored("Trainer(optimizer_cls_and_kwargs=...)", advice)
 
@@ -122,7 +122,7 @@ def _refuse_ignored(what: str, advice: str) -> None:
     )
 
 
-def _given(trainer: Any, what: str) -> Any:
+def _passed(trainer: Any, what: str) -> Any:
     """The object that was passed to Trainer, read from its callback handler; None if none.
 
     After a first ``train()``, the handler has accelerate's wrapper of the engine's object instead.

@@ -282,8 +282,9 @@ def test_what_can_be_done_passes(given):
 @pytest.mark.parametrize("given, words", WITHOUT_EFFECT)
 def test_what_has_no_effect_is_accepted_and_told_of(given, words):
     refuse(given, OPTIMIZERS["lamb"].hypers(), torch.float32)
-    (line,) = config_checks.ignored(given)
-    assert "no effect" in line and all(word in line for word in words)
+    lines = list(config_checks.ignored(given))
+    assert lines and all("no effect" in line for line in lines)
+    assert all(any(word in line for line in lines) for word in words)
 
 
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
