@@ -6,9 +6,10 @@ import sys
 from typing import Any
 
 from ds_ext import rates
+from ds_ext.config.optimizer_names import PREFIX, registry_key
 from ds_ext.optimizer import named
 from ds_ext.planner import memory, models
-from ds_ext.planner.options import DEEPSPEEDS, PlanOptions
+from ds_ext.planner.options import PlanOptions
 from ds_ext.rates import RATES, Rate
 from ds_ext.rules import REGISTRY
 
@@ -86,7 +87,7 @@ def make(optimizer: str, stage: int, numbers: bool = False, parameters: int = 0)
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     return {
         "optimizer": {
-            "type": f"ds_ext.{spelling}" if name in DEEPSPEEDS else spelling,
+            "type": spelling if registry_key(spelling) else PREFIX + spelling,
             "params": {
                 "lr": value(start),
                 **({"weight_decay": value(decay)} if decay is not None else {}),

@@ -6,7 +6,6 @@ The engine and the commands ``check``, ``plan`` and ``run`` share these function
 import base64
 import binascii
 import contextlib
-import copy
 import functools
 import json
 import os
@@ -148,7 +147,7 @@ def normalized(config: dict[str, Any]) -> dict[str, Any]:
     and accelerate have already replaced every "auto" that they support. Leaves values as they are
     that ``malformed`` yields.
     """
-    read: dict[str, Any] = _without_auto(config)
+    read: dict[str, Any] = _copied(config, without="auto")
     if isinstance(zero := read.get("zero_optimization"), bool):  # DeepSpeed's old format
         read["zero_optimization"] = {"stage": int(zero)}
     for key in SETTINGS:
@@ -160,11 +159,12 @@ def normalized(config: dict[str, Any]) -> dict[str, Any]:
     return read
 
 
-def _without_auto(value: Any) -> Any:
-    """A copy of a value, without the keys of its sections that are "auto"."""
+def _copied(value: Any, without: Any = None) -> Any:
+    """A copy of a section and of those inside, without keys whose value is ``without``."""
     if not isinstance(value, dict):
         return value
-    return {key: _without_auto(inner) for key, inner in value.items() if inner != "auto"}
+    kept = (key for key in value if without is None or value[key] != without)
+    return {key: _copied(value[key], without) for key in kept}
 
 
 def filled(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -175,7 +175,7 @@ def filled(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     Returns:
         A copy of the config, and the keys that had "auto" and that HF fills in.
     """
-    config, autos = copy.deepcopy(config), []
+    config, autos = _copied(config), []
     for key in (*_FILLED, *SIZES):
         path, _, last = key.rpartition(".")
         section = lookup(config, path) if path else config
