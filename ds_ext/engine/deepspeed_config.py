@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from deepspeed.runtime import config as runtime_config
 from deepspeed.runtime import constants, precision_config
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
@@ -85,7 +86,9 @@ def read(make: Callable[[], None], made: DeepSpeedConfig, config: dict[str, Any]
     except ValueError:
         raise_first(config_checks.batch_problems(config, getattr(made, "world_size", None)))
         raise
-    raise_first(config_checks.size_problems(config, int(made.world_size)))
+    # Not of ``made.world_size``, which DeepSpeed has divided by sequence_parallel_size.
+    ranks = dist.get_world_size() if dist.is_initialized() else None
+    raise_first(config_checks.size_problems(config, ranks))
 
 
 def raised(config: dict[str, Any]) -> Iterator[str]:
