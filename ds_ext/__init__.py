@@ -45,4 +45,9 @@ def __getattr__(name: str) -> type:
     return optimizer
 
 
+def __dir__() -> list[str]:
+    """Returns the names of the module, with those that ``__getattr__`` finds."""
+    return sorted({*globals(), *__all__, "FuseCallback", "MetricsCallback"})
+
+
 register()

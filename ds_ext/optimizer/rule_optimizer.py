@@ -5,7 +5,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -52,10 +52,12 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
     def __init_subclass__(cls) -> None:
         cls.hypers = hypers_of(cls.rule)
         params = inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        hypers = inspect.signature(cls.hypers).parameters.values()
-        cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [params, *(h.replace(kind=inspect.Parameter.KEYWORD_ONLY) for h in hypers)]
-        )
+        types = get_type_hints(cls.hypers)  # without what pydantic checks
+        hypers = [
+            h.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[h.name])
+            for h in inspect.signature(cls.hypers).parameters.values()
+        ]
+        cls.__signature__ = inspect.Signature([params, *hypers])  # type: ignore[attr-defined]
 
     def __init__(self, params: Iterable[Any], **hypers: Any) -> None:
         BucketOptimizer.__init__(self)

@@ -24,7 +24,7 @@ from pathlib import Path
 from ds_ext.commands import config
 from ds_ext.ops import schema
 from ds_ext.rules import REGISTRY
-from tests.tools import rates, reference
+from tests.tools import rates, reference, stubs
 
 ROOT = Path(__file__).parents[2]
 _MARKED = re.compile(
@@ -107,12 +107,13 @@ def unmarked(text: str) -> Iterator[str]:
 
 
 def generated() -> Iterator[tuple[Path, str]]:
-    """The files that are generated whole, and their texts: the schema in C++, and configs.
+    """The files that are generated whole, and their texts: C++'s schema, types, and configs.
 
     Configs are what ``python -m ds_ext config`` prints: those of HF Trainer have "auto"; those in
     ``plain`` have numbers, for ``deepspeed.initialize``.
     """
     yield schema.HEADER, schema.header()
+    yield ROOT / "ds_ext/__init__.pyi", stubs.text()
     for name in REGISTRY:
         for folder, numbers in (("configs", False), ("configs/plain", True)):
             text = config.as_text(config.make(name, 3, numbers))

@@ -1,0 +1,51 @@
+"""A type checker sees the optimizers' names and hyper-parameters."""
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ds_ext
+
+ROOT = Path(__file__).parents[2]
+GOOD = """import ds_ext
+import torch
+
+params = torch.nn.Linear(2, 2).parameters()
+ds_ext.AdaLomo(params, lr=1e-3, eps=(1e-30, 1e-3), weight_update="nearest")
+fused: ds_ext.RuleOptimizer = ds_ext.GaLoreAdamW.for_model(torch.nn.Linear(2, 2), rank=4)
+"""
+WRONG = {
+    "ds_ext.AdaLomoo(params)": "attr-defined",
+    "ds_ext.AdaLomo(params, learning_rate=1e-3)": "call-arg",
+    "ds_ext.AdaLomo(params, lr='1e-3')": "arg-type",
+    "ds_ext.Muon(params, ns_dtype='fp64')": "arg-type",
+}
+
+
+@pytest.mark.slow
+def test_a_type_checker_finds_misspelt_names(tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text(GOOD + "\n".join(WRONG) + "\n")
+    options = ["--strict", "--follow-imports=silent", f"--cache-dir={ROOT / '.mypy_cache'}"]
+    told = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, str(file)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"MYPYPATH": str(ROOT)},
+    ).stdout
+    lines = [line for line in told.splitlines() if ": error: " in line]
+    first = GOOD.count("\n") + 1
+    assert [int(line.split(":")[1]) for line in lines] == list(range(first, first + len(WRONG)))
+    assert all(f"[{kind}]" in line for line, kind in zip(lines, WRONG.values(), strict=True))
+
+
+def test_signatures_are_written_and_names_are_listed():
+    signature = str(inspect.signature(ds_ext.AdaLomo))
+    assert signature.startswith("(params, *, lr: float = 0.001, eps: tuple[float, float] = ")
+    assert "FieldInfo" not in signature
+    assert {"AdaLomo", "MetricsCallback", "fuse_into_backward"} <= {*dir(ds_ext)}
