@@ -42,7 +42,7 @@ class GradientLifetime:
 
     bucket: int | None  # elements; None to keep all gradients
     behind: int = 0  # how many full buckets live while the next one fills
-    visiting: float = 0.0  # bytes per element that come from the host while a bucket is stepped
+    staged_bytes: float = 0.0  # per element, that come from the host while a bucket is stepped
     together: bool = False  # whether layers in pieces are ZeRO-3's leaf modules
 
 
@@ -83,7 +83,7 @@ class HeldGradients:
 
     def step(self) -> None:
         """Copies what is offloaded to the device while the gradients of a bucket are alive."""
-        size = round(self.elements * self.lifetime.visiting)
+        size = round(self.elements * self.lifetime.staged_bytes)
         torch.empty(size, dtype=torch.uint8, device="cpu")
         self.earlier.append(self.bucket)
         self.bucket = []

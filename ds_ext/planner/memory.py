@@ -67,7 +67,7 @@ def optimizer_memory(
     accumulates: str | None = None,
     offloads: Collection[str] = (),
     in_int8: bool = False,
-    visiting: float | None = None,
+    staged_share: float | None = None,
 ) -> MemoryUse:
     """Returns the memory of a rule on the rank with the most memory.
 
@@ -82,18 +82,18 @@ def optimizer_memory(
         offloads: "param" (stage 3), "optimizer", both or none. Offloaded parts are on the host.
         in_int8: whether large matrices are stored in 8 bits. Their values in bf16, of a bucket that
             is stepped and, at stages 0 to 2, of a module, count as gradients.
-        visiting: the share of the offloaded parts that is on the device; by default one bucket's.
+        staged_share: the share of the offloaded parts on the device; by default one bucket's.
     """
     cut = ranks if stage in (1, 2, 3) else 1
     behind = IN_FLIGHT if stage == 3 else 0  # overlap_comm: earlier buckets are not stepped yet
     in_flight = elements(shapes) if stage is None else _in_flight(shapes, ranks, bucket, behind)
-    if visiting is None:
-        visiting = min(1.0, max(bucket, _largest(shapes)) / elements(shapes))
+    if staged_share is None:
+        staged_share = min(1.0, max(bucket, _largest(shapes)) / elements(shapes))
     whole = _weights(shapes, stage, ranks)
     weights = whole
     if "param" in offloads:
         runs = sum(-(-math.prod(shape) // ranks) for shape in shapes.values())
-        weights = whole - runs + math.ceil(visiting * runs)
+        weights = whole - runs + math.ceil(staged_share * runs)
 
     rules = rule if isinstance(rule, Mapping) else dict.fromkeys(shapes, rule)
     kept = 0 if stage is None else kept_gradients(rules, shapes, cut, accumulates)
@@ -103,7 +103,7 @@ def optimizer_memory(
         if "optimizer" not in offloads:
             return most
         stays = max_bytes_over_ranks(lambda *of: _small(init(*of)), rules, shapes, cut, dtype)
-        return stays + visiting * (most - stays)
+        return stays + staged_share * (most - stays)
 
     # ZeRO-3 stores runs, and keeps small weights gathered in bf16.
     divided, persist = (ranks, PERSIST) if stage == 3 else (1, 0)

@@ -142,8 +142,8 @@ class MemoryPlan:
             of = (rules, self.shapes, stage, ranks, self.dtype, options.bucket)
             in_int8 = options.weight_storage == "int8"
             held, away, home = (
-                memory.optimizer_memory(*of, options.accumulates, offloads, in_int8, visiting)
-                for visiting in (None, 0.0, 1.0)
+                memory.optimizer_memory(*of, options.accumulates, offloads, in_int8, staged_share)
+                for staged_share in (None, 0.0, 1.0)
             )
             # Kept gradients are stepped after backward.
             each = 0.0 if options.accumulates else (home.total - away.total) / self.n

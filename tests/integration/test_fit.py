@@ -224,6 +224,8 @@ def test_a_config_for_hf_trainer_has_auto(fit, folder, tmp_path, capsys):
     told, config = capsys.readouterr().out, json.loads(path.read_text())
     assert "--per_device_train_batch_size 4 --learning_rate 1e-3 --bf16 True" in told
     assert config["ds_ext"]["batch_splits"] > 1
+    assert config["train_micro_batch_size_per_gpu"] == config["bf16"]["enabled"] == "auto"
+    assert config["optimizer"]["params"]["lr"] == "auto"
     (losses,) = worlds.once(1, by_trainer, str(folder), str(path))
     assert losses[-1] < losses[0]
     assert "add --fit" in refused(capsys, "plan", "--model", folder, "--hf")

@@ -165,9 +165,9 @@ def test_gradients_of_a_leaf_module_wait_for_each_other():
 
 
 def test_what_comes_from_the_host_with_a_bucket_meets_activations():
-    def of(visiting):
+    def of(staged):
         batch = MicroBatch(1, 64, False)
-        return activations.peak(small(), torch.float32, batch, GradientLifetime(1, 0, visiting))
+        return activations.peak(small(), torch.float32, batch, GradientLifetime(1, 0, staged))
 
     head = 301 * 64
     assert of(100) - of(0) > 90 * head  # the head is stepped first, while activations are alive
