@@ -1,6 +1,5 @@
 """Where the data of a batch's parameters lies: an address for each parameter."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -37,6 +36,10 @@ class Runs:
 
     base = 0
     is_checked = False
+    # Computed when they are first read; functools.cached_property takes a lock.
+    _layout: Layout | None = None
+    _offsets: Pointers | None = None
+    _pointers: Pointers | None = None
 
     def __init__(
         self,
@@ -46,40 +49,47 @@ class Runs:
     ) -> None:
         self.tensors = tensors
         if layout is not None:
-            self.layout = layout
+            self._layout = layout
         if firsts is not None:
-            self.base, self.offsets, self.is_checked = tensors[0].data_ptr(), 4 * firsts, True
+            self.base, self._offsets, self.is_checked = tensors[0].data_ptr(), 4 * firsts, True
 
     @classmethod
     def at(cls, base: int, offsets: Pointers, tensors: Sequence[Tensor] = ()) -> "Runs":
         """Returns runs at addresses in memory that the caller, or ``tensors``, keeps alive."""
         runs = cls(tensors)
-        runs.base, runs.offsets, runs.is_checked = base, offsets, True
+        runs.base, runs._offsets, runs.is_checked = base, offsets, True
         return runs
 
     def shifted(self, by: Pointers | int) -> "Runs":
         """Returns runs that begin later, by bytes, [n]."""
         return Runs.at(self.base, self.offsets + by, self.tensors)
 
-    @functools.cached_property
+    @property
     def layout(self) -> Layout | None:
         """The layout; None if a tensor is not contiguous, or dtypes or devices differ."""
-        dtype, device, sizes = self.dtype, self.device, []
-        for x in self.tensors:
-            if x.dtype != dtype or x.device != device or not x.is_contiguous():
-                return None
-            sizes.append(x.numel())
-        return Layout(dtype, device, tuple(sizes))
+        if self._layout is None:
+            first, sizes = self.tensors[0], []
+            dtype, device = first.dtype, first.device
+            for x in self.tensors:
+                if x.dtype != dtype or x.device != device or not x.is_contiguous():
+                    return None
+                sizes.append(x.numel())
+            self._layout = Layout(dtype, device, tuple(sizes))
+        return self._layout
 
-    @functools.cached_property
+    @property
     def offsets(self) -> Pointers:
         """The address of each parameter's first element less ``base``, in bytes, [n]."""
-        return np.array([x.data_ptr() for x in self.tensors], dtype=np.int64)
+        if self._offsets is None:
+            self._offsets = np.array([x.data_ptr() for x in self.tensors], dtype=np.int64)
+        return self._offsets
 
-    @functools.cached_property
+    @property
     def pointers(self) -> Pointers:
         """The address of each parameter's first element, [n]."""
-        return self.base + self.offsets if self.base else self.offsets
+        if self._pointers is None:
+            self._pointers = self.base + self.offsets if self.base else self.offsets
+        return self._pointers
 
     @property
     def values(self) -> Tensor:
