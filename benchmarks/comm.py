@@ -105,8 +105,8 @@ def ours(sizes: Sizes, bucket: int, stage: int) -> tuple[Callable[[Tensor], None
     found = Step([], gradients, [])
     update = ds_ext.AdaLomo.update
 
-    def noting(self: Any, updates: Iterable[Any], all_reduce: Callable[[Tensor], None]) -> int:
-        found.rounds.append(update(self, updates, all_reduce))
+    def noting(*args: Any) -> int:
+        found.rounds.append(update(*args))
         return found.rounds[-1]
 
     ds_ext.AdaLomo.update = noting  # type: ignore[method-assign]
