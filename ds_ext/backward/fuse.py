@@ -70,7 +70,6 @@ def fuse_into_backward(
     for refuse in REFUSALS:
         refuse(model)
     param_checks.refuse_shared_memory(model.parameters())
-    param_checks.refuse_all_frozen(optimizer)
     if bucket_size is not None and (type(bucket_size) is not int or bucket_size < 0):
         raise ValueError(f"bucket_size is {bucket_size!r}; allowed: a whole number >= 0, or None.")
     if gradient_policy is None:
@@ -95,6 +94,7 @@ def fuse_into_backward(
     devices = sorted({str(p.device) for p in model.parameters()})
     kind = {"optimizer": type(optimizer).__name__, "device count": len(devices)}
     consensus.agree(kind | consensus.facts(model, optimizer), group)
+    param_checks.refuse_all_frozen(optimizer)
     if len(devices) > 1:
         raise ValueError(
             f"fuse_into_backward: the model's parameters are on {', '.join(devices)}. Move the "

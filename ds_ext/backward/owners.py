@@ -95,11 +95,14 @@ def refuse_second(optimizer: BucketOptimizer) -> None:
     Raises:
         RuntimeError: an engine or ``fuse_into_backward`` steps them, with another optimizer.
     """
-    name = type(optimizer).__name__
-    for by in of(optimizer.group_of) if _live else ():
+    if not _live:
+        return
+    others = [by.optimizer for by in of(optimizer.group_of) if by.optimizer is not optimizer]
+    if others:
+        name = type(optimizer).__name__
         raise RuntimeError(
             f"{name}.step() found no gradients: an engine or fuse_into_backward steps these "
-            f"parameters inside backward with another optimizer, {type(by.optimizer).__name__}. "
+            f"parameters inside backward with another optimizer, {type(others[0]).__name__}. "
             f"Remove this {name}."
         )
 

@@ -223,7 +223,8 @@ class StepState:
             wanted = [self.reader.layout.total(self.square)]
         skipped, square = self._read(wanted)
         if self.norm is None:
-            self.norm = math.sqrt(square + self.flagged_square)
+            square += self.flagged_square
+            self.norm = math.inf if math.isnan(square) else math.sqrt(square)
         return skipped
 
     def read_flags(self) -> list[Tensor]:

@@ -9,8 +9,8 @@ FOLDER/latest                     the tag of the newest checkpoint
 
 A checkpoint whose tag is new is complete once its folder is renamed. If FOLDER/TAG exists, the new
 folder becomes FOLDER/TAG/.complete, and its files move from there. A killed job leaves the others
-in .complete, where readers look first, and the next save moves them. Other files in FOLDER/TAG,
-such as a tokenizer or the checkpoint TAG/step1, stay where they are.
+in .complete, where readers look first, and the next save in FOLDER moves them. Other files in
+FOLDER/TAG, such as a tokenizer or the checkpoint TAG/step1, stay where they are.
 """
 
 import json
@@ -75,6 +75,8 @@ def prepare(path: Path) -> Draft:
         aside = place.with_name(f"{INCOMPLETE}{place.name}.{secrets.token_hex(4)}")
         draft = Draft(path, place, aside, locks.hold(_lock_of(aside)))
         aside.mkdir()
+        for new in place.parent.glob("*/" + COMPLETE):
+            _finish(new.parent)
         for lock in place.parent.glob(INCOMPLETE + "*.lock"):
             if locks.is_abandoned(lock, lock.with_suffix(""), now=aside.stat().st_mtime):
                 _remove(lock.with_suffix(""))
@@ -112,17 +114,20 @@ def commit(draft: Draft, manifest: dict[str, Any], is_latest: bool) -> None:
         CheckpointError: a file that a rank wrote is missing, or a folder has its name.
     """
     path, place, aside, _ = draft
+    for name in (MANIFEST, *manifest["files"]):
+        if (place / name).is_dir():
+            raise CheckpointError(f"{path / name} is a folder, but a file needs its name: move it.")
     for name, file in manifest["files"].items():
         if not (aside / name).is_file() or (aside / name).stat().st_size != file["bytes"]:
             raise CheckpointError(
                 f"{name} was written by its rank but is not in {aside}: the folder must lie on "
                 "a file system that all ranks share."
             )
-        if (place / name).is_dir():
-            raise CheckpointError(f"{path / name} is a folder, but a file needs its name: move it.")
     _write(aside / MANIFEST, manifests.text(manifest))
     with locks.exclusive(place.parent):
         _finish(place)  # another job may have been killed meanwhile
+        if (place / COMPLETE).is_dir() and any((place / COMPLETE).iterdir()):
+            raise CheckpointError(f"{path / COMPLETE} is no checkpoint of ds_ext: move it.")
         aside.rename(place / COMPLETE if place.exists() else place)
         _sync(place if (place / COMPLETE).exists() else place.parent)
         _finish(place)
@@ -142,7 +147,13 @@ def _finish(place: Path) -> None:
     if not (new / MANIFEST).is_file():
         return
     left = {entry.name for entry in new.iterdir()}
-    moved = manifests.read(new)["files"].keys() - left
+    try:
+        moved = manifests.read(new)["files"].keys() - left
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error} A save was killed while it moved files from {new}: delete that folder to "
+            "keep what lies beside it."
+        ) from None
     for name in _own_files(place) - moved:
         (place / name).unlink()
     for name in sorted(left, key=lambda name: (name == MANIFEST, "model_states" in name)):

@@ -152,7 +152,7 @@ class Pieces:
         """The files that may contain a value under these keys."""
         if self._index is None:
             return [self.saved, self._weights]
-        if not self._index[keys[0]].isdisjoint(keys):
+        if not self._index[keys[0]].isdisjoint(keys[1:]):
             return [self.saved]
         return [self._weights] if keys[0] == "weights" else []
 

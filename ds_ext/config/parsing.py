@@ -144,10 +144,15 @@ def normalized(config: dict[str, Any]) -> dict[str, Any]:
     """Returns a config with the values that DeepSpeed reads. Every reader calls this first.
 
     Leaves out keys whose value is "auto": like DeepSpeed, ds_ext uses defaults for them. HF Trainer
-    and accelerate have already replaced every "auto" that they support. Leaves values as they are
-    that ``malformed`` yields.
+    and accelerate have already replaced every "auto" that they support. Leaves other
+    hyper-parameters as they are, and values that ``malformed`` yields.
     """
     read: dict[str, Any] = _copied(config, without="auto")
+    if isinstance(params := lookup(config, "optimizer.params"), dict):
+        unset = {key for key in params if params[key] == "auto"}
+        unset = {key for key in unset if f"optimizer.params.{key}" in _FILLED}
+        kept = {key: value for key, value in params.items() if key not in unset}
+        read["optimizer"]["params"] = _copied(kept)
     if isinstance(zero := read.get("zero_optimization"), bool):  # DeepSpeed's old format
         read["zero_optimization"] = {"stage": int(zero)}
     for key in SETTINGS:

@@ -41,6 +41,10 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(told):
         assert got["same"] == {"up.weight"} and got["finite"]
 
 
+def test_all_ranks_may_divide_one_sequence():
+    assert worlds.run(2, ulysses_jobs.one_sequence_on_all_ranks) == [2, 2]
+
+
 def test_sizes_and_groups_that_do_not_fit_are_refused_on_every_rank():
     for told in worlds.once(4, ulysses_jobs.refusals):
         assert told["too many"].startswith("sequence_parallel_size = 3 does not divide the 4 ranks")

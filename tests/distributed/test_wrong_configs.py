@@ -46,6 +46,7 @@ MISTAKES = {  # the error; or "" and the one warning
     "frozen": (FROZEN, ""),
     "fused_frozen": (FROZEN, ""),
     "second": ("RuntimeError: AdamW.step() found no gradients: an engine", ""),
+    "own_step": ("", ""),
     "beside_the_type": ("", f"{BESIDE} AdamW to deepspeed.initialize"),
     "own_beside_the_type": ("", f"{BESIDE} Lion to deepspeed.initialize"),
     "fused_at_stage_3": ("ValueError: fuse_into_backward: ZeRO-3 has partitioned", ""),

@@ -209,6 +209,14 @@ def not_finite(told: str) -> dict[str, Any]:
     }
 
 
+def one_sequence_on_all_ranks() -> int:
+    """The size of the group of ranks that divide a sequence."""
+    config = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "AdaLomo"}}
+    config["sequence_parallel_size"] = dist.get_world_size()
+    deepspeed.initialize(model=make(True), config=config)
+    return dist.get_world_size(groups._get_sequence_parallel_group())
+
+
 def refusals() -> dict[str, str]:
     """What is said of sizes and groups that do not fit."""
     told = {}

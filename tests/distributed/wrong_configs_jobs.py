@@ -77,6 +77,11 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
     # Sections.
     (None, {"zero_optimization": True}),
     (None, {"zero_optimization": False}),
+    # "auto" where neither HF Trainer nor accelerate fills it in.
+    (
+        "clip_threshold",
+        {"optimizer": {"type": "AdaLomo", "params": {"lr": 1e-3, "clip_threshold": "auto"}}},
+    ),
     (None, _zero("auto")),
     (None, _ours(None)),
     (None, {"ds_ext": None}),
@@ -221,6 +226,14 @@ class Mistakes:
         model = nn.Linear(4, 4)
         engine = _engine(model)
         optimizer = ds_ext.AdamW(model.parameters())
+        engine.backward(engine(torch.eye(4)).sum())
+        optimizer.step()
+
+    def own_step(self) -> None:
+        """A step of the engine's own optimizer, which has nothing left to do."""
+        model = nn.Linear(4, 4)
+        optimizer = ds_ext.AdaLomo(model.parameters())
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(SIZES))[0]
         engine.backward(engine(torch.eye(4)).sum())
         optimizer.step()
 

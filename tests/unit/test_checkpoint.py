@@ -122,6 +122,20 @@ def test_a_checkpoint_without_names_is_read_by_opening_all_files(saved_by_64):
     assert sorted(opened) == list(range(64))
 
 
+@pytest.mark.parametrize("name", ["weights", "state", "accumulated", "gradients"])
+def test_a_parameter_may_have_the_name_of_a_section(name):
+    def saved(value):
+        return piece(torch.full((4,), value), Part.of(slice(0, 4), 4))
+
+    stepped = [{"weights": {name: saved(1.0)}, "accumulated": {"gradients": {name: saved(2.0)}}}]
+    index = {"weights": [name], "state": [], "accumulated": [name]}
+    pieces = Pieces(stepped, index, [{"weights": {"frozen": saved(3.0)}}])
+    assert pieces.first("weights", "frozen")["values"].eq(3).all()
+    assert pieces.first("weights", name)["values"].eq(1).all()
+    assert pieces.first("accumulated", "gradients", name)["values"].eq(2).all()
+    assert pieces.first("state", name) is None
+
+
 @pytest.mark.parametrize("first, second", [((0, 5), (5, 9)), ((0, 6), (4, 9)), ((3, 9), (0, 4))])
 def test_pieces_may_overlap_and_come_in_any_order(first, second):
     whole = torch.arange(9.0)

@@ -424,3 +424,21 @@ def test_a_launcher_without_a_process_group_is_refused(monkeypatch):
         ds_ext.fuse_into_backward(model, optimizer)
     monkeypatch.setenv("WORLD_SIZE", "1")
     ds_ext.fuse_into_backward(model, optimizer)
+
+
+@pytest.mark.parametrize("name", ["adalomo", "muon"])
+def test_the_norm_is_infinite_if_a_gradient_is_not_a_number(name):
+    model = torch.nn.Linear(4, 3, bias=False)
+    optimizer = OPTIMIZERS[name](model.parameters(), lr=1e-3)
+    fused = ds_ext.fuse_into_backward(model, optimizer)
+    model.weight.register_hook(lambda g: g * float("nan"))
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    assert fused.norm == float("inf") and fused.metrics["skipped_parameters"] == 1
+
+
+def test_parameters_that_were_put_into_a_group_count_as_trained():
+    model = torch.nn.Linear(4, 3)
+    optimizer = ds_ext.AdamW([torch.nn.Parameter(torch.zeros(2), requires_grad=False)])
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    ds_ext.fuse_into_backward(model, optimizer)

@@ -274,6 +274,30 @@ def test_a_killed_move_of_files_is_finished_by_another_job(tmp_path, monkeypatch
     assert steps_of(tmp_path, "run") == 4 and not leftovers(tmp_path)
 
 
+def test_a_killed_move_is_finished_by_a_save_under_another_tag(tmp_path, monkeypatch):
+    save(tmp_path, "run", 1)
+    moving_files(monkeypatch, tmp_path, "run", 2, 1)
+    assert (tmp_path / "run/.complete").is_dir()
+    save(tmp_path, "other", 3)
+    assert steps_of(tmp_path, "run") == 2 and not leftovers(tmp_path)
+
+
+@pytest.mark.parametrize("inside", ["ds_ext.json", "notes.txt"])
+def test_a_folder_complete_that_is_none_of_ours_says_what_to_do(tmp_path, inside):
+    save(tmp_path, "run", 1)
+    put(tmp_path / "run", {f".complete/{inside}": "mine"})
+    with pytest.raises(CheckpointError, match="delete that folder|is no checkpoint of ds_ext"):
+        save(tmp_path, "run", 2)
+    assert (tmp_path / "run/.complete" / inside).read_text() == "mine"
+
+
+def test_a_folder_with_the_name_of_the_manifest_is_refused_before_anything_changes(tmp_path):
+    put(tmp_path / "run", {"ds_ext.json/mine": "mine"})
+    with pytest.raises(CheckpointError, match="ds_ext.json is a folder"):
+        save(tmp_path, "run", 2)
+    assert texts(tmp_path / "run") == {"mine"}
+
+
 def test_a_folder_with_the_name_of_a_checkpoint_file_is_refused_before_anything_changes(tmp_path):
     save(tmp_path, "run", 1)
     put(tmp_path / "run", {"zero_pp_rank_2_mp_rank_00_optim_states.pt/mine": "mine"})
