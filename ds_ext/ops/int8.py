@@ -27,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ds_ext.ops.rounding import add_noise_
 
 SIZE = 256  # elements that share a scale
+LEAST_EXPONENT = -126  # of scales: bf16's smallest normal number
 BLOCK, GPU_BLOCK = 2**18, 2**22  # elements that are encoded at a time
 MIN_NUMEL = 2**16  # smaller weights stay in bf16
 
@@ -93,6 +94,10 @@ class Int8Weight:
                 bits = x.abs().mul_(2**16).to(torch.int32)
                 add_noise_(bits.view(-1), key, self.start + start)
                 x = bits.bitwise_right_shift_(16).to(x.dtype).copysign_(x)
+                # Stored anew, values below 64 codes would get half the scale: they get it here.
+                doubled = (x.abs().amax(1) == 63) & (scales > 2.0**LEAST_EXPONENT)
+                x.mul_(1 + doubled.unsqueeze(1))
+                scales.div_(1 + doubled)
             self.codes[start : start + block] = x.view(-1)
             self.scales[start // SIZE : (start + block) // SIZE] = scales
 
@@ -130,9 +135,8 @@ class Int8Weight:
     def values(self) -> Tensor:
         """Returns the values in new memory."""
         with torch.inference_mode(False), torch.no_grad():  # they may be trained later
-            return decode(
-                self.stored, torch.empty_like(self.absent, memory_format=torch.contiguous_format)
-            )
+            new = torch.empty_like(self.absent, memory_format=torch.contiguous_format)
+            return decode(self.stored, new)
 
 
 def _none() -> None:
@@ -143,7 +147,7 @@ def _scales(x: Tensor) -> Tensor:
     """The scales of groups, [n, SIZE] -> [n]: powers of two, at least bf16's smallest normal."""
     most = x.abs().amax(1)
     mantissa, exponent = torch.frexp(most)  # most = mantissa * 2**exponent, mantissa in [1/2, 1)
-    exponent = (exponent - 7 + (mantissa > 127 / 128)).clamp_(min=-126)
+    exponent = (exponent - 7 + (mantissa > 127 / 128)).clamp_(min=LEAST_EXPONENT)
     scales = torch.ldexp(torch.ones_like(most), exponent)
     return scales.masked_fill_(most.isfinite().logical_not_(), torch.nan)
 
@@ -173,8 +177,7 @@ def nbytes(numel: int) -> int:
 
 def find(param: Tensor) -> Int8Weight | None:
     """Returns the codes of a parameter; None if its weights are not stored in 8 bits."""
-    found: Int8Weight | None = _stored.get(param) if _stored.data else None
-    return found
+    return _stored.get(param) if _stored.data else None
 
 
 def store(
@@ -185,8 +188,7 @@ def store(
 ) -> None:
     """Replaces the values of a bf16 parameter by codes, on ``device``.
 
-    If ZeRO-3 has divided the parameter, replaces this rank's ``partition``, which begins at
-    ``start``.
+    If ZeRO-3 has divided the parameter, replaces this rank's ``partition``, from ``start`` on.
     """
     weight = param if partition is None else partition
     _stored[param] = held = Int8Weight(weight, device, start, partition)
@@ -276,9 +278,6 @@ def update(param: Tensor, key: int | None = None) -> None:
     if before is None or not torch.equal(before, held.stored):
         torch.autograd.graph.increment_version(place)
     held.has_stepped = key is not None
-
-
-# The tensors that have no values between uses.
 
 
 def _show(place: Tensor, values: Tensor) -> None:

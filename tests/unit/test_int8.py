@@ -59,6 +59,18 @@ def test_values_are_codes_times_powers_of_two_and_stay_when_encoded_again(size):
         assert torch.equal(stored.values(), values)
 
 
+def test_values_rounded_by_a_key_stay_when_encoded_again():
+    """Also where the largest is rounded down to 63 codes of a scale that was chosen for 64."""
+    largest = torch.tensor([127.5 / 128, 1.0, 0.5, 127.5 * 2.0**-125, 127.5 * 2.0**-134])
+    weight = (0.9 * largest.unsqueeze(1) * torch.rand(len(largest), int8.SIZE)).bfloat16().flatten()
+    weight[:: int8.SIZE] = largest.bfloat16()
+    for key in range(40):
+        held = int8.Int8Weight(weight)
+        held.encode(weight, key)
+        again = int8.Int8Weight(held.values())
+        assert again.stored.equal(held.stored)
+
+
 def test_the_mean_over_keys_is_the_value():
     torch.manual_seed(0)
     weight = torch.randn(2**16).bfloat16()
