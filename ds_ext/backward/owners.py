@@ -5,7 +5,7 @@ model takes the parameters over, as a new engine does with DeepSpeed's own optim
 """
 
 import contextlib
-import threading
+import itertools
 import weakref
 from collections.abc import Collection, Iterable
 from typing import Any, Protocol
@@ -64,9 +64,12 @@ class GradientOwner(Protocol):
 
 
 _owners: Any = WeakTensorKeyDictionary()  # parameter: weak reference to its Owner
-# All owners, in an order that is the same on all ranks, unlike that of a set: see ``live``.
-_live: "weakref.WeakKeyDictionary[GradientOwner, None]" = weakref.WeakKeyDictionary()
-_lock = threading.Lock()  # for _live: a dictionary that grows cannot be iterated over
+# Weak references to all owners, by a number that counts up: an order that is the same on all ranks,
+# unlike that of a set. Each change and each copy is one operation of a dictionary with integers as
+# keys, which runs no other Python code. A lock instead would hang a thread whose garbage collector
+# deletes an engine while the thread holds it.
+_live: "dict[int, weakref.ref[GradientOwner]]" = {}
+_numbers = itertools.count()
 
 
 def live() -> list[GradientOwner]:
@@ -74,8 +77,8 @@ def live() -> list[GradientOwner]:
 
     Owners that one loss uses end their backward passes in this order, by collectives.
     """
-    with _lock:
-        return list(_live)
+    found = [reference() for reference in _live.copy().values()]
+    return [by for by in found if by is not None]
 
 
 def owner(param: Tensor) -> GradientOwner | None:
@@ -120,14 +123,15 @@ def claim(param: Tensor, by: GradientOwner, name: str) -> None:
             "fuse_into_backward returned)."
         )
     _owners[param] = weakref.ref(by)
-    with _lock:
-        _live[by] = None
+    if by not in live():
+        _live[next(_numbers)] = weakref.ref(by)
 
 
 def release(params: Iterable[Tensor], by: GradientOwner) -> None:
     """Removes the owner of those ``params`` that ``by`` owns."""
-    with _lock:
-        _live.pop(by, None)
+    for number, reference in _live.copy().items():
+        if reference() in (by, None):
+            _live.pop(number, None)
     for param in params:
         if owner(param) is by:
             del _owners[param]

@@ -62,7 +62,7 @@ class Int8Weight:
         self.stored = values.new_empty(nbytes(n), dtype=torch.int8)
         self.codes, self.scales = self.stored[:n], self.stored[n:].view(values.dtype)
         self.absent = values.new_full((), torch.nan).expand(weight.shape)
-        self.holders, self.lock = 0, threading.Lock()
+        self.holders, self.lock = 0, threading.RLock()
         self.has_stepped = False  # whether a step has rounded the values that others still hold
         self.copy: Callable[[], Tensor | None] = _none  # a copy that somebody still has
         self.encode(values)

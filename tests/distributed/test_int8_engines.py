@@ -101,7 +101,7 @@ def test_settings_without_weights_in_8_bits_are_refused_by_their_key():
     assert got == other
     offload, experts, value, *masters, fp32, fp32_of_3, persistent, moved = got[:9]
     before, whole, after = got[9:]
-    asked = 'ds_ext.weight_storage = "int8" is not supported together with'
+    asked = "ds_ext.weight_storage = 'int8' is not supported together with"
     assert f"{asked} zero_optimization.offload_optimizer.device = 'cpu'" in offload
     assert f"{asked} expert_parallel.enabled = True" in experts
     assert "ds_ext.weight_storage is 'int4'; allowed: \"int8\" or null" in value

@@ -154,7 +154,7 @@ REFUSED = {
     "copies": ["ds_ext.shard_size", "remove it"],
     "stage 2": ["zero_optimization.stage = 2", "0 or 1"],
     "stage 3": ["zero_optimization.stage = 3", "0 or 1"],
-    "fused": ["ds_ext.gradient_policy", "remove it", '"sharded"'],
+    "fused": ["PipelineModule needs kept gradients", 'ds_ext.gradient_policy = "fused"', "remove"],
     "model axis": ['"model" axis', "remove it"],
     "key": ["optimizer.params.lrr", '"lr"'],
     "match": ["param_groups[0].match", "tied_modules.tokens.weight", "conv.weight"],

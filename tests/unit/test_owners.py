@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import threading
 import weakref
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import ds_ext
+from ds_ext.backward import owners
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import paths
 from tests.common.hypers import TRAINED
@@ -255,3 +257,32 @@ def test_torchscript_of_a_fused_model_has_none_of_our_hooks(monkeypatch):
     loss_of(model).backward()
     optimizer.step()
     assert not equal(model.parameters(), before)
+
+
+def test_an_owner_that_the_garbage_collector_deletes_while_owners_are_listed_waits_for_nothing():
+    """As an engine whose ``__del__`` removes its hooks."""
+
+    class Owner:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            released.append(owners.release([], self))
+
+    def listing():
+        threshold = gc.get_threshold()
+        for allocations in range(1, 30):  # the collector runs after so many: once amid the list
+            gc.disable()
+            owners.claim(torch.zeros(1), Owner(), "weight")
+            gc.collect(0)
+            owners.claim(torch.zeros(1), Owner(), "weight")
+            gc.set_threshold(allocations)
+            gc.enable()
+            owners.live()
+            gc.set_threshold(*threshold)
+
+    released = []
+    thread = threading.Thread(target=listing, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive() and released
