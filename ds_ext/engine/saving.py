@@ -139,7 +139,8 @@ def _save(
     def fill() -> None:
         (aside,) = filter(None, consensus.gathered(draft.aside if draft else None))
         writer = _write(engine, save_dir, aside, more)
-        entries = _entries(writer, engine.global_rank)
+        # ZeRO-3 then gathers weights: no rank may have failed.
+        entries = consensus.run_on_all_ranks(lambda: _entries(writer, engine.global_rank))
         engine.optimizer.checkpoint_event_epilogue()
         if draft is not None:  # on the first rank
             manifest = {
