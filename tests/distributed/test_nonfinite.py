@@ -10,6 +10,7 @@ from tests.distributed.zero_jobs import RULES
 
 POISONED = [(2, rule, stage) for rule in RULES for stage in (1, 3)]
 POISONED += [(2, "sinkgd", 2), (2, "lomo", 0), (1, "adalomo", 3)]
+POISONED += [(2, rule, 3) for rule in ("muon", "apollo", "apollomini", "scale")]
 # By sums of its rows, of its run, and by votes: in a batch, and stepped alone.
 QUICK_POISONED = [(2, "adalomo", 3), (2, "sinkgd", 2), (2, "lomo", 0), (2, "galoreadamw", 3)]
 
