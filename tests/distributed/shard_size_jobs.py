@@ -10,6 +10,7 @@ from unittest import mock
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils import zero_to_fp32
 
 from ds_ext.checkpoint import manifests
 from ds_ext.distributed.groups import size_of
@@ -156,7 +157,7 @@ def saved(kind: str, stage: int, further: list[tuple[int, int]]) -> dict[str, An
             same = resume_jobs.same(after, ended) if same is None else same
             found.append((loaded, updates.error(ended, after, before), identical(ended)))
         dist.barrier()
-        tool = resume_jobs.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
+        tool = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
         told = all(torch.equal(tool[n], middle[n]) for n in tool) and tool.keys() == middle.keys()
         manifest = manifests.read(Path(folder) / "global_step2")
         files = [len(manifest[kind]) for kind in ("model_files", "state_files")]

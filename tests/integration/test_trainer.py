@@ -116,7 +116,7 @@ def test_one_process_without_deepspeed_steps_inside_backward(case, tmp_path):
         def on_pre_optimizer_step(self, *_, **__):
             left.extend(p for p in model.parameters() if p.grad is not None)
 
-    trainer_jobs = trainer_runs.Sequential(
+    trainer = trainer_runs.Sequential(
         model=model,
         args=transformers.TrainingArguments(
             output_dir=tmp_path, per_device_train_batch_size=BATCH // accumulation, **told
@@ -125,16 +125,16 @@ def test_one_process_without_deepspeed_steps_inside_backward(case, tmp_path):
         optimizer_cls_and_kwargs=(ds_ext.AdaLomo, {"lr": told["learning_rate"]}),
         callbacks=[ds_ext.FuseCallback(), Look()],
     )
-    trainer_jobs.train()
+    trainer.train()
     expected, log = reference("adalomo", told["max_grad_norm"], False)
     compare(weights(model), expected, before, STEPS)
-    assert of(trainer_jobs.state.log_history, "loss") == pytest.approx(of(log, "loss"), rel=1e-4)
+    assert of(trainer.state.log_history, "loss") == pytest.approx(of(log, "loss"), rel=1e-4)
     assert not left
 
 
 @pytest.mark.parametrize("case", ["clipped", "accumulated"])
 def test_fused_is_refused_where_trainer_needs_gradients(case, tmp_path):
-    trainer_jobs = trainer_runs.Sequential(
+    trainer = trainer_runs.Sequential(
         model=build(),
         args=transformers.TrainingArguments(
             output_dir=tmp_path, **{**trainer_runs.ARGUMENTS, **ALONE[case]}
@@ -144,7 +144,7 @@ def test_fused_is_refused_where_trainer_needs_gradients(case, tmp_path):
         callbacks=[ds_ext.FuseCallback(gradient_policy="fused")],
     )
     with pytest.raises(ValueError, match="Set (max_grad_norm=0|gradient_accumulation_steps=1), or"):
-        trainer_jobs.train()
+        trainer.train()
 
 
 def of(log, key):
