@@ -46,7 +46,7 @@ _passes_of_run: PassesOfRun
 
 
 def use(passes_of_run: PassesOfRun) -> None:
-    """Sets how passes over the run of one parameter are found; ``ops.executors`` calls this."""
+    """Sets how passes over the run of one parameter are found. ``ds_ext.optimizer`` calls this."""
     global _passes_of_run
     _passes_of_run = passes_of_run
 
