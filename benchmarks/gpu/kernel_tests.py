@@ -18,7 +18,7 @@ from benchmarks.gpu.setting import RIGHT, WRONG, Row, Rows, Setting
 
 ROOT = Path(__file__).parents[2]
 FILES = ("kernels", "kernel_batches", "device_nonfinite", "apply")
-FILES += ("unseen_rule", "edits", "split", "convolutions")
+FILES += ("unseen_rule", "edited_weights", "split", "convolutions")
 # Those that use kernels, by words in their names. The other tests of these files do not need a GPU.
 CHOSEN = "kernel or device_nonfinite or apply or bad_gradients or advance_once or launch"
 SANITIZED = "test_a_step_is_that_of_the_ops or test_16_bits"
