@@ -80,12 +80,15 @@ def read(make: Callable[[], None], made: DeepSpeedConfig, config: dict[str, Any]
         found = problems(values, named_optimizer(values))
     if found:
         raise ValueError("\n".join(found))
+    refused: ValueError | None = None
     try:
         with translated():
             make()
-    except ValueError:
+    except ValueError as error:
+        refused = error
+    if refused is not None:
         raise_first(config_checks.batch_problems(config, getattr(made, "world_size", None)))
-        raise
+        raise refused
     # Not of ``made.world_size``, which DeepSpeed has divided by sequence_parallel_size.
     ranks = dist.get_world_size() if dist.is_initialized() else None
     raise_first(config_checks.size_problems(config, ranks))

@@ -1,6 +1,7 @@
 """`make compare` and `benchmarks trends`, in short form on tiny models."""
 
 import json
+import re
 import runpy
 import sys
 import threading
@@ -68,7 +69,8 @@ def test_compare_measures_adamw_and_adalomo_on_the_same_batches(tmp_path):
 
 
 @pytest.mark.slow
-def test_trends_are_measured_and_drawn(tmp_path):
+def test_trends_are_measured(tmp_path):
     apart.python("-m", "benchmarks", "trends", "--quick", "--out", str(tmp_path))
     for name in ("parameters", "ranks", "buckets"):
-        assert (tmp_path / f"trends_{name}.png").read_bytes().startswith(b"\x89PNG")
+        rows = [x for x in (tmp_path / f"trends_{name}.md").read_text().splitlines() if "|" in x]
+        assert len(rows) > 3 and any(re.search(r"\| \d+\.\d+", row) for row in rows)

@@ -280,9 +280,11 @@ def test_an_owner_that_the_garbage_collector_deletes_while_owners_are_listed_wai
             gc.enable()
             owners.live()
             gc.set_threshold(*threshold)
+        gc.collect()
 
     released = []
     thread = threading.Thread(target=listing, daemon=True)
     thread.start()
     thread.join(30)
     assert not thread.is_alive() and released
+    assert not any(isinstance(owner, Owner) for owner in owners.live())
