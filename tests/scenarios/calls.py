@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tests.scenarios import int8_uses
+from tests.scenarios import cache_uses, int8_uses
 from tests.scenarios.sides import KINDS, Net, Side, tensors, walk
 from tests.scenarios.ways import go_on_with_copies
 
@@ -369,3 +369,10 @@ def weights_in_8_bits(pair, draw):
 @call(1, ("fused",))
 def fused_again(pair, draw):
     pair.do(lambda s: (s.detach(), s.attach()))
+
+
+@call(1, ("plain",))
+def damaged_library(pair, draw):
+    """A library of native code in a cache folder of its own, beside the steps of this sequence."""
+    cache_uses.play(draw.randrange(10**6))
+    train(pair, draw)
