@@ -9,11 +9,10 @@ from ds_ext.planner import fit, memory_plan
 from ds_ext.planner.options import add_options as add_options
 from ds_ext.planner.options import read
 
-HELP = "print the bytes per rank of an optimizer, of AdamW and of Megatron-LM"
+HELP = "print the bytes per rank of an optimizer and of AdamW"
 DESCRIPTION = (
-    "Prints the bytes per rank of an optimizer at each ZeRO stage, of AdamW in DeepSpeed and of "
-    "Megatron-LM's distributed optimizer; with --seq, also of activations. With --fit, writes a "
-    "DeepSpeed config that fits."
+    "Prints the bytes per rank of an optimizer and of DeepSpeed's AdamW at each ZeRO stage; with "
+    "--seq, also of activations. With --fit, writes a DeepSpeed config that fits."
 )
 
 
@@ -37,7 +36,7 @@ def _fit(given: argparse.Namespace, path: Path) -> None:
     lines = [["", "total", "saves"], [taken[0].name, f"{totals[0]:.2f}", "-"]]
     for step, (before, total) in zip(taken[1:], itertools.pairwise(totals), strict=True):
         lines.append([f"{step.name} ({step.cost})", f"{total:.2f}", f"{before - total:.2f}"])
-    written = config.of_plan(last, plan.n_of_model, numbers=not options.hf)
+    written = config.of_plan(last, plan.n, numbers=not options.hf)
     try:
         path.write_text(config.as_text(written), encoding="utf-8")
     except OSError as error:
@@ -50,9 +49,9 @@ def _fit(given: argparse.Namespace, path: Path) -> None:
         )
     print("\n" + memory_plan.not_counted(last, plan.n, unit))
     print(f"\nThe counted memory fits in {last.cards[0]:g} GiB. Config: {path}")
-    print(config.rate_source(last.optimizer, plan.n_of_model))
+    print(config.rate_source(last.optimizer, plan.n))
     if options.hf:
-        arguments = config.trainer_arguments(last, plan.n_of_model)
+        arguments = config.trainer_arguments(last, plan.n)
         print(f'HF Trainer and TRL fill in "auto" from: {arguments}')
     if given.checkpointing:
         print("The program must enable activation checkpointing, as the plan assumes.")

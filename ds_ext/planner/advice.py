@@ -50,7 +50,7 @@ def advice(plan: MemoryPlan, table: Mapping[str, MemoryUse]) -> str:
 def _rate(plan: MemoryPlan, row: Row) -> str:
     """The learning rate to start at, and whose it is."""
     name = row.optimizer.__name__ if row.optimizer else "AdamW"
-    found = rates.for_size(name, plan.n_of_model)
+    found = rates.for_size(name, plan.n)
     return f"start at {rates.shown(found[0])} ({found[1]})" if found else "as its paper says"
 
 

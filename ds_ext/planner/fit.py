@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ds_ext.backward.gradient_config import BUCKET_SIZE
 from ds_ext.optimizer import named
 from ds_ext.planner.memory import MemoryUse
-from ds_ext.planner.options import ALL, FSDP2, PlanOptions
+from ds_ext.planner.options import ALL, PlanOptions
 from ds_ext.planner.rows import GIB, MemoryPlan
 from ds_ext.rates import RATES, Rate
 
@@ -49,7 +49,7 @@ def unsupported(options: PlanOptions) -> str | None:
     found = {
         "--lora": options.lora is not None,
         "--plot": options.picture is not None,
-        f"--stage {options.stage}": options.stage in ("none", FSDP2),
+        "--stage none": options.stage == "none",
         "--config": options.has_config,
     }
     if options.model is None or options.batch is None or len(options.cards) != 1:

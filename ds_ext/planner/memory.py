@@ -2,10 +2,9 @@
 
 For ds_ext optimizers, the rules create their state and master weights on the device "meta", so the
 arithmetic always agrees with the code. For comparison, the module also computes the memory of AdamW
-in DeepSpeed and of Megatron-LM's distributed optimizer. activations.py measures activations. Not
-counted: weights that ZeRO-3 gathers for computation, scratch blocks (at most 8 MiB on a CPU), and
-memory that the allocator wastes. Gradients in flight are those of a GPU, where one more bucket than
-on a CPU is on its way.
+in DeepSpeed. activations.py measures activations. Not counted: weights that ZeRO-3 gathers for
+computation, scratch blocks (at most 8 MiB on a CPU), and memory that the allocator wastes.
+Gradients in flight are those of a GPU, where one more bucket than on a CPU is on its way.
 """
 
 import math
@@ -210,27 +209,6 @@ def adamw(shapes: Shapes, stage: int, ranks: int, dtype: torch.dtype, bucket: in
     )
 
 
-def megatron(shapes: Shapes, ranks: int, params: str, grads: str) -> MemoryUse:
-    """Returns the memory of Megatron-LM's distributed optimizer with Adam, as documented.
-
-    Bytes per parameter on d ranks: fp16 with fp16 gradients 4 + 16/d, bf16 with fp32 gradients
-    6 + 12/d, fp32 8 + 8/d. Source: Megatron-LM's API guide, "dist_optimizer".
-    """
-    n = elements(shapes)
-    # weights, gradients; then parts sharded over ranks: moments, fp32 gradients, fp32 weights
-    size, gradient, moments, copy, master = {
-        ("fp16", "fp16"): (2, 2, 8, 4, 4),
-        ("bf16", "fp32"): (2, 4, 8, 0, 4),
-        ("fp32", "fp32"): (4, 4, 8, 0, 0),
-    }[params, grads]
-    return MemoryUse(
-        weights=size * n,
-        state=moments * n / ranks,
-        gradients=gradient * n + copy * n / ranks,
-        master=master * n / ranks,
-    )
-
-
 def elements(shapes: Shapes) -> int:
     """Returns the number of elements of a model's parameters."""
     return sum(math.prod(shape) for shape in shapes.values())
@@ -274,7 +252,6 @@ def max_bytes_over_ranks(
     shapes: Shapes,
     cut: int,
     dtype: torch.dtype,
-    run_of: Callable[[tuple[int, ...], int, int], Shard] = Shard.of_rank,
 ) -> int:
     """Returns the bytes that ``init`` creates on the rank with the most memory.
 
@@ -287,7 +264,6 @@ def max_bytes_over_ranks(
         shapes: the shapes of the model's parameters.
         cut: the number of runs of each parameter.
         dtype: the dtype of weights.
-        run_of: returns the run of a parameter, from its shape, the rank and the number of runs.
     """
     counts = Counter(
         (rules[name], tuple(shape), isinstance(shape, Stack)) for name, shape in shapes.items()
@@ -296,7 +272,7 @@ def max_bytes_over_ranks(
     def of_rank(rank: int) -> int:
         total = 0
         for (rule, shape, stacked), count in counts.items():
-            shard = run_of(shape, rank, cut)
+            shard = Shard.of_rank(shape, rank, cut)
             run = torch.empty(len(shard), dtype=dtype, device="meta")
             total += count * nbytes(init(rule, run, shard, stacked))
         return total

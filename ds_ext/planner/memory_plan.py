@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ds_ext.planner import models, plot
 from ds_ext.planner.advice import advice
 from ds_ext.planner.memory import MemoryUse
-from ds_ext.planner.options import DTYPES, FSDP2, PlanOptions, read
+from ds_ext.planner.options import DTYPES, PlanOptions, read
 from ds_ext.planner.rows import GIB, MemoryPlan
 
 UNITS = {"GiB": GIB, "MiB": 2**20}
@@ -46,12 +46,7 @@ def unit_of(sizes: Iterable[float]) -> str:
 def title(plan: MemoryPlan) -> str:
     """Returns the model, dtype, ranks and batch of a plan in words."""
     options = plan.options
-    found = f"{options.model}: {plan.n_of_model:,} parameters in {_where(options)}"
-    if options.pipeline_stages > 1:
-        found += (
-            f" of each of {options.pipeline_stages} stages, the largest of {plan.n:,} parameters"
-        )
-    return found
+    return f"{options.model}: {plan.n:,} parameters in {_where(options)}"
 
 
 def _where(options: PlanOptions) -> str:
@@ -113,10 +108,6 @@ def not_counted(options: PlanOptions, n: int, unit: str) -> str:
     ]
     if options.weight_storage:
         sentences.append("They include the matrices that exist in bf16 at a time.")
-    if options.stage == FSDP2:
-        sentences.append(
-            "FSDP2 gathers two layers, and embedding and head all the time, not counted either."
-        )
     if options.batch is None:
         sentences.append("Activations are not counted: --seq TOKENS counts them.")
     else:

@@ -19,7 +19,6 @@ from ds_ext.planner.activations import MicroBatch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STAGES = {"none": None, "0": 0, "1": 1, "2": 2, "3": 3}
-FSDP2 = "fsdp2"  # a value of --stage
 ALL = "all"
 # The config key of each option.
 KEYS = {
@@ -44,10 +43,9 @@ class PlanOptions:
     model: str | None
     ranks: int
     shard_size: int  # ranks per replica; 0 for all
-    pipeline_stages: int  # 1: no pipeline
     optimizer: str  # a name, or "all"
     params: Mapping[str, Any]  # optimizer.params
-    stage: str | None  # a key of ``STAGES``, or FSDP2; None: see ``stages``
+    stage: str | None  # a key of ``STAGES``; None: see ``stages``
     dtype: str
     weight_storage: str | None  # "int8"
     bucket: int  # elements
@@ -84,14 +82,10 @@ class PlanOptions:
     @property
     def stages(self) -> list[int | None]:
         """The given stage. By default all stages for one optimizer, and ZeRO-3 for several."""
-        if self.stage == FSDP2:
-            return [3]
         if self.stage:
             return [STAGES[self.stage]]
         if self.optimizer == ALL:
-            return [1 if self.pipeline_stages > 1 else 3]
-        if self.pipeline_stages > 1:
-            return [0, 1]
+            return [3]
         return [s for s in STAGES.values() if s is not None or not self._is_in_engine]
 
 
@@ -110,22 +104,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--shard-size",
         type=_positive,
         metavar="RANKS",
-        help="ranks that hold one replica under ZeRO or FSDP2 (default: all)",
-    )
-    add(
-        "--pipeline-stages",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="stages of a PipelineModule; counts the largest, and --ranks are those of one stage",
+        help="ranks that hold one replica under ZeRO (default: all)",
     )
     add("--optimizer", help=f"one of {', '.join(OPTIMIZERS)}; default: all of them")
     add("--params", metavar="JSON", help="optimizer.params of the DeepSpeed config")
     add(
         "--stage",
-        choices=[*STAGES, FSDP2],
-        help="one ZeRO stage, none for a plain step(), or fsdp2 for PyTorch's FSDP2 of each layer "
-        "and the model; default: all of one --optimizer, else 3",
+        choices=STAGES,
+        help="one ZeRO stage, or none for a plain step(); default: all of one --optimizer, else 3",
     )
     add("--dtype", choices=DTYPES, help="of weights and gradients (default bf16)")
     add("--weight-storage", choices=["int8"], help="as ds_ext.weight_storage")
@@ -194,7 +180,6 @@ def read(line: argparse.Namespace) -> PlanOptions:
         model=line.model,
         ranks=line.ranks,
         shard_size=pick("shard_size", 0),
-        pipeline_stages=line.pipeline_stages,
         optimizer=ALL if optimizer.lower() == ALL else optimizer,
         params=params,
         stage=pick("stage", None),
@@ -202,7 +187,7 @@ def read(line: argparse.Namespace) -> PlanOptions:
         weight_storage=pick("weight_storage", None),
         bucket=pick("bucket", gpu_bucket_size(DTYPES[dtype].itemsize, smallest)),
         chose_bucket=pick("bucket", None) is not None,
-        accumulates=pick("accumulate", "sharded" if line.pipeline_stages > 1 else None),
+        accumulates=pick("accumulate", None),
         offload_param=pick("offload_param", False),
         offload_optimizer=pick("offload_optimizer", False),
         lora=line.lora,
@@ -214,14 +199,12 @@ def read(line: argparse.Namespace) -> PlanOptions:
         of_config=frozenset(name for name in given if not is_flag(name)),
     )
     _check_groups(options)
-    if options.pipeline_stages > 1:
-        _check_pipeline(options)
     if options.offload_param and options.stage != "3":
         raise ValueError(f"{options.spelled('offload_param')}: only ZeRO-3 has it; add --stage 3.")
-    if options.offload_optimizer and options.stage in ("none", FSDP2):
+    if options.offload_optimizer and options.stage == "none":
         raise ValueError(
-            f"{options.spelled('offload_optimizer')}: --stage {options.stage} has none; choose "
-            "another --stage."
+            f"{options.spelled('offload_optimizer')}: --stage none has none; choose another "
+            "--stage."
         )
     return options
 
@@ -231,13 +214,12 @@ def check_storage(options: PlanOptions) -> None:
     if not options.weight_storage:
         return
     excluded = {
-        "stage": options.stage not in (None, "0", "1", "2", "3") and options.stage,
+        "stage": options.stage == "none" and options.stage,
         "dtype": options.dtype != "bf16" and options.dtype,
         "params": options.params.get("weight_update", "stochastic") != "stochastic"
         and options.params["weight_update"],
         "offload_param": options.offload_param,
         "offload_optimizer": options.offload_optimizer,
-        "pipeline_stages": options.pipeline_stages > 1 and options.pipeline_stages,
     }
     for option, value in excluded.items():
         if value:
@@ -261,20 +243,6 @@ def _check_groups(options: PlanOptions) -> None:
             f"{options.spelled('shard_size')}: {options.spelled('stage')} {options.stage} does not "
             "shard; choose 1 to 3."
         )
-
-
-def _check_pipeline(options: PlanOptions) -> None:
-    """Raises ValueError for options that a pipeline does not support."""
-    if options.stage not in (None, "0", "1"):
-        raise ValueError(
-            f"--pipeline-stages: pipelines support only ZeRO stages 0 and 1, not {options.stage}."
-        )
-    if options.batch is not None:
-        raise ValueError("--pipeline-stages: activations are not counted: remove --seq.")
-    if options.shard_size:
-        raise ValueError("--pipeline-stages: pipelines do not support --shard-size yet: remove it.")
-    if options.lora is not None:
-        raise ValueError("--pipeline-stages: LoRA in pipelines is not counted: remove --lora.")
 
 
 def _of_config(path: Path) -> dict[str, Any]:

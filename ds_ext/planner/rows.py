@@ -11,10 +11,10 @@ from torch import nn
 from ds_ext.backward.streams import IN_FLIGHT
 from ds_ext.config import config_checks
 from ds_ext.optimizer import RuleOptimizer
-from ds_ext.planner import activations, fsdp2, lora, memory, models, stages
+from ds_ext.planner import activations, lora, memory, models
 from ds_ext.planner.activations import GradientLifetime, MicroBatch
 from ds_ext.planner.memory import MemoryUse
-from ds_ext.planner.options import ALL, DEEPSPEEDS, DTYPES, FSDP2, PlanOptions, check_storage
+from ds_ext.planner.options import ALL, DEEPSPEEDS, DTYPES, PlanOptions, check_storage
 
 GIB = 2**30
 POLICIES = ("sharded", "projected")  # that keep gradients
@@ -60,17 +60,14 @@ class MemoryPlan:
         self.config = models.config(name)
         self.model: nn.Module = models.skeleton(self.config)
         self.shapes = memory.shapes_of(self.model)
-        self.n_of_model = memory.elements(self.shapes)
-        if options.pipeline_stages > 1:
-            self.shapes = stages.largest(self.model, self.shapes, options.pipeline_stages)
         self.n = memory.elements(self.shapes)
         self._peaks: dict[tuple[MicroBatch, GradientLifetime, int], int] = {}
 
     @functools.cached_property
     def rows(self) -> list[Row]:
-        """Rows of ds_ext optimizers, LoRA if requested, DeepSpeed's AdamW, and Megatron-LM."""
+        """Rows of ds_ext optimizers, LoRA if requested, and DeepSpeed's AdamW."""
         found = [row for optimizer in self.options.optimizers for row in self._ours(optimizer)]
-        return [*found, *self._fused(), *self._lora(), *self._adamw(), *self._megatron()]
+        return [*found, *self._fused(), *self._lora(), *self._adamw()]
 
     def changed(self, options: PlanOptions) -> "MemoryPlan":
         """Returns the plan of the same model and dtype with other options. Reuses activations."""
@@ -129,9 +126,6 @@ class MemoryPlan:
                     f"{options.spelled('accumulate')} projected: no gradient of {name} is "
                     "projected, as those of GaLoreAdamW with a rank are. Use sharded."
                 )
-        if options.stage == FSDP2:
-            yield self._by_fsdp2(optimizer, rules)
-            return
         offloads = self._offloads(rules)
         for stage in options.stages:
             name = name_of(optimizer)
@@ -164,23 +158,9 @@ class MemoryPlan:
         """In a plan of all optimizers on one rank: AdaLomo by ``fuse_into_backward``."""
         options = self.options
         is_plain = not (options.stage or options.offload_optimizer or options.weight_storage)
-        if options.optimizer == ALL and options.ranks * options.pipeline_stages == 1 and is_plain:
+        if options.optimizer == ALL and options.ranks == 1 and is_plain:
             alone = self.changed(replace(options, optimizer="AdaLomo", stage="0"))
             yield replace(alone.rows[0], label="AdaLomo, fuse_into_backward")
-
-    def _by_fsdp2(self, optimizer: type[RuleOptimizer], rules: Mapping[str, Any]) -> Row:
-        """The row of a ds_ext optimizer with FSDP2."""
-        options, ranks = self.options, self.options.shard_size or self.options.ranks
-        held = fsdp2.optimizer_memory(
-            rules, self.shapes, ranks, self.dtype, options.bucket, options.accumulates
-        )
-        waiting, kept = self._waiting(held)
-        return Row(f"{name_of(optimizer)}, FSDP2", held, waiting, kept, optimizer=optimizer)
-
-    def _waiting(self, held: MemoryUse) -> tuple[GradientLifetime, float]:
-        """With FSDP2: the lifetime of gradients, and the bytes of those that live throughout."""
-        most = max(fsdp2.units(self.shapes)[1:], default=1)
-        return GradientLifetime(most, behind=1), held.gradients - 2 * most * self.dtype.itemsize
 
     def _offloads(self, rules: Mapping[str, Any]) -> list[str]:
         """The offloaded parts. Raises ValueError if the engine would refuse the setting."""
@@ -207,7 +187,7 @@ class MemoryPlan:
             yield Row(label, lora.lora(skeleton, rank, *of), lora=rank)
 
     def _adamw(self) -> Iterator[Row]:
-        """Rows of AdamW: DeepSpeed's, which partitions gradients from stage 2 on, and torch's."""
+        """Rows of DeepSpeed's AdamW, which partitions gradients from stage 2 on."""
         options, size = self.options, self.dtype.itemsize
         for stage in sorted({stage or 0 for stage in options.stages}):
             held = memory.adamw(self.shapes, stage, options.ranks, self.dtype, options.bucket)
@@ -217,13 +197,3 @@ class MemoryPlan:
             else:
                 runs = size * (self.n / options.ranks + options.bucket)
                 yield Row(label, held, GradientLifetime(options.bucket), runs)
-        if options.stage == FSDP2:
-            held = fsdp2.torchs_adamw(self.shapes, options.shard_size or options.ranks, self.dtype)
-            yield Row("AdamW, torch, FSDP2", held, *self._waiting(held))
-
-    def _megatron(self) -> Iterator[Row]:
-        kinds = {"fp32": [("fp32", "fp32")], "fp16": [("fp16", "fp16")]}
-        kinds["bf16"] = [("bf16", "fp32"), ("fp16", "fp16")]
-        for params, grads in kinds[self.options.dtype]:
-            held = memory.megatron(self.shapes, self.options.ranks, params, grads)
-            yield Row(f"Megatron-LM, {params}, {grads} gradients", held, kept=held.gradients)

@@ -8,15 +8,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-import ds_ext
-from ds_ext.distributed import dtensors
 from ds_ext.ops import rounding, scratch
-from ds_ext.optimizer import OPTIMIZERS
-from tests.common.states import tensors
 from tests.unit.test_memory import held
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -47,25 +41,6 @@ def settled():
         if now < least:
             least, since = now, time.monotonic()
     return least
-
-
-def measure_fsdp2(kind, dtype):
-    """Bytes of weights and state on this rank between steps of a model that FSDP2 has cut."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = network().to(DTYPES[dtype])
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    hypers = {} if kind == "adamw" else {"lr": 1e-3}
-    optimizer = (torch.optim.AdamW if kind == "adamw" else OPTIMIZERS[kind])(
-        model.parameters(), **hypers
-    )
-    if kind != "adamw":
-        ds_ext.fuse_into_backward(model, optimizer, bucket_size=REAL_BUCKET)
-    model(torch.ones(1, 256, dtype=DTYPES[dtype])).float().sum().backward()
-    optimizer.step()
-    states = [dtensors.local(x) for s in optimizer.state.values() for x in tensors(s)]
-    return held([dtensors.local(p) for p in model.parameters()]), held(states)
 
 
 def measure(kind, stage, dtype):

@@ -5,7 +5,6 @@ import itertools
 import pytest
 
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.planner import fsdp2
 from ds_ext.planner import memory as planner
 from tests import worlds
 from tests.common.choose import params
@@ -30,23 +29,6 @@ def test_deepspeed_holds_what_is_planned(kind, stage, dtype):
         ours = planner.optimizer_memory(rule, shapes, stage, RANKS, DTYPES[dtype], REAL_BUCKET)
         planned = ours.total - ours.gradients
     assert close(planned, worlds.once(RANKS, memory_jobs.measure, kind, stage, dtype)[0])
-
-
-FSDP2 = list(itertools.product(KINDS, (2, 3), DTYPES))
-
-
-@pytest.mark.parametrize(
-    "kind, ranks, dtype", params(FSDP2, [("adamw", 2, "bf16"), ("came", 3, "fp32")])
-)
-def test_fsdp2_holds_what_is_planned(kind, ranks, dtype):
-    shapes = shapes_of(memory_jobs.network())
-    if kind == "adamw":
-        planned = fsdp2.torchs_adamw(shapes, ranks, DTYPES[dtype])
-    else:
-        rule = OPTIMIZERS[kind].hypers()
-        planned = fsdp2.optimizer_memory(rule, shapes, ranks, DTYPES[dtype], REAL_BUCKET)
-    weights, state = worlds.run(ranks, memory_jobs.measure_fsdp2, kind, dtype)[0]
-    assert close(planned.weights, weights) and close(planned.state + planned.master, state)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -16,7 +16,7 @@ import transformers
 import ds_ext
 from ds_ext.commands.cli import main
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.planner import fsdp2, memory, models
+from ds_ext.planner import memory, models
 from ds_ext.planner import rows as rows_of
 from ds_ext.rules import REGISTRY
 from tests.common.cli import refused
@@ -117,8 +117,6 @@ def test_the_table_is_the_arithmetic(name, folder, capsys):
     for stage in range(4):
         adamw = memory.adamw(SHAPES, stage, 3, torch.float32, 100)
         expected[f"AdamW, DeepSpeed ZeRO-{stage}"] = adamw
-    megatron = memory.megatron(SHAPES, 3, "fp32", "fp32")
-    expected["Megatron-LM, fp32, fp32 gradients"] = megatron
     assert rows.keys() == expected.keys()
     for label, row in rows.items():
         for part in PARTS:
@@ -140,35 +138,8 @@ def test_one_stage_and_the_cards_that_it_fits(capsys):
     assert fits == {
         "AdaLomo, ZeRO-2": ["no", "fits", "fits"],
         "AdamW, DeepSpeed ZeRO-2": ["no", "no", "fits"],
-        "Megatron-LM, bf16, fp32 gradients": ["no", "no", "fits"],
-        "Megatron-LM, fp16, fp16 gradients": ["no", "no", "fits"],
     }
     assert rows["AdaLomo, ZeRO-2"]["weights"] == "14.96"  # 2 · 8.030e9 / 2^30
-
-
-def test_fsdp2_stands_beside_torchs_adamw_and_deepspeeds(folder, capsys):
-    options = ["--model", folder, "--ranks", 3, "--dtype", "fp32", "--bucket", 100]
-    _, table = plan(capsys, *options, "--stage", "fsdp2", "--optimizer", "came")
-    rule = OPTIMIZERS["came"].hypers()
-    expected = {
-        "CAME, FSDP2": fsdp2.optimizer_memory(rule, SHAPES, 3, torch.float32, 100),
-        "AdamW, torch, FSDP2": fsdp2.torchs_adamw(SHAPES, 3, torch.float32),
-        "AdamW, DeepSpeed ZeRO-3": memory.adamw(SHAPES, 3, 3, torch.float32, 100),
-    }
-    n = memory.elements(SHAPES)
-    for label, held in expected.items():
-        assert table[label]["bytes/param"] == f"{held.total / n:.2f}"
-    _, kept = plan(capsys, *options, "--stage", "fsdp2", "--optimizer", "came", "--accumulate")
-    assert float(kept["CAME, FSDP2"]["gradients"]) > float(table["CAME, FSDP2"]["gradients"])
-
-
-def test_layers_and_the_rest_are_units_of_fsdp2():
-    shapes = {"embed.weight": (7, 3), "model.layers.0.a.0.weight": (2, 3)}
-    shapes |= {"model.layers.0.b": (4,), "model.layers.1.a.0.weight": (5, 1), "head.weight": (7, 2)}
-    assert fsdp2.units(shapes) == [35, 10, 5] and fsdp2.parts(shapes, 3) == 9 + 3 + 2 + 2 + 6
-    assert (
-        fsdp2.peak_full_gradients(shapes) == 80
-    )  # embedding and head, and the copy that is reduced
 
 
 def test_all_optimizers_stand_beside_adamw(capsys):
@@ -236,6 +207,7 @@ REFUSED = [
         "--optimizer is 'adalom', which is not a ds_ext optimizer. Did you mean",
     ),
     (["--stage", "4"], "--stage: invalid choice: '4'"),
+    (["--pipeline-stages", "2"], "unknown option --pipeline-stages"),
     (["--ranks", "0"], "--ranks: '0' is not a whole number > 0"),
     (["--ranks", "two"], "--ranks: 'two' is not a whole number > 0"),
     (["--bucket", "-1"], "--bucket: "),

@@ -195,11 +195,9 @@ def test_nothing_fits(folder, tmp_path, capsys):
 REFUSED = [
     ((), "--fit: add --model, --seq TOKENS, and --memory with one number"),
     (("--seq", 8, "--memory", "8,16"), "--memory with one number"),
-    (("--seq", 8, "--memory", 8, "--stage", "fsdp2"), "without --stage fsdp2: remove it"),
     (("--seq", 8, "--memory", 8, "--stage", "none"), "without --stage none: remove it"),
     (("--seq", 8, "--memory", 8, "--lora", 4), "without --lora: remove it"),
     (("--seq", 8, "--memory", 8, "--plot", "x.png"), "without --plot: remove it"),
-    (("--pipeline-stages", 2, "--memory", 8), "--fit: add --model, --seq"),
     (("--seq", 8, "--memory", 8, "--config", "ds.json"), "without --config: remove it"),
 ]
 

@@ -304,15 +304,6 @@ def test_adalomo_holds_little_more_than_the_weights():
     assert plan("adalomo", 0, 1).gradients == bucket
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
-@pytest.mark.parametrize(
-    "params, grads, whole, shared",
-    [("fp16", "fp16", 4, 16), ("bf16", "fp32", 6, 12), ("fp32", "fp32", 8, 8)],
-)
-def test_megatron_is_as_documented(params, grads, whole, shared, ranks):
-    assert memory.megatron(SEVEN, ranks, params, grads).total == N * (whole + shared / ranks)
-
-
 def test_adamw_without_its_copies_is_the_zero_papers():
     whole = memory.adamw(SEVEN, 0, 8, torch.bfloat16, 2**24)
     assert whole.weights + whole.state + whole.master == 14 * N  # 16 with 2 of the gradients

@@ -71,12 +71,6 @@ FAULTS = (
         "found[key] = held.reshape(part.shape) * 1.01",
         FSDP2 + "resumed",
     ),
-    Fault(
-        "planner/fsdp2.py",
-        "return sum(-(-shape[0] // ranks) * math.prod(shape[1:])",
-        "return sum(shape[0] // ranks * math.prod(shape[1:])",
-        "integration/test_cli.py -k fsdp2",
-    ),
     # stages of a pipeline
     Fault(
         "distributed/pipeline_layout.py",
