@@ -3,103 +3,54 @@
 This package exports ``ops.apply_(...)`` and the other passes.
 """
 
-from ds_ext.ops.batch import Batch
-from ds_ext.ops.expressions import (
-    Gradient,
-    PaddedToGroups,
-    Quotient,
-    Readable,
-    Run,
-    RunQuotient,
-    Scaled,
-    Sum,
-    Writable,
-    WritableRun,
-    accumulator,
-    flat,
-    is_part,
-    output_buffer,
-    part,
-    plus,
-    read,
-    times,
-    write_,
-)
-from ds_ext.ops.functions import (
-    advance_1x1_,
-    apply_,
-    blocks,
-    count_beyond,
-    evaluate,
-    factors_,
-    lerp_,
-    normalize_columns,
-    normalize_rows,
-    normalize_whole_rows,
-    own_run,
-    pad,
-    row_col_square_sums,
-    scattered_squares,
-    square_lerp_,
-    square_sum,
-    square_sums,
-    unit_quotient,
-    weighted_square_sums,
-)
-from ds_ext.ops.moments import AdamStep, Residual, RootQuotient, SignStep, advance_
-from ds_ext.ops.products import Operand, PlacedProduct, Product, add_product_, product, terms_for
-from ds_ext.ops.runs import Runs
-
-__all__ = [
-    "AdamStep",
-    "Batch",
-    "PaddedToGroups",
-    "Gradient",
-    "Operand",
-    "PlacedProduct",
-    "Product",
-    "Quotient",
-    "Readable",
-    "Residual",
-    "RootQuotient",
-    "Run",
-    "RunQuotient",
-    "Runs",
-    "Scaled",
-    "SignStep",
-    "Sum",
-    "Writable",
-    "WritableRun",
-    "accumulator",
-    "add_product_",
-    "advance_",
-    "advance_1x1_",
-    "apply_",
-    "blocks",
-    "count_beyond",
-    "evaluate",
-    "factors_",
-    "flat",
-    "is_part",
-    "lerp_",
-    "product",
-    "row_col_square_sums",
-    "normalize_columns",
-    "normalize_rows",
-    "normalize_whole_rows",
-    "own_run",
-    "pad",
-    "part",
-    "plus",
-    "read",
-    "output_buffer",
-    "scattered_squares",
-    "square_lerp_",
-    "square_sum",
-    "square_sums",
-    "terms_for",
-    "times",
-    "unit_quotient",
-    "weighted_square_sums",
-    "write_",
-]
+from ds_ext.ops.batch import Batch as Batch
+from ds_ext.ops.expressions import Gradient as Gradient
+from ds_ext.ops.expressions import PaddedToGroups as PaddedToGroups
+from ds_ext.ops.expressions import Quotient as Quotient
+from ds_ext.ops.expressions import Readable as Readable
+from ds_ext.ops.expressions import Run as Run
+from ds_ext.ops.expressions import RunQuotient as RunQuotient
+from ds_ext.ops.expressions import Scaled as Scaled
+from ds_ext.ops.expressions import Sum as Sum
+from ds_ext.ops.expressions import Writable as Writable
+from ds_ext.ops.expressions import WritableRun as WritableRun
+from ds_ext.ops.expressions import accumulator as accumulator
+from ds_ext.ops.expressions import flat as flat
+from ds_ext.ops.expressions import is_part as is_part
+from ds_ext.ops.expressions import output_buffer as output_buffer
+from ds_ext.ops.expressions import part as part
+from ds_ext.ops.expressions import plus as plus
+from ds_ext.ops.expressions import read as read
+from ds_ext.ops.expressions import times as times
+from ds_ext.ops.expressions import write_ as write_
+from ds_ext.ops.functions import advance_1x1_ as advance_1x1_
+from ds_ext.ops.functions import apply_ as apply_
+from ds_ext.ops.functions import blocks as blocks
+from ds_ext.ops.functions import count_beyond as count_beyond
+from ds_ext.ops.functions import evaluate as evaluate
+from ds_ext.ops.functions import factors_ as factors_
+from ds_ext.ops.functions import lerp_ as lerp_
+from ds_ext.ops.functions import normalize_columns as normalize_columns
+from ds_ext.ops.functions import normalize_rows as normalize_rows
+from ds_ext.ops.functions import normalize_whole_rows as normalize_whole_rows
+from ds_ext.ops.functions import own_run as own_run
+from ds_ext.ops.functions import pad as pad
+from ds_ext.ops.functions import row_col_square_sums as row_col_square_sums
+from ds_ext.ops.functions import scattered_squares as scattered_squares
+from ds_ext.ops.functions import square_lerp_ as square_lerp_
+from ds_ext.ops.functions import square_sum as square_sum
+from ds_ext.ops.functions import square_sums as square_sums
+from ds_ext.ops.functions import unit_quotient as unit_quotient
+from ds_ext.ops.functions import weighted_square_sums as weighted_square_sums
+from ds_ext.ops.moments import AdamStep as AdamStep
+from ds_ext.ops.moments import Residual as Residual
+from ds_ext.ops.moments import RootQuotient as RootQuotient
+from ds_ext.ops.moments import SignStep as SignStep
+from ds_ext.ops.moments import advance_ as advance_
+from ds_ext.ops.products import Operand as Operand
+from ds_ext.ops.products import PlacedProduct as PlacedProduct
+from ds_ext.ops.products import Product as Product
+from ds_ext.ops.products import add_product_ as add_product_
+from ds_ext.ops.products import product as product
+from ds_ext.ops.products import terms_for as terms_for
+from ds_ext.ops.runs import Runs as Runs

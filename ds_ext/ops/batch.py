@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds_ext.ops.passes import Passes
+from ds_ext.ops.executors.reference import Reference
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.schema import SCALE_GROUP
 from ds_ext.ops.shard import Shard
@@ -33,7 +33,7 @@ class Batch:
         device: the device of the runs.
     """
 
-    passes: Passes
+    passes: Reference
 
     def __init__(
         self,

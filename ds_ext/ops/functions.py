@@ -1,7 +1,9 @@
 """The functions that rules call: each runs the pass of its name over a run, or over a batch.
 
-``shard`` is the geometry: a ``Shard``, or a ``Batch`` of many parameters. ``Passes`` describes the
-arguments and results.
+``shard`` is the geometry: a ``Shard``, or a ``Batch`` of many parameters. In a batch, ``Runs``
+replace each tensor below, each number may be a vector [n], and the sums of all parameters are
+concatenated. Inputs are tensors and the lazy expressions of ``expressions`` and ``moments``.
+``like`` is a gradient, which gives the device and the dtype of results even if the run is empty.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from ds_ext.ops import scratch
 from ds_ext.ops.batch import Batch
+from ds_ext.ops.executors.reference import Reference
 from ds_ext.ops.expressions import (
     Gradient,
     Number,
@@ -22,7 +25,6 @@ from ds_ext.ops.expressions import (
     read,
     storage_of,
 )
-from ds_ext.ops.passes import Passes
 from ds_ext.ops.shard import Block, Shard
 
 Geometry: TypeAlias = Shard | Batch
@@ -31,7 +33,7 @@ Geometry: TypeAlias = Shard | Batch
 class PassesOfRun(Protocol):
     """Finds the passes over the run of one parameter."""
 
-    def __call__(self, shard: Shard, like: Gradient | None, first: int | None = None) -> Passes:
+    def __call__(self, shard: Shard, like: Gradient | None, first: int | None = None) -> Reference:
         """Returns the passes over a run.
 
         Args:
@@ -51,12 +53,12 @@ def use(passes_of_run: PassesOfRun) -> None:
     _passes_of_run = passes_of_run
 
 
-def _passes(shard: Geometry, like: Gradient | None) -> Passes:
+def _passes(shard: Geometry, like: Gradient | None) -> Reference:
     """The passes over runs with the device and dtype of ``like``."""
     return shard.passes if isinstance(shard, Batch) else _passes_of_run(shard, like)
 
 
-def _writing(shard: Geometry, x: Writable) -> Passes:
+def _writing(shard: Geometry, x: Writable) -> Reference:
     """The passes that write ``x``; plain torch writes what native code and kernels cannot."""
     if isinstance(shard, Batch):
         return shard.passes
@@ -68,13 +70,7 @@ def _writing(shard: Geometry, x: Writable) -> Passes:
 
 
 def square_sum(x: Readable, shard: Geometry, like: Gradient) -> Tensor:
-    """Returns the sum of the squares of a run, [].
-
-    Args:
-        x: the run.
-        shard: its geometry.
-        like: gives the device and dtype, even if the run is empty.
-    """
+    """Returns the sum of the squares of a run, []."""
     return _passes(shard, like).square_sums((x,), like)[0]
 
 
@@ -92,14 +88,32 @@ def count_beyond(x: Readable, bound: float, shard: Shard, like: Gradient) -> Ten
 
 
 def row_col_square_sums(x: Readable, shard: Geometry, like: Gradient) -> tuple[Tensor, Tensor]:
-    """Returns sums of the squares of a run over rows and columns, [mats, rows], [mats, cols]."""
+    """Returns sums of the squares of a run over rows and columns, [mats, rows], [mats, cols].
+
+    Rows and columns outside the run are 0, so summing over ranks gives the sums of the matrix.
+    """
     return _passes(shard, like).row_col_square_sums(x, like)
 
 
 def weighted_square_sums(
     x: Readable, before: Tensor, eps: float, beta: float, shard: Geometry, like: Gradient
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns ``row_col_square_sums``, and column sums of squares divided by their row's new v."""
+    """Returns ``row_col_square_sums``, and column sums of squares divided by their row's v.
+
+    The divisor is the new statistic, beta · ``before`` + (1 − beta) · mean(x² + eps). It is known
+    as soon as the row is read, because runs hold whole rows.
+
+    Args:
+        x: the run.
+        before: row statistics before the step, [mats, rows].
+        eps: added to squares.
+        beta: the weight of the old statistic.
+        shard: the geometry.
+        like: a gradient.
+
+    Returns:
+        [mats, rows], [mats, cols], [mats, cols].
+    """
     return _passes(shard, like).weighted_square_sums(x, before, eps, beta, like)
 
 
@@ -112,7 +126,23 @@ def factors_(
     clip: float,
     shard: Geometry,
 ) -> tuple[Tensor, Tensor]:
-    """v ← beta · v + (1 − beta) · mean(x² + eps); returns the factors of 1 / sqrt(v)."""
+    """v ← beta · v + (1 − beta) · mean(x² + eps) for the statistics ``row`` and ``col``.
+
+    v is estimated as row · col / mean(row). An empty matrix has sums of 0.
+
+    Args:
+        row: row statistics, [mats, rows], written.
+        col: column statistics, [mats, cols], written.
+        sums: of x², over all ranks. With the three sums of ``weighted_square_sums``, the factors
+            limit RMS(x / sqrt(v)) to ``clip``.
+        eps: added to squares.
+        beta: the weight of the old statistics.
+        clip: the limit.
+        shard: the geometry.
+
+    Returns:
+        Factors of 1 / sqrt(v), [mats, rows, 1] and [mats, 1, cols].
+    """
     return _passes(shard, row).factors_(row, col, sums, eps, beta, clip)
 
 
@@ -124,7 +154,10 @@ def scattered_squares(x: Readable, shard: Geometry, like: Gradient) -> Tensor:
 def advance_1x1_(
     row: Tensor, col: Tensor, squares: Tensor, eps: float, beta: float, shard: Geometry
 ) -> Tensor:
-    """v ← beta · v + (1 − beta) · (x² + eps) for 1 x 1 matrices; returns the sum of x² / v, []."""
+    """v ← beta · v + (1 − beta) · (x² + eps) for 1 x 1 matrices; returns the sum of x² / v, [].
+
+    The statistics ``row`` and ``col``, [numel, 1], both hold v. ``squares`` are [numel].
+    """
     return _passes(shard, row).advance_1x1_(row, col, squares, eps, beta)
 
 
@@ -146,7 +179,11 @@ def square_lerp_(v: Tensor, x: Readable, eps: float, weight: float, shard: Geome
 def apply_(
     p: Writable, u: Readable, shard: Geometry, *, lr: Number, weight_decay: Number = 0.0
 ) -> None:
-    """p ← p · (1 − lr · weight_decay) − lr · u, for a run of weights."""
+    """p ← p · (1 − lr · weight_decay) − lr · u, for a run of weights.
+
+    It is computed as p − lr · (u + weight_decay · p), because the factor 1 − lr · weight_decay
+    would have the same rounding error at every step.
+    """
     _writing(shard, p).apply_(p, u, lr, weight_decay)
 
 
@@ -156,19 +193,31 @@ def unit_quotient(x: Readable, shard: Geometry, like: Gradient) -> Quotient:
 
 
 def normalize_rows(x: Quotient, sums: Tensor, least: Number, shard: Geometry) -> Quotient:
-    """Returns x with rows of norm √cols, from the sums of its squares over rows."""
+    """Returns x with rows of norm √cols. Only the factors change; the matrix is not copied.
+
+    Args:
+        x: [mats, rows, cols].
+        sums: sums of its squares over each row, summed over all ranks, [mats, rows].
+        least: the smallest norm that rows are divided by.
+        shard: the geometry.
+    """
     return _passes(shard, sums).normalize_rows(x, sums, least)
 
 
 def normalize_columns(x: Quotient, sums: Tensor, least: Number, shard: Geometry) -> Quotient:
-    """Returns x with columns of norm √rows, from the sums of its squares over columns."""
+    """Returns x with columns of norm √rows: ``normalize_rows`` by columns."""
     return _passes(shard, sums).normalize_columns(x, sums, least)
 
 
 def normalize_whole_rows(
     x: Quotient, least: Number, shard: Geometry, like: Gradient
 ) -> tuple[Quotient, Tensor]:
-    """Returns x as ``normalize_rows`` does, and column sums of its new squares, [mats, cols]."""
+    """Returns x as ``normalize_rows`` does, and the column sums of its squares, [mats, cols].
+
+    One pass computes both: a row's norm is known as soon as the row is read, because the run has
+    whole rows. The new row factors include ``x.scale``. Factors of other ranks' rows are 0, and the
+    sums only include the run.
+    """
     return _passes(shard, like).normalize_whole_rows(x, least, like)
 
 

@@ -10,11 +10,10 @@ from ds_ext.ops.executors.reference import Reference
 from ds_ext.ops.executors.table_passes import TablePasses
 from ds_ext.ops.executors.tables import supports
 from ds_ext.ops.expressions import Gradient
-from ds_ext.ops.passes import Passes
 from ds_ext.ops.shard import Shard
 
 
-def passes_of_run(shard: Shard, like: Gradient | None, first: int | None = None) -> Passes:
+def passes_of_run(shard: Shard, like: Gradient | None, first: int | None = None) -> Reference:
     """Returns the passes over a run: see ``functions.PassesOfRun``."""
     if like is None:
         return Reference(shard)
@@ -24,7 +23,7 @@ def passes_of_run(shard: Shard, like: Gradient | None, first: int | None = None)
 @functools.lru_cache(4096)
 def _kept(
     shard: Shard, device: torch.device, dtype: torch.dtype, first: int | None, thread: int
-) -> Passes:
+) -> Reference:
     """The passes over a run. A pass fills its table's columns, so each thread has its own."""
     has_one_box = shard.split is None or len(list(shard.pieces())) < 2
     if dtype == torch.float64 or not shard.numel or not has_one_box or not supports(device):

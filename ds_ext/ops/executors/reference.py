@@ -1,6 +1,7 @@
 """The specification of each pass, in plain torch over the run of one parameter.
 
-A pass reads the run in blocks of at most ``shard.BLOCK`` elements, so a lazy expression needs only
+Rules call the functions of the same names in ``ops.functions``, which describe the arguments. A
+pass reads the run in blocks of at most ``shard.BLOCK`` elements, so a lazy expression needs only
 a few blocks of scratch memory.
 """
 
@@ -28,7 +29,6 @@ from ds_ext.ops.expressions import (
     write_,
 )
 from ds_ext.ops.moments import advance_
-from ds_ext.ops.passes import Passes
 from ds_ext.ops.shard import Block, Shard
 
 # The largest factor: zero rows and columns stay zero under repeated scaling, and the product of a
@@ -36,7 +36,7 @@ from ds_ext.ops.shard import Block, Shard
 LARGEST = 1e18
 
 
-class Reference(Passes):
+class Reference:
     """The passes over the run of one parameter, in plain torch.
 
     Args:

@@ -45,7 +45,6 @@ from ds_ext.ops.expressions import (
     storage_of,
 )
 from ds_ext.ops.functions import apply_
-from ds_ext.ops.passes import Passes
 from ds_ext.ops.products import Product
 from ds_ext.ops.runs import Columns, Runs
 from ds_ext.ops.shard import Shard
@@ -66,8 +65,8 @@ def _or_reference(method: Method[P, T]) -> Method[P, T]:
         try:
             return method(self, *args, **kwargs)
         except Unsupported:
-            if self.reference is not None:
-                return cast(T, getattr(self.reference, method.__name__)(*args, **kwargs))
+            if self.one is not None:
+                return cast(T, getattr(Reference, method.__name__)(self, *args, **kwargs))
             raise TypeError(
                 f"ops.{method.__name__} cannot read its input over a batch: native code and "
                 "kernels have no form for this expression, or read tensors of other dtypes. "
@@ -78,7 +77,7 @@ def _or_reference(method: Method[P, T]) -> Method[P, T]:
     return cast(Method[P, T], run)
 
 
-class TablePasses(BatchTables, Passes):
+class TablePasses(BatchTables, Reference):
     """The passes over a batch, or over one run.
 
     Args:
@@ -87,9 +86,10 @@ class TablePasses(BatchTables, Passes):
     """
 
     def __init__(self, batch: Batch, one: Shard | None = None) -> None:
-        super().__init__(batch)
+        BatchTables.__init__(self, batch)
         self.one = one
-        self.reference = None if one is None else Reference(one)
+        if one is not None:
+            Reference.__init__(self, one)
         self.takes_matrices = one is None or devices.supports_matrices(one)
 
     @_or_reference
