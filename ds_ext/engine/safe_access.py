@@ -1,53 +1,101 @@
 """Implements ``deepspeed.utils.safe_get_*`` and ``safe_set_*`` for ds_ext optimizers.
 
 DeepSpeed's functions use attributes that its ZeRO optimizers set on parameters. ``attach`` sets
-attributes that access a parameter's run, kept gradient and state instead. The ``full`` functions
-are collectives: all ranks must call them for the same parameters in the same order.
+attributes that access a parameter's weight, kept gradient and state instead. The ``full`` functions
+are collectives: all ranks must call them for the same parameters in the same order. Under tensor
+parallelism the full tensor is one rank's part of the matrix, as in DeepSpeed.
 
 The attributes hold the engine and the parameter by weak references. Autograd holds parameters too,
 for example if a module keeps its loss (``l_aux`` of ``deepspeed.moe``), and Python's garbage
 collector does not see who holds an object in C++. It would never free what such a parameter holds.
 """
 
+import math
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from ds_ext.backward import int8_weights
 from ds_ext.backward.fused_backward import FusedBackward
-from ds_ext.distributed.layout import Layout
-from ds_ext.engine.full_tensors import FullTensors, StateAccess
+from ds_ext.distributed.groups import Group
+from ds_ext.distributed.placement import as_bytes
+from ds_ext.distributed.rank_failure import explained
+from ds_ext.engine.parameters import unpartitioned_shape
 from ds_ext.engine.zero3 import Zero3Placement
 from ds_ext.ops import int8
-from ds_ext.optimizer import RuleOptimizer
+from ds_ext.ops.state import leaves, saved
+from ds_ext.optimizer.model_view import summary
+
+# Names of states in ds_ext, by their names in torch and in the authors' optimizers.
+_NAMES = {
+    "exp_avg": ("m",),
+    "exp_avg_sq": ("v", "v.full"),
+    "exp_avg_sq_row": ("v.row",),
+    "exp_avg_sq_col": ("v.col",),
+    "exp_avg_res_row": ("r.row",),
+    "exp_avg_res_col": ("r.col",),
+}
 
 
-class _Method:
-    """A method of ``access`` bound to a parameter. It is pickled as None."""
+class LocalPart(NamedTuple):
+    """This rank's part of a weight, gradient or state."""
 
-    def __init__(self, access: "Access", name: str, param: Tensor, place: int) -> None:
-        self.access = access
-        self.method = getattr(access, name)
-        self.param = weakref.ref(param)
-        self.place = place  # index of the parameter among the arguments
+    name: str
+    start: int  # index of its first element in the full tensor
+    length: int  # elements
+    padded_length: int  # elements of DeepSpeed's partition
+    shape: tuple[int, ...]  # of the full tensor
+    group: Group  # ranks that hold the other parts; None: this part is the full tensor
+    read: Callable[[], Tensor]  # returns a copy, [length] if it is only a part
+    write: Callable[[Tensor], None]  # replaces the values by others, [length]
 
-    def __call__(self, *args: Any) -> Any:
-        return self.method(*args[: self.place], self.param(), *args[self.place :])
+    def full(self, device: torch.device) -> Tensor:
+        """Returns the full tensor, on all ranks. Parts of ranks may overlap."""
+        values = self.read().reshape(-1)
+        whole = torch.zeros(math.prod(self.shape), dtype=values.dtype, device=device)
+        whole[self.start : self.start + self.length] = values
+        if self.group is not None:
+            with explained():
+                dist.all_reduce(as_bytes(whole), op=dist.ReduceOp.MAX, group=self.group)
+        return whole.view(self.shape)
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
+    def local(self) -> Tensor:
+        """Returns this part, padded with zeros as DeepSpeed's partition is."""
+        values, missing = self.read(), self.padded_length - self.length
+        return nn.functional.pad(values, (0, missing)) if missing else values
+
+    def set_full(self, value: Tensor) -> None:
+        """Writes this rank's part of the full tensor ``value``."""
+        total = math.prod(self.shape)
+        if value.numel() != total:
+            raise ValueError(
+                f"{self.name} has {total} elements, but the new value has {value.numel()}: pass "
+                "the whole value on all ranks."
+            )
+        self.write(value.detach().reshape(-1)[self.start : self.start + self.length])
+
+    def set_local(self, value: Tensor) -> None:
+        """Writes ``value``, which may be padded."""
+        if value.numel() not in (self.length, self.padded_length):
+            raise ValueError(
+                f"this rank has {self.length} elements of {self.name} ({self.padded_length} with "
+                f"padding), but the new value has {value.numel()}."
+            )
+        self.write(value.detach().reshape(-1)[: self.length])
 
 
 class Access:
     """Reads and writes weights, gradients and states, as full tensors or this rank's partition.
 
-    DeepSpeed defines the method names, and the argument order of the ZeRO-3 methods. Values are
-    fp32, or fp64 for fp64 parameters. ``optim_state_key`` selects a state; see ``StateAccess`` for
-    errors. Without it, a method accesses the weight. Every getter returns None for a frozen
-    parameter, as in DeepSpeed.
+    DeepSpeed defines the method names, and the argument order. Values are fp32, or fp64 for fp64
+    parameters. ``optim_state_key`` selects a state: a path in the rule's state ("v.row"), or a name
+    that torch or the authors use ("exp_avg_sq_row"). Without it, a method accesses the weight.
+    Every getter returns None for a frozen parameter, as in DeepSpeed. Gradients are the mean over
+    all ranks and micro-batches so far, without the loss scale.
     """
 
     def __init__(self, fused: FusedBackward) -> None:
@@ -55,126 +103,61 @@ class Access:
 
     @property
     def fused(self) -> FusedBackward:
-        """The object that steps the parameter. Raises RuntimeError if the engine was freed."""
+        """The object that steps the parameter.
+
+        Raises:
+            RuntimeError: the engine was freed, or is inside ``ema()``.
+        """
         fused = self.owner()
         if fused is None:
             raise RuntimeError("the engine of this parameter no longer exists: keep the engine.")
+        fused.optimizer.refuse_exchanged()
         return fused
-
-    @property
-    def layout(self) -> Layout:
-        """The layout of the engine's model."""
-        return self.fused.layout
-
-    @property
-    def optimizer(self) -> RuleOptimizer:
-        """The engine's optimizer. Raises RuntimeError inside ``ema()``."""
-        self.fused.optimizer.refuse_exchanged()
-        return self.fused.optimizer
-
-    @property
-    def full_tensors(self) -> FullTensors:
-        """Converts between runs, full tensors and partitions."""
-        return FullTensors(self.layout)
-
-    @property
-    def states(self) -> StateAccess:
-        """Reads and writes the optimizer's states."""
-        return StateAccess(self.layout, self.optimizer)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # pickles of parameters contain None instead
 
-    # Weights and states.
-
     def get_full_hp_param(self, param: Tensor, optim_state_key: str | None = None) -> Tensor | None:
-        """Returns the full weight or state; None if the parameter is frozen."""
-        if not param.requires_grad:
-            return None
-        if optim_state_key is not None:
-            return self.states.full(param, optim_state_key)
-        return self.full_tensors.gather(param, self._weights(param))
+        """Returns the full weight or state."""
+        part = self._part(param, optim_state_key) if param.requires_grad else None
+        return None if part is None else part.full(self.fused.layout.device)
 
     def set_full_hp_param(
         self, value: Tensor, param: Tensor, optim_state_key: str | None = None
     ) -> None:
-        """Sets the weight or state. The next forward pass uses the new weight.
-
-        Raises:
-            ValueError: the value has the wrong size.
-        """
-        if optim_state_key is not None:
-            self.states.set_full(param, optim_state_key, value)
-        else:
-            self._set_weights(param, self.full_tensors.cut(param, value))
+        """Sets the weight or state. The next forward pass uses the new weight."""
+        self._writable(param, optim_state_key).set_full(value)
 
     def get_local_fp32_param(
         self, param: Tensor, optim_state_key: str | None = None
     ) -> Tensor | None:
-        """Returns this rank's partition of the weight or state, with DeepSpeed's padding."""
-        if not param.requires_grad:
-            return None
-        if optim_state_key is not None:
-            return self.states.local(param, optim_state_key)
-        return self.full_tensors.pad(param, self._weights(param))
+        """Returns this rank's partition of the weight or state."""
+        part = self._part(param, optim_state_key) if param.requires_grad else None
+        return None if part is None else part.local()
 
     def set_local_hp_param(
         self, value: Tensor, param: Tensor, optim_state_key: str | None = None
     ) -> None:
-        """Sets this rank's partition of the weight or state. All ranks must call it.
-
-        Raises:
-            ValueError: the value has the wrong size.
-        """
-        if optim_state_key is not None:
-            self.states.set_local(param, optim_state_key, value)
-        else:
-            self._set_weights(param, self.full_tensors.unpad(param, value))
-
-    def _weights(self, param: Tensor) -> Tensor:
-        """A copy of this rank's run of the weight, [len(shard)], on the device."""
-        with int8.expanded([param]):
-            run, shard = self.layout.run(param), self.layout.shard(param)
-            values = self.optimizer.weights(param, run, shard)
-            return values.to(self.layout.device, _wide(values.dtype), copy=True)
-
-    def _set_weights(self, param: Tensor, run: Tensor) -> None:
-        layout = self.layout
-        with int8_weights.expand_int8(param):
-            self.optimizer.write_weights(param, layout.run(param), layout.shard(param), run)
-            layout.publish([param])
-        layout.end_step()
-
-    # Gradients: the mean over all ranks and micro-batches so far, without the loss scale. All
-    # methods raise RuntimeError if no gradients are kept.
+        """Sets this rank's partition of the weight or state. All ranks must call it."""
+        self._writable(param, optim_state_key).set_local(value)
 
     def get_fp32_grad_for_param(self, param: Tensor) -> Tensor | None:
-        """Returns the full mean gradient; None if the parameter has none."""
-        run = self._gradient(param)
-        return None if run is None else self.full_tensors.gather(param, run)
+        """Returns the full gradient; None if the parameter has none in this step."""
+        part = self._gradient(param)
+        return None if part is None else part.full(self.fused.layout.device)
 
     def set_fp32_grad_for_param(self, value: Tensor, param: Tensor) -> None:
-        """Sets the gradient that ``engine.step()`` will use.
-
-        Raises:
-            RuntimeError: the parameter has no gradient in this step.
-            ValueError: the value has the wrong size.
-        """
-        self._set_gradient(param, self.full_tensors.cut(param, value))
+        """Sets the gradient that ``engine.step()`` will use."""
+        self._writable_gradient(param).set_full(value)
 
     def get_local_fp32_grad_for_param(self, param: Tensor) -> Tensor | None:
-        """Returns this rank's partition of the mean gradient; None if there is none."""
-        run = self._gradient(param)
-        return None if run is None else self.full_tensors.pad(param, run)
+        """Returns this rank's partition of the gradient; None if there is none in this step."""
+        part = self._gradient(param)
+        return None if part is None else part.local()
 
     def set_local_grad_for_param(self, value: Tensor, param: Tensor) -> None:
-        """Sets this rank's partition of the gradient that ``engine.step()`` will use.
-
-        Raises:
-            RuntimeError: the parameter has no gradient in this step.
-            ValueError: the value has the wrong size.
-        """
-        self._set_gradient(param, self.full_tensors.unpad(param, value))
+        """Sets this rank's partition of the gradient that ``engine.step()`` will use."""
+        self._writable_gradient(param).set_local(value)
 
     def update_fp32_grad_for_param_vectorized(
         self, update: Callable[[Tensor, Tensor], Tensor], params: list[Tensor]
@@ -185,56 +168,155 @@ class Access:
             if gradient is not None:
                 self.set_fp32_grad_for_param(update(gradient, param), param)
 
-    def _check_gradients(self, param: Tensor) -> bool:
-        """Whether a parameter has a kept gradient. Raises RuntimeError if none are kept."""
-        kept, projected = self.fused.state.kept, self.fused.state.projected
-        is_trained = param in self.optimizer.group_of and param.requires_grad
-        if is_trained and (not kept or param in projected):
+    def _part(self, param: Tensor, key: str | None) -> LocalPart | None:
+        return self._weight(param) if key is None else self._state(param, key)
+
+    def _writable(self, param: Tensor, key: str | None) -> LocalPart:
+        part = self._part(param, key)
+        if part is None:
+            name = self.fused.layout.name(param)
+            raise ValueError(f"{name} is not trained: it has no state to be set.")
+        return part
+
+    def _writable_gradient(self, param: Tensor) -> LocalPart:
+        part = self._gradient(param)
+        if part is None:
+            name = self.fused.layout.name(param)
+            raise RuntimeError(f"{name} has no gradient in this step, so it cannot be set.")
+        return part
+
+    def _weight(self, param: Tensor) -> LocalPart:
+        layout, optimizer = self.fused.layout, self.fused.optimizer
+        shard = layout.shard(param)
+
+        def read() -> Tensor:
+            with int8.expanded([param]):
+                values = optimizer.weights(param, layout.run(param), shard)
+                return values.to(layout.device, _wide(values.dtype), copy=True)
+
+        def write(values: Tensor) -> None:
+            with int8_weights.expand_int8(param):
+                optimizer.write_weights(param, layout.run(param), shard, values)
+                layout.publish([param])
+            layout.end_step()
+
+        return self._run(param, read, write)
+
+    def _gradient(self, param: Tensor) -> LocalPart | None:
+        """The kept gradient; None if the parameter has none in this step.
+
+        Raises RuntimeError if no gradients are kept.
+        """
+        fused = self.fused
+        state, is_trained = fused.state, param in fused.optimizer.group_of and param.requires_grad
+        if is_trained and (not state.kept or param in state.projected):
             raise RuntimeError(
-                f"there is no gradient of {self.layout.name(param)}: "
+                f"there is no gradient of {fused.layout.name(param)}: "
                 + (
                     "the step has ended, or no backward pass came before it. Read gradients "
                     "between engine.backward(loss) and engine.step()."
-                    if self.fused.grad_config.policy == "sharded"
+                    if fused.grad_config.policy == "sharded"
                     else "ds_ext uses and frees gradients during backward. To read or set "
                     'gradients before engine.step(), set "ds_ext": {"gradient_policy": "sharded"} '
                     "in the config, which keeps this rank's part of each gradient."
                 )
             )
-        return param in kept
-
-    def _factor(self, param: Tensor) -> float:
-        """The factor that turns a kept gradient into the mean gradient of the loss."""
-        return self.fused.reader.unscale(self.layout.of[param])
-
-    def _gradient(self, param: Tensor) -> Tensor | None:
-        """This rank's run of the mean gradient; None if the parameter has none."""
-        if not param.requires_grad or not self._check_gradients(param):
+        if param not in state.kept or not param.requires_grad:
             return None
-        g = self.fused.state.kept[param].g[: len(self.layout.shard(param))]
-        return g.to(_wide(g.dtype)) * self._factor(param)
+        factor = fused.reader.unscale(fused.layout.of[param])  # kept gradients are sums
+        g = state.kept[param].g[: len(fused.layout.shard(param))]
+        return self._run(
+            param,
+            lambda: g.to(_wide(g.dtype)) * factor,
+            lambda values: state.replace(param, values.to(fused.layout.device) / factor),
+        )
 
-    def _set_gradient(self, param: Tensor, run: Tensor) -> None:
-        if not self._check_gradients(param):
+    def _run(
+        self, param: Tensor, read: Callable[[], Tensor], write: Callable[[Tensor], None]
+    ) -> LocalPart:
+        """A part with a value for each element of this rank's run."""
+        layout = self.fused.layout
+        shard, placement = layout.shard(param), layout.of[param]
+        held = placement.tensor_parallel_shards.get(param)
+        return LocalPart(
+            layout.name(param),
+            shard.start - (held.start if held else 0),
+            len(shard),
+            shard.size,
+            unpartitioned_shape(param),
+            placement.group if placement.num_shards > 1 else None,
+            read,
+            write,
+        )
+
+    def _state(self, param: Tensor, key: str) -> LocalPart | None:
+        """A state; None for a parameter that is not trained."""
+        optimizer, layout = self.fused.optimizer, self.fused.layout
+        name, shard, placement = layout.name(param), layout.shard(param), layout.of[param]
+        if param not in optimizer.group_of:
+            return None
+        if placement.tensor_parallel_shards.get(param) is not None:
             raise RuntimeError(
-                f"{self.layout.name(param)} has no gradient in this step, so it cannot be set."
+                f"{name} is divided by tensor parallelism: read its state from a checkpoint."
             )
-        self.fused.state.replace(param, run.to(self.layout.device) / self._factor(param))
+        spec = saved(optimizer.state_spec(param, shard, optimizer.rule_of(param)))
+        parts = {".".join(keys): (keys, part) for keys, part in leaves(spec)}
+        found = next((parts[k] for k in (key, *_NAMES.get(key, ())) if k in parts), None)
+        if found is None:
+            known = summary(parts) if parts else "nothing"
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps no {key!r} of {name}; it keeps {known}."
+            )
+        values: Any = optimizer.state.get(param)
+        if not values:
+            raise RuntimeError(f"{name} has no state yet: it is made in its first step.")
+        keys, part = found
+        for inner in keys:
+            values = values[inner]
+        is_alike = not part.is_shared and part.total == shard.numel  # as many elements as a weight
+        whole = tuple(values.shape) if part.is_shared else (part.total,)
+        return LocalPart(
+            f"{key} of {name}",
+            part.start,
+            values.numel(),
+            shard.size if is_alike else values.numel(),
+            unpartitioned_shape(param) if is_alike else whole,
+            placement.group if placement.num_shards > 1 and not part.is_shared else None,
+            values.clone,
+            lambda new: values.copy_(new.view(values.shape)),
+        )
+
+
+class _Method:
+    """A method of ``access`` bound to a parameter. It is pickled as None."""
+
+    def __init__(self, access: Access, name: str, param: Tensor) -> None:
+        self.access = access
+        self.method = getattr(access, name)
+        self.param = weakref.ref(param)
+        self.place = int(name.startswith("set_"))  # a setter's first argument is the value
+
+    def __call__(self, *args: Any) -> Any:
+        return self.method(*args[: self.place], self.param(), *args[self.place :])
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 def attach(fused: FusedBackward) -> None:
     """Sets the attributes that ``deepspeed.utils.safe_*`` use on an engine's parameters."""
     access = Access(fused)
+    methods = {
+        "get_full_hp_param": "get_full_hp_param",
+        "set_full_hp_param": "set_full_hp_param",
+        "get_full_hp_grad": "get_fp32_grad_for_param",
+        "set_full_hp_grad": "set_fp32_grad_for_param",
+    }
     for param, placement in fused.layout.of.items():
         found: dict[str, object] = {"_z3_optimizer": access}
         if not isinstance(placement, Zero3Placement):
-            found = {
-                "_hp_mapping": access,
-                "get_full_hp_param": _Method(access, "get_full_hp_param", param, 0),
-                "set_full_hp_param": _Method(access, "set_full_hp_param", param, 1),
-                "get_full_hp_grad": _Method(access, "get_fp32_grad_for_param", param, 0),
-                "set_full_hp_grad": _Method(access, "set_fp32_grad_for_param", param, 1),
-            }
+            bound = {name: _Method(access, method, param) for name, method in methods.items()}
+            found = {"_hp_mapping": access, **bound}
         for name, value in found.items():
             setattr(param, name, value)
 
