@@ -42,7 +42,6 @@ TABLE: dict[str, dict[str, str]] = {
         "DeepSpeedEngine@enable_backward_allreduce": "is turned off: buckets reduce gradients",
         "DeepSpeedEngine@inside_no_sync_ctxt": "whether gradients accumulate without a step",
         "DeepSpeedEngine@param_names": "names in checkpoints",
-        "ZERO_OPTIMIZATION": "the wrapper that the engine chooses for our optimizers",
     },
     "deepspeed.runtime.pipe.engine": {
         "PipelineEngine@pipeline_enable_backward_allreduce": "is turned off",

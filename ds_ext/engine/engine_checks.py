@@ -76,18 +76,6 @@ def _facts(model: Any, client: Any, config: DeepSpeedConfig) -> dict[str, Any]:
     }
 
 
-def refuse_other(optimizer: Any, config: DeepSpeedConfig) -> None:
-    """Checks that a function, which the program passed as the optimizer, made one of ds_ext.
-
-    Raises:
-        ValueError: it made another, and the config has the section "ds_ext".
-    """
-    if not isinstance(optimizer, RuleOptimizer):
-        name = type(optimizer).__name__
-        raise_first(config_checks.unread(config._param_dict, name))
-        raise ValueError(f'"ds_ext" in the config has no effect under {name}: remove it.')
-
-
 def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     """Checks that ds_ext can train an engine's model with the engine's settings.
 

@@ -30,15 +30,21 @@ def is_ours(client: Any, config: DeepSpeedConfig) -> bool:
     """Returns whether an engine will use a ds_ext optimizer.
 
     Args:
-        client: the optimizer that the program passes; None if the config names it. A function that
-            makes one says nothing, so the section "ds_ext" decides.
+        client: the optimizer that the program passes; None if the config names it.
         config: the engine's config.
     """
     if client is None:
         return registry_key(config.optimizer_name) is not None
-    if isinstance(client, torch.optim.Optimizer):
-        return isinstance(client, RuleOptimizer)
-    return "ds_ext" in config._param_dict
+    return isinstance(client, RuleOptimizer)
+
+
+def function_refused() -> ValueError:
+    """Returns the error if a function is to make an optimizer of ds_ext for an engine."""
+    return ValueError(
+        "deepspeed.initialize: the optimizer is a function, with which ds_ext cannot check the "
+        "engine before it is built: pass the optimizer itself, or name it in optimizer.type of the "
+        "config."
+    )
 
 
 def warn_ignored_type(client: Any, config: DeepSpeedConfig) -> None:

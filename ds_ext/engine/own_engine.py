@@ -25,7 +25,6 @@ from ds_ext.engine import (
     optimizers,
     parameters,
     pipeline,
-    rank_logging,
     saving,
     schedulers,
     sequence_parallel,
@@ -36,14 +35,9 @@ from ds_ext.engine.adapter import ZeroAdapter
 from ds_ext.optimizer import RuleOptimizer
 
 
-def adopt(engine: DeepSpeedEngine) -> None:
-    """Gives an engine the class of our engines. It keeps the name of its own class."""
-    kind: Any = type(engine)
-    engine.__class__ = _class_for(kind)
-
-
 @functools.cache
 def _class_for(base: Any) -> type:
+    """The class of our engines, with the name of the engine's own class."""
     own = OwnPipelineEngine if issubclass(base, PipelineEngine) else OwnEngine
     return type(base.__name__, (own, base), {"__module__": __name__})
 
@@ -67,33 +61,24 @@ def build(
     Raises:
         ValueError: ds_ext cannot step this model with these settings. The model can be used again.
     """
-    adopt(engine)
-    with rank_logging.traceback_once(), explained():
+    kind: Any = type(engine)
+    engine.__class__ = _class_for(kind)
+    with explained():
         try:
             engine_checks.check_ranks(model, client, config)  # first: DeepSpeed would hang
             owners.check_finished(model.parameters())
             if client is None:  # DeepSpeed demands settings of its own LAMB
                 config.optimizer_name = optimizers.full_name(config.optimizer_name)
             make()
-            start(engine)
-        except Exception:
-            abandon(engine)
+            schedulers.check_betas(engine.lr_scheduler, engine.optimizer.optimizer)
+        except Exception:  # the model can be used again
+            if isinstance(engine.__dict__.get("optimizer"), ZeroAdapter):
+                engine.optimizer.destroy()
+            hook_cleanup.remove_hooks(engine)
             raise
-
-
-def abandon(engine: DeepSpeedEngine) -> None:
-    """Frees the model of an engine that could not be built."""
-    if isinstance(engine.__dict__.get("optimizer"), ZeroAdapter):
-        engine.optimizer.destroy()
-    hook_cleanup.remove_hooks(engine)
-
-
-def start(engine: "OwnEngine") -> None:
-    """Checks the scheduler of a new engine, and logs the start of training."""
-    schedulers.check_betas(engine.lr_scheduler, engine.optimizer.optimizer)
-    clipped_by = engine.optimizer.fused.grad_config.max_norm
-    trainer_checks.warn_unclipped(engine.client_lr_scheduler, clipped_by)
-    engine.optimizer.log_start()
+        clipped_by = engine.optimizer.fused.grad_config.max_norm
+        trainer_checks.warn_unclipped(engine.client_lr_scheduler, clipped_by)
+        engine.optimizer.log_start()
 
 
 def _translate_lost_connections(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,9 +123,6 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
             trainer_checks.refuse_ignored(self.client_lr_scheduler)
             optimizers.log_owner(self.optimizer_name())
             client = optimizers.optimizer_of(self, params)
-        elif not isinstance(client, RuleOptimizer):
-            client = client(params)
-            engine_checks.refuse_other(client, self._config)
         if not pipeline.is_pipeline(self):  # stages must agree on the number of groups
             client.param_groups[:] = [group for group in client.param_groups if group["params"]]
         self._check_for_duplicates(client)

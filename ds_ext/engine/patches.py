@@ -14,8 +14,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
@@ -31,7 +32,6 @@ from ds_ext.engine import (
     hook_cleanup,
     optimizers,
     own_engine,
-    rank_logging,
     replica_groups,
     sequence_parallel,
     tiled,
@@ -39,7 +39,6 @@ from ds_ext.engine import (
     unsupported_api,
 )
 from ds_ext.engine.adapter import ZeroAdapter
-from ds_ext.engine.own_engine import OwnEngine
 from ds_ext.engine.parameters import as_vectors, deepspeed_parameter
 from ds_ext.engine.rank_logging import log
 from ds_ext.optimizer import RuleOptimizer
@@ -103,12 +102,11 @@ def report_config_errors(
     if not optimizer_names.concerns_us(taken):
         original(config, given, *args, **kwargs)
         return
-    with rank_logging.traceback_once():
-        loaded = parsing.load(taken)
-        if taken is not given:
-            _log_replaced(*(one["optimizer"].get("type") for one in (given, taken)))
-        make = functools.partial(original, config, loaded, *args, **kwargs)
-        deepspeed_config.read(make, config, loaded)
+    loaded = parsing.load(taken)
+    if taken is not given:
+        _log_replaced(*(one["optimizer"].get("type") for one in (given, taken)))
+    make = functools.partial(original, config, loaded, *args, **kwargs)
+    deepspeed_config.read(make, config, loaded)
 
 
 @functools.cache
@@ -128,7 +126,10 @@ def build(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) 
     if client is not None:
         optimizers.warn_ignored_type(client, config)
     is_stored = int8_weights.is_stored(model)
-    if optimizers.is_ours(client, config) or (is_stored and callable(client)):
+    is_function = callable(client) and not isinstance(client, torch.optim.Optimizer)
+    if is_function and ("ds_ext" in config._param_dict or is_stored):
+        raise optimizers.function_refused()
+    if optimizers.is_ours(client, config):
         engine._ds_ext_mpu = passed.get("mpu")  # AutoTP replaces engine.mpu
         make = functools.partial(original, engine, *args, **kwargs)
         own_engine.build(make, engine, model, client, config)
@@ -138,35 +139,26 @@ def build(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) 
     name = type(client).__name__ if client is not None else config.optimizer_name
     if name:
         _refuse_ignored(client, name, config)
-    try:
-        original(engine, *args, **kwargs)
-        if isinstance(engine, OwnEngine):  # a function has made an optimizer of ds_ext
-            own_engine.start(engine)
-    except Exception:
-        if isinstance(engine, OwnEngine):
-            own_engine.abandon(engine)
-        raise
-    if name and not isinstance(engine, OwnEngine):
+    original(engine, *args, **kwargs)
+    if name:
         trainer_checks.warn_dropped(model, name)
 
 
 def _refuse_ignored(client: Any, name: str, config: DeepSpeedConfig) -> None:
     """Raises ValueError if an engine's optimizer would ignore what the program asks of ds_ext."""
-    with rank_logging.traceback_once():
-        if client is None:
-            optimizer_names.refuse_misspelled(name)
-        if "ds_ext" in config._param_dict:
-            config_checks.raise_first(config_checks.unread(config._param_dict, name))
+    if client is None:
+        optimizer_names.refuse_misspelled(name)
+    if "ds_ext" in config._param_dict:
+        config_checks.raise_first(config_checks.unread(config._param_dict, name))
 
 
-# DeepSpeed decides here how it wraps an optimizer that a function has made.
+# DeepSpeed tells nobody that a new engine steps the parameters of an older one.
 @replaces(DeepSpeedEngine, "_do_optimizer_sanity_check")
 def _do_optimizer_sanity_check(original: Method, engine: DeepSpeedEngine, optimizer: Any) -> Any:
     """Makes our engines give way to an engine of DeepSpeed's with the same parameters."""
-    if isinstance(optimizer, RuleOptimizer):
-        own_engine.adopt(engine)
-        sequence_parallel.refuse_without_groups(engine)
-        return ZERO_OPTIMIZATION
+    if isinstance(optimizer, RuleOptimizer):  # made by a function: others have no class of ours
+        hook_cleanup.remove_hooks(engine)
+        raise optimizers.function_refused()
     wrapper = original(engine, optimizer)
     params = [p for p in engine.module.parameters() if p.requires_grad]
     if owners.of(params):

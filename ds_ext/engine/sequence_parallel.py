@@ -81,21 +81,6 @@ def add_groups(engine: DeepSpeedEngine, given: Any) -> None:
         engine.mpu = _made(asked, tensor_size)
 
 
-def refuse_without_groups(engine: DeepSpeedEngine) -> None:
-    """Raises ValueError if only the config sets sequence groups and ``add_groups`` was not called.
-
-    An engine does not call it for an optimizer that a function creates: DeepSpeed calls the
-    function after it has created its groups.
-    """
-    size = getattr(engine.mpu, "get_sequence_parallel_world_size", lambda: 1)()
-    asked = normalized(engine._config._param_dict).get(_KEY, 1)
-    if size == 1 and (engine.mesh_device is not None or asked != 1):
-        raise ValueError(
-            f"{_KEY} does not support a function as the optimizer: pass the optimizer itself to "
-            "deepspeed.initialize, or name it in optimizer.type."
-        )
-
-
 def _of_mesh(mesh: Any, others: Any) -> SequenceGroups:
     """The groups from DeepSpeed's mesh of data and sequence parallelism."""
     if mesh.size() != dist.get_world_size():

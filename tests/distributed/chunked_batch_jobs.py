@@ -48,7 +48,7 @@ class Case:
     max_norm: float = 0.0
     model: str = "llama"  # or "mixtral", "lora"
     chunks: int = 0
-    given: str = "name"  # how the engine gets its optimizer: or an "object", or a "function"
+    given: str = "name"  # how the engine gets its optimizer: or an "object"
 
 
 def make(kind: str) -> nn.Module:
@@ -110,7 +110,6 @@ def train(case: Case) -> tuple[dict[str, Tensor], int]:
     given = {
         "name": {},
         "object": {"optimizer": kind(model.parameters(), **hypers)},
-        "function": {"optimizer": lambda params: kind(params, **hypers)},
     }[case.given]
     named = {"optimizer": {"type": kind.__name__, "params": hypers}}
     config = ({} if given else named) | {
@@ -256,6 +255,7 @@ def refusals(rank_rows: int) -> list[str]:
         }
         said.append(message(lambda m=model, c=config: deepspeed.initialize(model=m, config=c)))
     config = {"train_micro_batch_size_per_gpu": 1, "ds_ext": {"batch_splits": 2}}
-    other = {"config": config, "optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}
-    said.append(message(lambda: deepspeed.initialize(model=make("llama"), **other)))
+    model = make("llama")
+    other = {"config": config, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    said.append(message(lambda: deepspeed.initialize(model=model, **other)))
     return said

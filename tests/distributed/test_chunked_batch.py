@@ -22,7 +22,6 @@ CASES = [
     Case(3, splits=1, chunks=3, model="mixtral"),
     *(Case(3, rule=rule) for rule in ("lomo", "came")),
     *(Case(stage, chunks=5, given="object") for stage in (0, 3)),
-    *(Case(stage, chunks=5, given="function") for stage in (0, 3)),
 ]
 QUICK = [Case(2), *CASES[-1:], *(Case(stage, max_norm=0.3, chunks=5) for stage in (3, "fsdp2"))]
 

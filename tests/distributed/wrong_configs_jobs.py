@@ -247,6 +247,20 @@ class Mistakes:
         model = nn.Linear(4, 4)
         _engine(model, optimizer=ds_ext.Lion(model.parameters()))
 
+    def function(self) -> None:
+        """A function that makes an optimizer of ds_ext; the model can be used again."""
+        model = nn.Linear(4, 4)
+        kind = {"model": model, "optimizer": ds_ext.Lion, "config": SIZES | _zero(3)}
+        try:
+            deepspeed.initialize(**kind)
+        finally:
+            assert not model._forward_pre_hooks and not hasattr(model.weight, "ds_tensor")
+
+    def function_with_section(self) -> None:
+        """A function that makes another optimizer, and a section for ds_ext."""
+        config = SIZES | {"ds_ext": {"batch_splits": 1}}
+        deepspeed.initialize(model=nn.Linear(4, 4), optimizer=torch.optim.AdamW, config=config)
+
     def fused_at_stage_3(self) -> None:
         """A model that ZeRO-3 has partitioned."""
         model = nn.Linear(4, 4)

@@ -16,7 +16,7 @@ PATCHES = {
     "config.DeepSpeedConfig.__init__": ("run --config", "errors of our configs"),
     "engine.DeepSpeedEngine.__init__": ("class", "ignored settings", "sequence groups"),
     "engine.DeepSpeedEngine._backward_prologue": ("measuring pass that reaches other engines",),
-    "engine.DeepSpeedEngine._do_optimizer_sanity_check": ("made by a function", "take over"),
+    "engine.DeepSpeedEngine._do_optimizer_sanity_check": ("refuse a function", "take over"),
     "sequence_parallel.ulysses_sp.SequenceTiledCompute.apply": ("last tile",),
     "sequence_parallel.ulysses_sp.TiledFusedLogitsLoss.apply": ("gradients of forward",),
     "sequence_parallel.ulysses_sp.TiledMLP.apply": ("last tile",),
