@@ -176,7 +176,8 @@ def _whose(rule: type) -> str:
 def _refused(rule: type, key: str, value: Any, allowed: str) -> str:
     message = f"{_whose(rule)}{key} is {value!r}; allowed: {allowed}."
     if value == "auto":
-        return f'{message} "auto" is filled in by HF Trainer and accelerate only: write a value.'
+        who = "HF Trainer and accelerate only" if hasattr(rule, "step") else "nobody"
+        return f'{message} "auto" is filled in by {who}: write a value.'
     if key.rpartition(".")[2] in ("betas", "eps") and "." in key:
         return f'{message} (If "auto" filled it in for Adam: remove the key or write the list.)'
     return message

@@ -115,10 +115,11 @@ def malformed(config: dict[str, Any]) -> Iterator[str]:
         config: a DeepSpeed config as written, in which values may be "auto".
     """
     for key, setting in SETTINGS.items():
-        value = lookup(config, key, "auto")
+        value = lookup(config, key)
         is_old_format = key == "zero_optimization" and isinstance(value, bool)
-        is_section = setting.type is SECTION
-        if is_old_format or (value in (None, "auto") and not (is_section and key in config)):
+        is_section = setting.type is SECTION and key in config
+        is_auto = value == "auto" and key != "zero_optimization.stage"  # nobody fills in the stage
+        if is_old_format or ((value is None or is_auto) and not is_section):
             continue
         try:
             _adapter(key).validate_python(value)
@@ -145,9 +146,11 @@ def normalized(config: dict[str, Any]) -> dict[str, Any]:
 
     Leaves out keys whose value is "auto": like DeepSpeed, ds_ext uses defaults for them. HF Trainer
     and accelerate have already replaced every "auto" that they support. Leaves other
-    hyper-parameters as they are, and values that ``malformed`` yields.
+    hyper-parameters and the section "ds_ext" as they are, and values that ``malformed`` yields.
     """
     read: dict[str, Any] = _copied(config, without="auto")
+    if "ds_ext" in config:
+        read["ds_ext"] = _copied(config["ds_ext"])
     if isinstance(params := lookup(config, "optimizer.params"), dict):
         unset = {key for key in params if params[key] == "auto"}
         unset = {key for key in unset if f"optimizer.params.{key}" in _FILLED}

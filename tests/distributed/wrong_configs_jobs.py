@@ -78,11 +78,14 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
     (None, {"zero_optimization": True}),
     (None, {"zero_optimization": False}),
     # "auto" where neither HF Trainer nor accelerate fills it in.
+    ("zero_optimization.stage is 'auto'", _zero("auto")),
+    ("ds_ext.clip_value is 'auto'", {"ds_ext": {"clip_value": "auto"}}),
+    ("ds_ext.chunked_loss is 'auto'", {"ds_ext": {"chunked_loss": "auto"}}),
+    ("ds_ext is 'auto'", {"ds_ext": "auto"}),
     (
         "clip_threshold",
         {"optimizer": {"type": "AdaLomo", "params": {"lr": 1e-3, "clip_threshold": "auto"}}},
     ),
-    (None, _zero("auto")),
     (None, _ours(None)),
     (None, {"ds_ext": None}),
     ("zero_optimization", {"zero_optimization": None}),

@@ -154,13 +154,11 @@ AUTO = {
         "offload_param": {"device": "auto"},
         "offload_optimizer": {"device": "cpu", "ratio": "auto"},
     },
-    "ds_ext": {"gradient_policy": "auto", "clip_value": "auto", "shard_size": "auto"},
 }
 
 
 def test_auto_is_as_if_the_key_were_absent():
     assert parsing.gradients(AUTO) == parsing.gradients({})
-    assert parsing.section(AUTO) == Section()
     assert parsing.gradients(AUTO).bucket_size is None
     refuse(AUTO, "0.18.6")
     assert parsing.log_lines(parsing.gradients(AUTO), 7, AUTO) == parsing.log_lines(
@@ -177,6 +175,7 @@ CONTRADICTIONS = [
     ({"ds_ext": {"gradient_polcy": "fused"}}, ["ds_ext.gradient_polcy", '"gradient_policy"']),
     ({"ds_ext": {"gradient_policy": "kept"}}, ["ds_ext.gradient_policy", '"sharded"']),
     ({"ds_ext": {"clip_mode": "last"}}, ["ds_ext.clip_mode", '"previous"']),
+    ({"ds_ext": {"clip_value": "auto"}}, ["ds_ext.clip_value", '"auto" is filled in by nobody']),
     ({"ds_ext": {"clip_value": -1.0}}, ["ds_ext.clip_value", ">= 0"]),
     ({"gradient_clipping": -1.0}, ["gradient_clipping", ">= 0"]),
     (
