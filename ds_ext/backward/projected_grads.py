@@ -16,9 +16,10 @@ from ds_ext.distributed import lockstep
 from ds_ext.distributed.lockstep import StepGenerator
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import RuleOptimizer, expert_stacks, host_offload, state_checks
+from ds_ext.optimizer.bucket_optimizer import by_device
 from ds_ext.optimizer.bucket_step import with_turns
 from ds_ext.optimizer.host_offload import HostOffload
-from ds_ext.optimizer.updates import ProjectedGrads, RunUpdate, by_device
+from ds_ext.optimizer.updates import ProjectedGrads, RunUpdate
 
 
 def projected(optimizer: RuleOptimizer, shards: Mapping[Tensor, Shard]) -> dict[Tensor, int]:

@@ -13,18 +13,15 @@ from ds_ext.ops.batch import CPU
 from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import mapped
-from ds_ext.optimizer import (
-    dtensor_state,
-    param_checks,
-    sections,
-)
+from ds_ext.ops.state import State, mapped
+from ds_ext.optimizer import dtensor_state, param_checks, sections
 from ds_ext.optimizer.bucket_step import BucketStep, WeightNorms, rollback
 from ds_ext.optimizer.groups import GroupIndex
+from ds_ext.optimizer.host_offload import OffloadedBucket
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.plans import BucketPlans, are_batched
-from ds_ext.optimizer.updates import RunUpdate, StagedBucket, by_device
+from ds_ext.optimizer.updates import RunUpdate
 
 
 class BucketOptimizer(ParamTable):
@@ -33,8 +30,9 @@ class BucketOptimizer(ParamTable):
     def __init__(self) -> None:
         super().__init__()
         self._plans = BucketPlans()
-        self._has_batched_rule = False
+        self._has_batched_rule = self.are_all_batched = False
         self._is_native: bool | None = None
+        self._checked_version: Any = None  # of the last ``check_param_groups``
         self._norms: WeightNorms = {}  # of weights since the last ``commit_weight_norms``
 
     def check_param_groups(self) -> None:
@@ -47,11 +45,14 @@ class BucketOptimizer(ParamTable):
         """
         self.refuse_exchanged()
         self.follow_groups()
-        self.index.refuse_repeated()
-        for i, group in enumerate(self.index.groups):
-            if sections.are_set(self._rules.of(i, group)):
+        rules = [self.rule_at(i) for i in range(len(self.index.groups))]
+        if self.version == self._checked_version:
+            return
+        for rule, group in zip(rules, self.index.groups, strict=True):
+            if sections.are_set(rule):
                 for p in (p for p in group["params"] if p.requires_grad):
                     param_checks.refuse_shape(self, p, self.shard(p))
+        self._checked_version = self.version
 
     def follow_groups(self) -> None:
         """Indexes ``param_groups`` again if they were edited since the last call.
@@ -74,7 +75,8 @@ class BucketOptimizer(ParamTable):
         if new:
             param_checks.refuse_shared_memory(index.number_of)
         kinds = {self.hypers_of(group) for group in index.groups}
-        self._has_batched_rule = any(rules.entry_of(kind).is_batched for kind in kinds)
+        are_batched = [rules.entry_of(kind).is_batched for kind in kinds]
+        self._has_batched_rule, self.are_all_batched = any(are_batched), all(are_batched)
         self.index = index
         if len(index.number_of) == len(before.number_of):  # accelerate replaces all for FSDP2
             pairs = zip(before.number_of, index.number_of, strict=True)
@@ -126,7 +128,7 @@ class BucketOptimizer(ParamTable):
         if torch.is_grad_enabled():  # it is not in hooks
             with torch.no_grad():
                 return self.update(updates, all_reduce, check)
-        check, rounds = check or GradCheck(), 0
+        rounds = 0
         for on_device in by_device(updates):
             step = self.begin(on_device, check)
             rounds += lockstep.run(step.generators, all_reduce)
@@ -143,10 +145,14 @@ class BucketOptimizer(ParamTable):
         Returns:
             The step. Run its ``generators`` to their end with the other ranks, then call ``end``.
         """
-        staged = StagedBucket(updates, [self.state[u.param] for u in updates], self.offload)
-        allow_batches = bool(updates) and self._allows_batches(updates[0].g.device)
-        plan = self._plans.prepare(self, staged, allow_batches)
-        return BucketStep(self, staged, plan, check or GradCheck(), self._norms)
+        states: Sequence[State] = [self.state[u.param] for u in updates]
+        device = updates[0].g.device
+        offloaded: OffloadedBucket | None = None
+        if self.offload is not None or any(u.p.device != device for u in updates):
+            offloaded = OffloadedBucket(updates, states, self.offload)
+            updates, states = offloaded.updates, offloaded.states
+        plan = self._plans.prepare(self, updates, states, self._allows_batches)
+        return BucketStep(self, plan, updates, states, offloaded, check, self._norms)
 
     def commit_weight_norms(self) -> None:
         """Commits the cached norms of the updated weights.
@@ -242,6 +248,7 @@ class BucketOptimizer(ParamTable):
         """
         if device == CPU and not devices.supports(device):
             self._is_native = not is_any(not self.uses_native)
+            self._plans.clear()
 
     def _allows_batches(self, device: torch.device) -> bool:
         """Whether parameters on a device are stepped in batches; the same on all ranks."""
@@ -255,3 +262,11 @@ class BucketOptimizer(ParamTable):
             for key in filter(wanted, state):
                 state[key] = mapped(state[key], move)
         self._plans.clear()
+
+
+def by_device(updates: Iterable[RunUpdate]) -> list[list[RunUpdate]]:
+    """Returns the updates divided by the device of their gradients."""
+    found: dict[torch.device, list[RunUpdate]] = {}
+    for u in updates:
+        found.setdefault(u.g.device, []).append(u)
+    return list(found.values())

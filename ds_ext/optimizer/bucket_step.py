@@ -18,11 +18,12 @@ from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.executors.triton.launch_memory import Memory
 from ds_ext.ops.runs import Runs
 from ds_ext.optimizer import ema, expert_stacks, nonfinite, sections, state_checks
+from ds_ext.optimizer.host_offload import OffloadedBucket
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.plans import BatchPlan, BucketPlan
 from ds_ext.optimizer.update_stats import MeasuredWeight
-from ds_ext.optimizer.updates import ProjectedGrads, RunUpdate, StagedBucket
+from ds_ext.optimizer.updates import ProjectedGrads, RunUpdate
 from ds_ext.rules import State
 
 WeightNorms = dict[AnyNormCache, Runs]  # by cache of weight norms: the weights
@@ -39,47 +40,53 @@ class BatchedStep:
         updates: Sequence[RunUpdate],
         states: Sequence[State],
     ) -> None:
-        self.stats, self.updates, self.states = table.update_stats, updates, states
-        self.rule = rule
-        self.t = states[plan.pieces[0].position]["step"]
-        self.sums_first = rules.entry_of(type(rule)).sums_first(rule, plan.pieces[0].shard)
-        self._set_plan(plan)
+        self.stats, self.rule = table.update_stats, rule
+        self._collect(
+            plan, [updates[i] for i in plan.positions], [states[i] for i in plan.positions]
+        )
 
-    def _set_plan(self, plan: BatchPlan) -> None:
-        """Collects the tensors of the batch."""
-        self.plan, self.batch, self.upper_bounds = plan, plan.batch, plan.upper_bounds
-        self.params = [self.updates[piece.position].param for piece in plan.pieces]
-        self.state = plan.state(self.states)
-        first = plan.pieces[0].position
-        self.runs = plan.runs([u.p for u in self.updates], self.updates[first].p.dtype)
-        self.masters = None
-        if "master" in self.states[first]:
-            dtype = self.states[first]["master"].dtype
-            self.masters = plan.runs([s.get("master") for s in self.states], dtype)
-        self.gradients = _gradients(plan, self.updates)
+    def _collect(
+        self, plan: BatchPlan, updates: Sequence[RunUpdate], states: Sequence[State]
+    ) -> None:
+        """Collects the tensors of the batch from the runs and states of its pieces' parameters."""
+        self.plan, self.batch, self.updates, self.states = plan, plan.batch, updates, states
+        self.sums_first, self.upper_bounds = plan.sums_first, plan.upper_bounds
+        self.params, runs, grads, *_ = map(list, zip(*updates, strict=True))
+        self.t, self.state = states[0]["step"], plan.state(states)
+        self.runs, self.masters = plan.runs(runs), self._masters()
+        self.gradients = _gradients(plan, grads)
         self.sums: list[Tensor] = []  # of the update statistics, for each piece
         self.totals: Tensor | None = None  # [2 n], on a GPU what to add to them
 
+    def _masters(self) -> Runs | None:
+        """The masters of the weights; creates, drops or converts them if the rule needs others."""
+        needed = self.plan.master_dtype
+        for u, s in zip(self.updates, self.states, strict=True):
+            master = s.get("master")
+            if (master if master is None else master.dtype) != needed:
+                sixteen_bit.prepare(u.p, s, self.rule)
+        return None if needed is None else self.plan.runs([s["master"] for s in self.states])
+
     def begin(self) -> StepGenerator:
         """Returns the generator of the rule, which steps all parameters of the batch."""
-        cache = self.plan.norm_cache
-        if cache is not None:
-            cache.check(self.runs)
-        numbers = self.plan.param_ids
-        p = sixteen_bit.weights(self.runs, self.masters, self.rule, numbers, self.t, cache)
+        plan, rule, t = self.plan, self.rule, self.t
+        if plan.norm_cache is not None:
+            plan.norm_cache.check(self.runs)
+        p = sixteen_bit.weights(self.runs, self.masters, rule, plan.param_ids, t, plan.norm_cache)
         if self.stats is not None:
-            group = self.plan.group_index
             self.sums = [
-                self.stats.sums_of(x.number, group, run, self.updates[x.position].num_replicas)
-                for run, x in zip(self.runs.tensors, self.plan.pieces, strict=True)
+                self.stats.sums_of(x.number, plan.group_index, run, u.num_replicas)
+                for run, x, u in zip(self.runs.tensors, plan.pieces, self.updates, strict=True)
             ]
             p = replace(p, update_sums=self._update_sums())
         passes = self.batch.passes
         passes.gradients, passes.square_parts = self.gradients, None
-        step = self.rule.step(p, self.gradients, self.state, self.t, self.batch)
-        e = ema.average(self.state, self.rule, self.plan.param_ids, self.t)
+        step: StepGenerator = rule.step(p, self.gradients, self.state, t, self.batch)
         passes.begin(p, self.gradients, self.state)
-        return ema.averaged(step, self.rule, p, e, self.t, self.batch)
+        if not rule.ema_decay:
+            return step
+        e = ema.average(self.state, rule, plan.param_ids, t)
+        return ema.averaged(step, rule, p, e, t, self.batch)
 
     def _update_sums(self) -> Runs:
         """Where passes write two sums of each parameter: the statistics, or ``totals`` on a GPU."""
@@ -100,23 +107,22 @@ class BatchedStep:
 
     def retain(self, good: NDArray[np.bool_]) -> bool:
         """Rolls the step back and keeps only ``good`` parameters; returns whether some are left."""
+        plan = self.plan
         if self.stats is not None:  # the next ``begin`` counts the good ones again
-            for piece in self.plan.pieces:
+            for piece in plan.pieces:
                 self.stats.discount(piece.number)
-        pieces = list(zip(self.plan.pieces, good, strict=True))
-        for piece, is_good in pieces:
-            if not is_good:
-                rollback(self.states[piece.position])
-        remaining = [piece for piece, is_good in pieces if is_good]
-        self.batch.passes.detach()  # the plan outlives the step, and would hold its gradients
-        if remaining:
-            plan = self.plan
-            self._set_plan(
-                BatchPlan(plan.group_index, remaining, self.rule, self.states, plan.device)
-            )
-        else:
+        kept = np.flatnonzero(good).tolist()
+        for i in np.flatnonzero(~good).tolist():
+            rollback(self.states[i])
+        plan.batch.passes.detach()  # the plan outlives the step, and would hold its gradients
+        if not kept:
             self.runs = Runs([])
-        return bool(remaining)
+            return False
+        updates, states = [self.updates[i] for i in kept], [self.states[i] for i in kept]
+        pieces = [plan.pieces[i]._replace(position=at) for at, i in enumerate(kept)]
+        remaining = BatchPlan(plan.group_index, pieces, self.rule, plan.dtype, states, plan.device)
+        self._collect(remaining, updates, states)
+        return True
 
     def end(self, norms: WeightNorms) -> None:
         """Increments the weights' version counters, and adds the caches of their norms."""
@@ -131,6 +137,7 @@ class BatchedStep:
             torch.autograd.graph.increment_version(run)
         if self.plan.norm_cache is not None:
             norms[self.plan.norm_cache] = self.runs
+        self.batch.passes.detach()
 
 
 class BucketStep:
@@ -138,9 +145,11 @@ class BucketStep:
 
     Args:
         table: the table of the optimizer.
-        staged: the runs.
-        plan: which runs form batches; None: all are stepped alone.
-        check: how to check their gradients.
+        plan: which runs form batches; None: there are no runs.
+        updates: the runs, on the device of their gradients.
+        states: their states there.
+        offloaded: where weights and states are stored, if those of the step are copies.
+        check: how to check the gradients; None: all are good.
         norms: caches of the norms of stepped weights, which ``end`` adds.
 
     Attributes:
@@ -150,68 +159,52 @@ class BucketStep:
     def __init__(
         self,
         table: ParamTable,
-        staged: StagedBucket,
-        plan: BucketPlan | None,
-        check: GradCheck,
+        plan: BucketPlan,
+        updates: Sequence[RunUpdate],
+        states: Sequence[State],
+        offloaded: OffloadedBucket | None,
+        check: GradCheck | None,
         norms: WeightNorms,
     ) -> None:
-        self.table, self.staged, self.check, self.norms = table, staged, check, norms
-        updates, states = staged.updates, staged.states
-        alone = range(len(updates)) if plan is None else plan.alone
-        self.alone = with_turns(table, [updates[i] for i in alone])
-        self.alone_states = [states[i] for i in alone]
-        self.batches: list[BatchedStep] = []
-        self.plan, self.memory = plan, _memory(plan, updates)
-        if plan is not None:
-            for batch in plan.batches:
-                _prepare_masters(plan.rules[batch.group_index], batch.positions, updates, states)
-            self.batches = [
-                BatchedStep(table, x, plan.rules[x.group_index], updates, states)
-                for x in plan.batches
-            ]
+        self.table, self.plan, self.offloaded = table, plan, offloaded
+        self.check, self.norms = check, norms
+        self.batches = [
+            BatchedStep(table, x, plan.rules[x.group_index], updates, states) for x in plan.batches
+        ]
+        self.memory: Memory | None = None
         self.generators: list[StepGenerator] = []
-        if self.memory is not None:
+        if plan.uses_kernels:
+            self.memory = Memory(updates[0].g.device, plan.memory_sizes)
             self.generators = Generators(self.memory.contiguous_span)
-        self.generators += [self._checked(batch) for batch in self.batches]
-        for u, state in zip(self.alone, self.alone_states, strict=True):
-            assert u.param not in check.params, "rounds check only gradients of batches"
-            self.generators += begin_rules(table, u, state)
+        self.generators += map(self._begun, self.batches)
+        self.alone: list[RunUpdate] = []
+        if plan.alone:
+            self.alone = with_turns(table, [updates[i] for i in plan.alone])
+        for u, i in zip(self.alone, plan.alone, strict=True):
+            assert check is None or u.param not in check.params, "rounds check only batches"
+            self.generators += begin_rules(table, u, states[i])
 
-    def _checked(self, step: BatchedStep) -> StepGenerator:
+    def _begun(self, step: BatchedStep) -> StepGenerator:
         """The generator of a step, with a check of its gradients if ``check`` contains them."""
-        params, votes = self.check.params, self.check.votes
-        modes = {(False, False)}
-        if params or votes:
-            modes = {(p in params, bool(votes) and p in votes) for p in step.params}
-        assert len(modes) == 1, "the gradients of a batch are all checked in the same way"
         if self.memory is not None:
-            return nonfinite.checked_on_device(step, self.memory, self.check)
-        ((by_sums, _),) = modes
-        return nonfinite.checked_on_host(step, self.check) if by_sums else step.begin()
+            return nonfinite.checked_on_device(step, self.memory, self.check or GradCheck())
+        if self.check is not None and self.check.ways(step.params).by_sums:
+            return nonfinite.checked_on_host(step, self.check)
+        return step.begin()
 
     def end(self) -> None:
         """Stores weights and states, after the rules have ended."""
         for batch in self.batches:
             batch.end(self.norms)
-            batch.batch.passes.detach()
-        bad, state = self.check.bad, self.table.state
-        self.staged.write_back(bad)
+        bad = self.check.bad if self.check is not None else ()
+        if self.offloaded is not None:
+            self.offloaded.write_back(bad)
+        state = self.table.state
         for param in bad:
             if param in state and not state[param]:
                 del state[param]
-        if self.plan is not None and self.memory is not None:
+        if self.memory is not None:
             self.plan.memory_sizes = [*map(max, self.plan.memory_sizes, self.memory.used)]
-
-
-def _prepare_masters(
-    rule: Any, positions: Sequence[int], updates: Sequence[RunUpdate], states: Sequence[State]
-) -> None:
-    """Creates, drops or converts the masters of a batch, if the rule needs others now."""
-    needed = sixteen_bit.MASTER_DTYPES.get((rule.weight_update, updates[positions[0]].p.dtype))
-    for i in positions:
-        master = states[i].get("master")
-        if (master if master is None else master.dtype) != needed:
-            sixteen_bit.prepare(updates[i].p, states[i], rule)
 
 
 def with_turns(table: ParamTable, updates: Sequence[RunUpdate]) -> list[RunUpdate]:
@@ -278,14 +271,6 @@ def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> 
     return begun
 
 
-def _memory(plan: BucketPlan | None, updates: Sequence[RunUpdate]) -> Memory | None:
-    """The memory of a bucket's launches on a GPU; None elsewhere."""
-    device = updates[0].g.device if updates else None
-    if plan is None or device is None or not devices.supports(device):
-        return None
-    return Memory(device, plan.memory_sizes)
-
-
 def rollback(state: State) -> None:
     """Undoes the count of a step that has written nothing else to ``state``."""
     state["step"] -= 1
@@ -293,28 +278,25 @@ def rollback(state: State) -> None:
         state.clear()
 
 
-def _gradients(plan: BatchPlan, updates: Sequence[RunUpdate]) -> Any:
+def _gradients(plan: BatchPlan, grads: list[Any]) -> Any:
     """The gradients of a batch: runs, or runs with a factor each and a common bound.
 
     Factors differ under tensor parallelism: parameters that it replicates have another divisor.
     """
-    given: list[Any] = [u.g for u in updates]  # also of parameters that are stepped alone
-    found = [given[piece.position] for piece in plan.pieces]
-    dtype = found[0].dtype
-    if ops.Scaled not in {*map(type, found)}:
-        return plan.runs(given, dtype)
-    runs = plan.runs([g.x if isinstance(g, ops.Scaled) else g for g in given], dtype)
-    scaled = [g for g in found if not isinstance(g, Tensor)]
-    if not scaled:
-        return runs
-    factors = [1.0 if isinstance(g, Tensor) else g.factor for g in found]
-    factor = _vector(factors, plan.device)
-    return ops.Scaled(cast(Tensor, runs), factor, scaled[-1].bound)
+    if ops.Scaled not in {*map(type, grads)}:
+        return plan.runs(grads)
+    runs, factors, bound = [], [], None
+    for g in grads:
+        is_scaled = isinstance(g, ops.Scaled)
+        runs.append(g.x if is_scaled else g)
+        factors.append(g.factor if is_scaled else 1.0)
+        bound = g.bound if is_scaled else bound
+    return ops.Scaled(cast(Tensor, plan.runs(runs)), _vector(factors, plan.device), bound)
 
 
 def _vector(numbers: Sequence[Any], device: torch.device) -> Any:
     """One number per parameter, [n], or a single number if all are equal; some may be tensors."""
-    if any(isinstance(x, Tensor) for x in numbers):
+    if not {*map(type, numbers)} <= {float, int}:
         same = [torch.as_tensor(x, dtype=torch.float32, device=device) for x in numbers]
         return torch.stack(same)
     return numbers[0] if len(set(numbers)) == 1 else np.array(numbers, dtype=np.float32)

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from ds_ext import hyperparams, rules
+from ds_ext.distributed.dtensors import is_dtensor
 from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer.ema import EmaConfig
@@ -37,15 +38,18 @@ class GroupIndex:
 
     Attributes:
         groups: the param groups, in order.
-        group_of: the param group of each parameter; the first one, if several groups have it.
+        group_of: the param group of each parameter.
         group_index_of: the position of that group in ``groups``.
         number_of: the number of each parameter, the same on every rank.
+        has_dtensors: whether a parameter is a DTensor.
+
+    Raises:
+        ValueError: a parameter is in two groups.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], numbers: Mapping[Tensor, int]) -> None:
         self.groups = tuple(groups)
         self._params = [tuple(group["params"]) for group in groups]
-        self._repeated: tuple[int, int] | None = None
         self.group_of: dict[Tensor, ParamGroup] = {}
         self.group_index_of: dict[Tensor, int] = {}
         self.number_of: dict[Tensor, int] = {}
@@ -53,9 +57,13 @@ class GroupIndex:
             for param in params:
                 first = self.group_index_of.setdefault(param, group_index)
                 if first != group_index:
-                    self._repeated = first, group_index
+                    raise ValueError(
+                        f"a parameter is in param_groups[{first}] and in "
+                        f'param_groups[{group_index}]: take it out of "params" of one of them.'
+                    )
                 self.group_of[param] = self.groups[first]
                 self.number_of.setdefault(param, numbers.get(param, len(self.number_of)))
+        self.has_dtensors = any(map(is_dtensor, self.number_of))
 
     def is_of(self, groups: Sequence[ParamGroup]) -> bool:
         """Returns whether ``groups`` are the same dicts, with the same parameters in order.
@@ -71,15 +79,6 @@ class GroupIndex:
             if not all(map(operator.is_, now, params)):
                 return False
         return True
-
-    def refuse_repeated(self) -> None:
-        """Raises ValueError if a parameter is in two groups."""
-        if self._repeated is not None:
-            first, second = self._repeated
-            raise ValueError(
-                f"a parameter is in param_groups[{first}] and in param_groups[{second}]: take it "
-                'out of "params" of one of them.'
-            )
 
 
 @functools.cache
@@ -177,12 +176,14 @@ class GroupRules:
         hypers = self.hypers(group)
         names = hyperparams.names(hypers)
         try:
-            values = [_plain(group[name]) for name in names]
+            values = list(map(group.__getitem__, names))
         except KeyError as error:
             raise ValueError(
                 f"param_groups[{group_index}] has no {error}: edit the existing group instead of "
                 "replacing it, or call add_param_group, which adds the defaults."
             ) from None
+        if not PLAIN.issuperset(map(type, values)):
+            values = list(map(_plain, values))
         made = self._made.get(group_index)
         # A NaN differs from itself, so it is checked each time.
         if made is None or made[0] is not hypers or made[1] != values:

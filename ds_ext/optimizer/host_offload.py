@@ -7,7 +7,7 @@ needs several passes over host memory, and it adds numbers in another order. A s
 overlaps with the copies, and gives the same bits as training without offload.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops.state import NestedState, mapped
+from ds_ext.optimizer.updates import RunUpdate
 
 HOST = torch.device("cpu")
 SMALL = 2**17  # bytes; launching the copy of a smaller tensor takes as long, so it stays
@@ -66,6 +67,44 @@ class HostOffload:
                 self.store_state(state.setdefault(key, {}), x)  # type: ignore[arg-type]
             else:
                 state[key] = self.to_host(x, state.get(key)) if isinstance(x, Tensor) else x  # type: ignore[arg-type]
+
+
+class OffloadedBucket:
+    """The runs of a bucket and their states, copied to the device of the gradients.
+
+    Args:
+        stored: the runs as they are stored, whose gradients are on one device.
+        stored_states: their states.
+        offload: stores the states; None: they are on the device of their gradients.
+
+    Attributes:
+        updates: the runs on that device.
+        states: their states there.
+    """
+
+    def __init__(
+        self,
+        stored: Sequence[RunUpdate],
+        stored_states: Sequence[NestedState],
+        offload: HostOffload | None,
+    ) -> None:
+        self.stored, self.stored_states, self.offload = stored, stored_states, offload
+        device = stored[0].g.device
+        self.updates = [u._replace(p=to_device(u.p, device)) for u in stored]
+        self.states = stored_states
+        if offload is not None:
+            self.states = [state_to_device(s, device) for s in stored_states]
+
+    def write_back(self, unchanged: Container[Tensor]) -> None:
+        """Copies weights and states to where they are stored, except of ``unchanged`` params."""
+        runs = zip(self.stored, self.updates, self.stored_states, self.states, strict=True)
+        for stored, update, stored_state, state in runs:
+            if update.param in unchanged:
+                continue
+            if update.p is not stored.p:
+                stored.p.copy_(update.p, non_blocking=True)
+            if self.offload is not None:
+                self.offload.store_state(stored_state, state)
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ The sums cost no read of the gradient if the rule adds up squares anyway; votes 
 """
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -109,6 +109,13 @@ class DeviceGradFlags:
         return Flagged(square, bad), read[: len(extra)]
 
 
+class Ways(NamedTuple):
+    """How the gradients of a batch are checked."""
+
+    by_sums: bool
+    by_votes: bool
+
+
 class GradCheck:
     """How to check the gradients of a bucket, and what the host found.
 
@@ -133,6 +140,12 @@ class GradCheck:
         self.params, self.votes, self.flags = params, votes or {}, flags
         self.square: float | None = None
         self.bad: dict[Tensor, None] = {}
+
+    def ways(self, params: Iterable[Tensor]) -> "Ways":
+        """Returns how to check the gradients of a batch, which are all checked alike."""
+        found = {Ways(p in self.params, p in self.votes) for p in params}
+        assert len(found) == 1, "the gradients of a batch are all checked in the same way"
+        return found.pop()
 
 
 class CheckedStep(Protocol):
@@ -183,7 +196,7 @@ def checked_on_device(step: CheckedStep, memory: Memory, check: GradCheck) -> St
         memory: of the bucket's launches.
         check: by the first round, by votes, by both or not at all.
     """
-    by_sums, by_votes = step.params[0] in check.params, step.params[0] in check.votes
+    by_sums, by_votes = check.ways(step.params)
     passes = step.batch.passes
     passes.attach(memory)
     rule = step.begin()

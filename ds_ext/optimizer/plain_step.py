@@ -4,15 +4,13 @@ A process holds plain parameters completely. It holds a part of each DTensor, an
 all-reduce the sums of DTensors.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from ds_ext import rules
 from ds_ext.distributed.placement import Placement
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizer import param_checks
 from ds_ext.optimizer.bucket_optimizer import BucketOptimizer
 from ds_ext.optimizer.updates import RunUpdate
 
@@ -39,15 +37,12 @@ def step(optimizer: BucketOptimizer) -> None:
     stepped = [p for p in optimizer.number_of if p.grad is not None]
     for check in () if stepped else WITHOUT_GRADIENTS:
         check(optimizer)
-    param_checks.refuse_complex(optimizer, stepped)
-    kinds = {optimizer.hypers_of(group) for group in optimizer.param_groups}
-    are_batched = all(rules.entry_of(kind).is_batched for kind in kinds)
-    size = BATCHED_BUCKET_ELEMENTS if are_batched else BUCKET_ELEMENTS
-    by_placement: dict[Placement | None, list[Tensor]] = {}  # in the same order on all ranks
-    for param in stepped:
-        if not optimizer.state.get(param):
-            param_checks.refuse_shape(optimizer, param, optimizer.local_shard(param))
-        by_placement.setdefault(optimizer.placement(param), []).append(param)
+    size = BATCHED_BUCKET_ELEMENTS if optimizer.are_all_batched else BUCKET_ELEMENTS
+    by_placement: dict[Placement | None, list[Tensor]] = {None: stepped}
+    if optimizer.index.has_dtensors:
+        by_placement = {}  # in the same order on all ranks
+        for param in stepped:
+            by_placement.setdefault(optimizer.placement(param), []).append(param)
     found = [
         (placement, bucket)
         for placement, params in by_placement.items()
@@ -59,8 +54,9 @@ def step(optimizer: BucketOptimizer) -> None:
     for placement, params in found:
         some = updates(params, placement)
         optimizer.update(some, None if placement is None else placement.all_reduce)
-        if placement is None:
-            write_back(some)
+        for param, p, *_ in some if placement is None else ():
+            if not param.is_contiguous():  # its run is a copy
+                param.copy_(p.view_as(param))
         optimizer.commit_weight_norms()
 
 
@@ -96,10 +92,3 @@ def updates(params: Iterable[Tensor], placement: Placement | None = None) -> lis
             g = placement.gradient(param, g)
         found.append(RunUpdate(param, p, g.contiguous().view(-1), shard))
     return found
-
-
-def write_back(updates: Sequence[RunUpdate]) -> None:
-    """Copies stepped runs to weights that are not contiguous, whose runs are copies."""
-    for param, p, *_ in updates:
-        if not param.is_contiguous():
-            param.copy_(p.view_as(param))

@@ -9,7 +9,7 @@ one kind.
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,14 +22,13 @@ from ds_ext.ops import sixteen_bit
 from ds_ext.ops.batch import geometry_class, may_join, stacked
 from ds_ext.ops.executors.table_passes import TableBatch
 from ds_ext.ops.executors.triton import devices
-from ds_ext.ops.rounding import ROUND
 from ds_ext.ops.runs import Layout, Runs
 from ds_ext.ops.schema import DTYPES
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts, leaves
-from ds_ext.optimizer import ema, expert_stacks, nonfinite, sections, state_checks
+from ds_ext.optimizer import ema, expert_stacks, nonfinite, param_checks, sections, state_checks
 from ds_ext.optimizer.param_table import ParamTable
-from ds_ext.optimizer.updates import RunUpdate, StagedBucket
+from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import State
 
 # Of the state tensors that tables read: None is fp32, the others are codes and scales of 8 bits.
@@ -62,6 +61,7 @@ class BatchPlan:
         group_index: the position of the param group.
         pieces: the pieces.
         rule: their rule, as the groups have it now.
+        dtype: of the weights.
         states: the states of the bucket, which were checked.
         device: the device of the gradients.
 
@@ -74,22 +74,26 @@ class BatchPlan:
         group_index: int,
         pieces: Sequence[BatchItem],
         rule: Any,
+        dtype: torch.dtype,
         states: Sequence[State],
         device: torch.device,
     ) -> None:
-        self.group_index, self.pieces, self.device = group_index, pieces, device
-        self.parts: Parts = rule.state_spec(pieces[0].shard)
+        self.group_index, self.pieces, self.dtype, self.device = group_index, pieces, dtype, device
+        self.positions = [x.position for x in pieces]
+        shard, entry = pieces[0].shard, rules.entry_of(type(rule))
+        self.parts: Parts = rule.state_spec(shard)
+        self.sums_first = entry.sums_first(rule, shard)
+        self.master_dtype = sixteen_bit.MASTER_DTYPES.get((rule.weight_update, dtype))
         self.batch = TableBatch([x.shard for x in pieces], [x.first for x in pieces], device)
         self.param_ids = np.array([x.number for x in pieces], dtype=np.uint32)
         numel = np.array([x.shard.numel for x in pieces], dtype=np.float32)
         # The largest allowed sums of squares of gradients, [n].
         self.upper_bounds: NDArray[np.float32] = nonfinite.upper_bound(numel, torch.float32)
-        reads_norm = caches_norms(rule, pieces[0].shard)
+        reads_norm = caches_norms(rule, shard)
         self.norm_cache = self.batch.passes.new_norm_cache() if reads_norm else None
-        self.positions = [x.position for x in pieces]
         self._are_whole = all(x.run is None for x in pieces)
         self._state: State | None = None  # of the step in progress
-        self._layouts = [x.layout for x in _runs(self.state(states))]
+        self._layouts = _layouts(self.state([states[i] for i in self.positions]))
         assert None not in self._layouts, "a batch of states that were not checked"
 
     def fits(self, states: Sequence[State]) -> bool:
@@ -98,41 +102,38 @@ class BatchPlan:
         Passes read and write as many elements as the layouts have; addresses may differ.
         """
         self._state = None  # left by a step that raised an error
+        own = [states[i] for i in self.positions]
         try:
-            state = self.state(states)
-            layouts = [x.layout for x in _runs(state)]
-            steps = {states[i]["step"] for i in self.positions}
+            state, steps = self.state(own), {s["step"] for s in own}
         except (KeyError, AttributeError, TypeError):  # something else was put there
             return False
-        if layouts != self._layouts or len(steps) != 1:
+        if _layouts(state) != self._layouts or len(steps) != 1:
             return False
         self._state = state
         return True
 
     def state(self, states: Sequence[State]) -> State:
-        """Returns the states of the pieces as one state; ``states`` are those of the bucket."""
+        """Returns the states of the pieces' parameters as one state of the batch."""
         state, self._state = self._state, None
         if state is not None:
             return state
-        if self._are_whole:
-            return stacked([states[i] for i in self.positions], self.parts)
-        return stacked([piece.state(states[piece.position]) for piece in self.pieces], self.parts)
+        if not self._are_whole:
+            states = [x.state(s) for x, s in zip(self.pieces, states, strict=True)]
+        return stacked(states, self.parts)
 
-    def runs(self, runs: Sequence[Any], dtype: torch.dtype) -> Runs:
-        """Returns each piece's elements of the bucket's runs, which are flat and have one dtype."""
-        return Runs(self.cut(runs), Layout(dtype, self.device, self.batch.run_sizes))
-
-    def cut(self, runs: Sequence[Any]) -> list[Tensor]:
-        """Returns each piece's elements of the bucket's runs."""
-        if self._are_whole:
-            return [runs[i] for i in self.positions]
-        return [piece.of(runs[piece.position]) for piece in self.pieces]
+    def runs(self, runs: Sequence[Tensor]) -> Runs:
+        """Returns each piece's elements of the runs of the pieces' parameters."""
+        if not self._are_whole:
+            runs = [x.of(run) for x, run in zip(self.pieces, runs, strict=True)]
+        return Runs(runs, Layout(runs[0].dtype, self.device, self.batch.run_sizes))
 
 
-def _runs(state: State) -> Iterator[Runs]:
-    """The runs of a state that is nested in dicts."""
+def _layouts(state: State) -> list[Any]:
+    """The layouts of the runs in a state, which is nested in dicts."""
+    found: list[Any] = []
     for x in state.values():
-        yield from _runs(x) if isinstance(x, dict) else (x,)
+        found += _layouts(x) if isinstance(x, dict) else [x.layout]
+    return found
 
 
 class BucketPlan:
@@ -142,42 +143,49 @@ class BucketPlan:
         table: the table of the optimizer.
         updates: the bucket's runs.
         states: their states.
+        allow_batches: whether runs may be stepped in batches.
 
     Attributes:
         alone, batched: positions of the runs that are stepped alone, and in batches.
         rules: the rules of the bucket's param groups by position, as of the last ``fits``.
+        uses_kernels: whether batches are stepped on a GPU.
         memory_sizes: the largest sizes of ``Memory`` that steps of the bucket have used.
     """
 
     def __init__(
-        self, table: ParamTable, updates: Sequence[RunUpdate], states: Sequence[State]
+        self,
+        table: ParamTable,
+        updates: Sequence[RunUpdate],
+        states: Sequence[State],
+        allow_batches: bool,
     ) -> None:
         self.properties = _properties(updates)
         device = updates[0].g.device
-        self.half_precision = [i for i, u in enumerate(updates) if u.p.dtype in ROUND]
+        self.uses_kernels = allow_batches and devices.supports(device)
         self.alone: list[int] = []
         self.batched: list[int] = []
-        found: dict[tuple[int, tuple[object, ...]], list[BatchItem]] = {}
+        found: dict[tuple[Any, ...], list[BatchItem]] = {}
         groups = {table.group_index_of[u.param] for u in updates}
         self.rules = rule_of = {i: table.rule_at(i) for i in groups}
         self.version = table.version
         for i, (u, state) in enumerate(zip(updates, states, strict=True)):
-            dtypes = u.p.dtype, u.g.dtype
-            rule = rule_of[table.group_index_of[u.param]]
-            is_batched = are_batched(table, u.param, u.shard, rule, dtypes, device)
-            is_flat = rules.entry_of(type(rule)).is_flat and u.shard.split is None
-            pieces = _pieces(table, i, u, state, is_flat) if is_batched else []
+            dtypes, group = (u.p.dtype, u.g.dtype), table.group_index_of[u.param]
+            rule = rule_of[group]
+            pieces: list[BatchItem] = []
+            if allow_batches and are_batched(table, u.param, u.shard, rule, dtypes, device):
+                is_flat = rules.entry_of(type(rule)).is_flat and u.shard.split is None
+                pieces = _pieces(table, i, u, state, is_flat)
             if not pieces:
                 self.alone.append(i)
                 continue
             self.batched.append(i)
             is_stack = u.param in table.stacks  # its gradient is checked as a whole
-            common = is_stack, state["step"], u.p.dtype, u.g.dtype
+            common = group, u.p.dtype, u.g.dtype, is_stack, state["step"]
             for piece in pieces:
-                key = table.group_index_of[u.param], (*common, *geometry_class(piece.shard))
-                found.setdefault(key, []).append(piece)
+                found.setdefault((*common, *geometry_class(piece.shard)), []).append(piece)
         self.batches = [
-            BatchPlan(i, pieces, rule_of[i], states, device) for (i, _), pieces in found.items()
+            BatchPlan(i, pieces, rule_of[i], dtype, states, device)
+            for (i, dtype, *_), pieces in found.items()
         ]
         self.memory_sizes = [0, 0, 0]
 
@@ -203,11 +211,16 @@ class BucketPlan:
         if table.version != self.version:
             return False
         self.rules = rules
-        return all(
-            sixteen_bit.has_fitting_master(runs[i], states[i])
-            for i in self.half_precision
-            if "master" in states[i]
-        ) and all(batch.fits(states) for batch in self.batches)
+        for batch in self.batches:
+            if not batch.fits(states):
+                return False
+            if batch.master_dtype is not None and not all(
+                sixteen_bit.has_fitting_master(runs[i], states[i])
+                for i in batch.positions
+                if "master" in states[i]
+            ):
+                return False
+        return True
 
 
 class BucketPlans:
@@ -226,7 +239,7 @@ class BucketPlans:
         """Checks the states of several buckets, before the first one is stepped.
 
         Raises:
-            ValueError: a state does not fit its parameter.
+            ValueError: a parameter cannot be stepped, or a state does not fit its parameter.
         """
         for params in buckets:
             states = [table.state.get(param) or {} for param in params]
@@ -234,55 +247,55 @@ class BucketPlans:
             plan = self._made.get((*map(id, params), params[0].grad.device))
             fits = plan is not None and plan.fits_params(table, params, states)
             for i in plan.alone if plan is not None and fits else range(len(params)):
+                param, shard = params[i], table.local_shard(params[i])
                 if states[i]:
-                    param, shard = params[i], table.local_shard(params[i])
                     run = functools.partial(table.local_run, param)
                     state_checks.check_state(table, param, shard, states[i], param.dtype, None, run)
+                else:
+                    param_checks.refuse_shape(table, param, shard)
 
     def prepare(
-        self, table: ParamTable, staged: StagedBucket, allow_batches: bool
-    ) -> BucketPlan | None:
+        self,
+        table: ParamTable,
+        updates: Sequence[RunUpdate],
+        states: Sequence[State],
+        allow_batches: Callable[[torch.device], bool],
+    ) -> BucketPlan:
         """Makes the missing states of a bucket, checks the others, and plans its step.
 
         Args:
             table: the table of the optimizer.
-            staged: the bucket's runs.
-            allow_batches: whether runs may be stepped in batches.
+            updates: the bucket's runs, on the device of their gradients.
+            states: their states there.
+            allow_batches: returns whether runs on a device may be stepped in batches.
 
         Returns:
-            The plan, after counting the step in the states of batched runs; None if not batched.
+            The plan, after counting the step in the states of batched runs.
 
         Raises:
             ValueError: a run or its state does not fit its parameter; no state is changed.
         """
-        updates, states = staged.updates, staged.states
-        new = [i for i, state in enumerate(states) if not state]
-        try:
-            for i in new:
-                state_checks.make(table, updates[i], states[i])
-            if allow_batches:
-                return self._of(table, updates, states)
-            for u, state in zip(updates, states, strict=True):
-                state_checks.check(table, u, state, u.g.device)
-        except ValueError:
-            for i in new:
-                states[i].clear()
-            raise
-        return None
-
-    def _of(
-        self, table: ParamTable, updates: Sequence[RunUpdate], states: Sequence[State]
-    ) -> BucketPlan:
-        """Returns the plan of a bucket that has all states."""
-        key = *[id(u.param) for u in updates], updates[0].g.device
+        device = updates[0].g.device
+        key = *[id(u.param) for u in updates], device
         plan = self._made.get(key)
-        is_new = plan is None or not plan.fits(table, updates, states)
-        for i in range(len(updates)) if is_new or plan is None else plan.alone:
-            state_checks.check(table, updates[i], states[i], updates[i].g.device)
-        if is_new or plan is None:
+        if plan is not None and not (all(states) and plan.fits(table, updates, states)):
+            plan = None
+        new: list[State] = []
+        try:
+            for i in range(len(updates)) if plan is None else plan.alone:
+                if not states[i]:
+                    new.append(states[i])
+                    state_checks.make(table, updates[i], states[i])
+                state_checks.check(table, updates[i], states[i], device)
+        except ValueError:
+            for state in new:
+                state.clear()
+            raise
+        if plan is None:
             if len(self._made) >= self.MAX_PLANS:
                 self._made.clear()
-            plan = self._made[key] = BucketPlan(table, updates, states)
+            plan = BucketPlan(table, updates, states, allow_batches(device))
+            self._made[key] = plan
         for i in plan.batched:
             states[i]["step"] += 1
         return plan
@@ -295,9 +308,8 @@ class BucketPlans:
         left = {id(p) for p in params}
         for key, plan in self._made.items():
             for batch in plan.batches:
-                cache = batch.norm_cache
-                if cache is not None and any(key[piece.position] in left for piece in batch.pieces):
-                    cache.forget()
+                if batch.norm_cache is not None and any(key[i] in left for i in batch.positions):
+                    batch.norm_cache.forget()
 
 
 def _properties(

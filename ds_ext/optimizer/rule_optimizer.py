@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ds_ext import hyperparams, rules
-from ds_ext.distributed.dtensors import is_dtensor
 from ds_ext.distributed.layout import Layout
 from ds_ext.optimizer import (
     dtensor_state,
@@ -193,7 +192,7 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
             RuntimeError: the model is stepped inside backward, or its parameters are DTensors.
         """
         self.follow_groups()
-        if self.fused is not None or any(map(is_dtensor, self.number_of)):
+        if self.fused is not None or self.index.has_dtensors:
             raise RuntimeError(
                 "optimizer.ema() is for models that a plain step() trains. Call "
                 "engine.optimizer.ema(), or ema() of the object that fuse_into_backward returned."

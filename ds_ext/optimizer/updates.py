@@ -1,6 +1,6 @@
-"""Runs to step: this rank's run of a weight and its gradient, moved to one device."""
+"""Runs to step: this rank's run of a weight, and its gradient."""
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,8 +10,6 @@ from torch import Tensor
 from ds_ext.ops.executors.flat_sums import square_sums_of
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import NestedState
-from ds_ext.optimizer import host_offload
-from ds_ext.optimizer.host_offload import HostOffload
 
 
 class RunUpdate(NamedTuple):
@@ -70,56 +68,3 @@ class ProjectedGrads:
             for values in self.values:
                 values.mul_(factor)
         return self
-
-
-class StagedBucket:
-    """The runs of a bucket and their states, on the device of the gradients.
-
-    If ZeRO's offload stores them elsewhere, they are copies until ``write_back``.
-
-    Args:
-        stored: the runs, whose gradients are on one device.
-        stored_states: their states.
-        offload: stores the states; None: they are on the device of their run.
-
-    Attributes:
-        updates: the runs on that device.
-        states: their states there.
-    """
-
-    def __init__(
-        self,
-        stored: Sequence[RunUpdate],
-        stored_states: Sequence[NestedState],
-        offload: HostOffload | None,
-    ) -> None:
-        self.stored, self.stored_states, self.offload = stored, stored_states, offload
-        self.updates, self.states = stored, stored_states
-        if not stored:
-            return
-        device = stored[0].g.device
-        if offload is not None:
-            self.states = [host_offload.state_to_device(s, device) for s in stored_states]
-        if any(u.p.device != device for u in stored):
-            self.updates = [u._replace(p=host_offload.to_device(u.p, device)) for u in stored]
-
-    def write_back(self, unchanged: Container[Tensor]) -> None:
-        """Copies weights and states to where they are stored, except of ``unchanged`` params."""
-        if self.updates is self.stored and self.offload is None:
-            return
-        runs = zip(self.stored, self.updates, self.stored_states, self.states, strict=True)
-        for stored, update, stored_state, state in runs:
-            if update.param in unchanged:
-                continue
-            if update.p is not stored.p:
-                stored.p.copy_(update.p, non_blocking=True)
-            if self.offload is not None:
-                self.offload.store_state(stored_state, state)
-
-
-def by_device(updates: Iterable[RunUpdate]) -> list[list[RunUpdate]]:
-    """Returns the updates divided by the device of their gradients."""
-    found: dict[torch.device, list[RunUpdate]] = {}
-    for u in updates:
-        found.setdefault(u.g.device, []).append(u)
-    return list(found.values())

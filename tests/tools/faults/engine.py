@@ -85,8 +85,8 @@ FAULTS = (
     ),
     Fault(
         "optimizer/bucket_step.py",
-        "factors = [1.0 if isinstance(g, Tensor) else g.factor for g in found]",
-        "factors = [0.5 if isinstance(g, Tensor) else g.factor for g in found]",
+        "factors.append(g.factor if is_scaled else 1.0)",
+        "factors.append(g.factor if is_scaled else 0.5)",
         "distributed/test_ulysses.py -k lomo-1-tensor",
     ),
     # planner: its arithmetic
