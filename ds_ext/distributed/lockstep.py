@@ -1,15 +1,20 @@
 """Lock-step rounds: the rules of many parameters advance together, with one reduction per round.
 
-A rule's generator yields a tuple of partial sums and receives their totals over all ranks.
-``lockstep`` merges many generators into one that yields flat tensors. ``run`` drives it with a real
-reduction. ``simulate`` advances N merged generators, which are N ranks, in one process.
+A rule's generator yields a tuple of partial sums and receives their totals over all ranks, or it
+yields a ``Joint`` and receives its results. ``lockstep`` merges many generators into one that
+yields flat tensors. ``run`` drives it with a real reduction. ``simulate`` advances N merged
+generators, which are N ranks, in one process.
 """
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+from ds_ext.ops import joint
+from ds_ext.ops.joint import Joint
 
 Sums: TypeAlias = tuple[Tensor, ...]
 StepGenerator = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
@@ -64,21 +69,57 @@ def _advance_all(
 
     Returns those that have not ended, with their next sums.
     """
-    waiting = []
-    for generator, totals in answered or ((generator, None) for generator in generators):
-        sums = advance(generator, totals)
-        if sums is not None:
-            waiting.append((generator, sums))
-    return waiting
+    found: dict[int, tuple[StepGenerator, Sums]] = {}
+
+    def keep(i: int, generator: StepGenerator, sums: Sums) -> None:
+        found[i] = generator, sums
+
+    _advance_jointly(answered or ((generator, None) for generator in generators), keep)
+    return [found[i] for i in sorted(found)]
 
 
-def advance(generator: StepGenerator, totals: Sums | None) -> Sums | None:
-    """Returns the next partial sums of a generator, None at its end; skips rounds without sums.
+def _advance_jointly(
+    answered: Iterable[tuple[StepGenerator, Sums | None]],
+    receive: Callable[[int, StepGenerator, Sums], Sums | None],
+) -> None:
+    """Begins generators, or sends them totals; answers their joint operations together.
+
+    A generator with a joint operation waits until enough others wait for the same one, or until all
+    others have been advanced.
 
     Args:
-        generator: the generator.
-        totals: the totals of its last sums; None to begin it.
+        answered: the generators, with the totals of their last sums; None to begin one.
+        receive: is called with the position of a generator, the generator and its next sums.
+            Returns their totals, to advance it further, or None.
     """
+    waiting: dict[Hashable, list[tuple[int, StepGenerator, Joint]]] = {}
+
+    def advance_one(i: int, generator: StepGenerator, totals: Sums | None) -> None:
+        sums = _next(generator, totals)
+        while sums is not None and not isinstance(sums, Joint):
+            totals = receive(i, generator, sums)
+            sums = None if totals is None else _next(generator, totals)
+        if sums is not None:
+            key = sums.key
+            alike = waiting.setdefault(key, [])
+            alike.append((i, generator, sums))
+            if len(alike) >= sums.most:
+                answer(key)
+
+    def answer(key: Hashable) -> None:
+        alike = waiting.pop(key)
+        results = joint.answers([asked for *_, asked in alike])
+        for (i, generator, _), result in zip(alike, results, strict=True):
+            advance_one(i, generator, result)
+
+    for i, (generator, totals) in enumerate(answered):
+        advance_one(i, generator, totals)
+    while waiting:
+        answer(next(iter(waiting)))
+
+
+def _next(generator: StepGenerator, totals: Sums | None) -> Sums | None:
+    """What a generator yields next, None at its end; skips rounds without sums."""
     try:
         sums = next(generator) if totals is None else generator.send(totals)
         while not sums:
@@ -88,26 +129,38 @@ def advance(generator: StepGenerator, totals: Sums | None) -> Sums | None:
         return None
 
 
+def advance(generator: StepGenerator, totals: Sums | None) -> Sums | None:
+    """Returns the next partial sums of a generator, None at its end; skips rounds without sums.
+
+    Args:
+        generator: the generator.
+        totals: the totals of its last sums; None to begin it.
+    """
+    found: list[Sums] = []
+    _advance_jointly([(generator, totals)], lambda i, generator, sums: found.append(sums))
+    return found[0] if found else None
+
+
 def run(generators: Iterable[StepGenerator], all_reduce: Callable[[Tensor], None] | None) -> int:
     """Runs generators to their end, with one in-place ``all_reduce`` per round; returns the rounds.
 
     None means one rank: its partial sums are the totals, and are not copied. Each generator ends
-    before the next one begins: the caches of a CPU then hold what its later passes read again.
+    before the next one begins, except while it waits for a joint operation: the caches of a CPU
+    then hold what its later passes read again.
     """
     if all_reduce is None:
-        return max(map(_finish, generators), default=0)
+        counts = Counter[int]()
+
+        def reply(i: int, generator: StepGenerator, sums: Sums) -> Sums:
+            counts[i] += 1
+            return sums
+
+        _advance_jointly(((generator, None) for generator in generators), reply)
+        return max(counts.values(), default=0)
     rounds = 0
     for flat in merged_rounds(lockstep(generators)):
         all_reduce(flat)
         rounds += 1
-    return rounds
-
-
-def _finish(generator: StepGenerator) -> int:
-    """Runs the generator of one rank to its end; returns the rounds."""
-    sums, rounds = advance(generator, None), 0
-    while sums is not None:
-        sums, rounds = advance(generator, sums), rounds + 1
     return rounds
 
 

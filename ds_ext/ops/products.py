@@ -28,49 +28,54 @@ def product(a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
     """Returns a · b in fp32, or in fp64 if an operand is fp64.
 
     Args:
-        a: [m, k].
-        b: [k, n].
+        a: [m, k], or a stack, [matrices, m, k].
+        b: [k, n], or a stack.
         terms: see ``add_product_``.
     """
     dtype = accumulator(torch.promote_types(a.dtype, b.dtype))
-    out = a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+    out = a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=dtype)
     return _product_(out, a, b, terms, 0.0)
 
 
 def add_product_(
     out: Tensor, a: Tensor, b: Tensor, terms: int = 3, beta: Tensor | float = 1.0
 ) -> Tensor:
-    """out ← beta · out + a · b; returns ``out``.
+    """out ← beta · out + a · b, of matrices or of stacks of them; returns ``out``.
 
     bf16 operands are exact. Others are used in fp32 (fp64 for fp64), or as a sum of ``terms`` bf16
     numbers where these products take less time than one of fp32 numbers: see ``most_products``.
 
     Args:
-        out: [m, n] in fp32, or in fp64 if an operand is fp64, with consecutive columns.
+        out: [m, n] in fp32, or in fp64 if an operand is fp64, with consecutive columns; or a stack,
+            [matrices, m, n], if ``a`` and ``b`` are stacks.
         a: [m, k].
         b: [k, n].
         terms: 1, 2 or 3, for a relative error of each operand's elements of 2**-8, 2**-16 or 2**-24
             at most. Terms below 2**-126 count as 0.
-        beta: the factor of ``out``, not 0.
+        beta: the factor of ``out``, not 0; a tensor has one number, or one for each matrix.
     """
     return _product_(out, a, b, terms, beta)
 
 
 def symmetric_product(a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
-    """Returns a · b, [n, n], known to be symmetric, for about 0.6 of a product's operations."""
-    n, dtype = len(a), accumulator(torch.promote_types(a.dtype, b.dtype))
+    """Returns a · b, known to be symmetric, for about 0.6 of a product's operations.
+
+    The result is [n, n], or a stack of such matrices.
+    """
+    n, dtype = a.shape[-2], accumulator(torch.promote_types(a.dtype, b.dtype))
     a, b = operand(a, terms), operand(b, terms)
-    out = a.new_empty(n, n, dtype=dtype)
+    out = a.new_empty(*a.shape[:-1], n, dtype=dtype)
     if a.dtype == b.dtype == BF16 and a.device.type == "cpu" and native.is_available():
         _check_shapes(out, a, b)
         native.product_(out, a, b, 0.0, symmetric=True)
         return out
     for start in range(0, n, step := max(1, n // 4)):
         stop = min(start + step, n)
-        _product_(out[:stop, start:stop], a[:stop], b[:, start:stop], terms, 0.0)
-        out[start:stop, :start] = out[:start, start:stop].T
-        square = out[start:stop, start:stop]
-        square.copy_(square.triu() + square.triu(1).T)  # its halves differ by rounding errors
+        cols = slice(start, stop)
+        _product_(out[..., :stop, cols], a[..., :stop, :], b[..., cols], terms, 0.0)
+        out[..., cols, :start] = out[..., :start, cols].mT
+        square = out[..., cols, cols]
+        square.copy_(square.triu() + square.triu(1).mT)  # its halves differ by rounding errors
     return out
 
 
@@ -187,7 +192,8 @@ def _most_products_of_gpu(device: torch.device) -> int:
 
 def _check_shapes(out: Tensor, a: Tensor, b: Tensor) -> None:
     """Raises ValueError unless ``out`` has the shape of a · b: native code reads by address."""
-    if a.shape[1] != b.shape[0] or out.shape != (a.shape[0], b.shape[1]):
+    is_fitting = a.shape[-1] == b.shape[-2] and a.shape[:-2] == b.shape[:-2] and a.dim() in (2, 3)
+    if not is_fitting or out.shape != (*a.shape[:-1], b.shape[-1]):
         shapes = " · ".join(str([*x.shape]) for x in (a, b))
         raise ValueError(f"the product {shapes} does not fit into {[*out.shape]}")
 
@@ -197,30 +203,32 @@ def _product_(out: Tensor, a: Tensor, b: Tensor, terms: int, beta: Tensor | floa
     split = sum(x.dtype != BF16 for x in (a, b))
     count = (1, terms, terms * (terms + 1) // 2)[split]
     if out.dtype == torch.float64 or count > most_products(a.device):
-        adds = _scaled_(out, beta)
-        return torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=adds, out=out)
+        adds, a, b = _scaled_(out, beta), a.to(out.dtype), b.to(out.dtype)
+        add = torch.addmm if out.dim() == 2 else torch.baddbmm
+        return add(out, a, b, beta=adds, out=out)
     pairs = [
         (x, y)
         for i, x in enumerate(_terms(a, terms))
         for j, y in enumerate(_terms(b, terms))
         if i + j < terms
     ]
+    multiply = torch.mm if out.dim() == 2 else torch.bmm
     for x, y in reversed(pairs):  # the small ones first
         if out.device.type == "cpu":
-            native.product_(out, x, y, float(beta))
+            native.product_(out, x, y, beta)
         elif _scaled_(out, beta):
-            out.add_(torch.mm(x, y, out_dtype=torch.float32))
+            out.add_(multiply(x, y, out_dtype=torch.float32))
         else:
-            out.copy_(torch.mm(x, y, out_dtype=torch.float32))
+            out.copy_(multiply(x, y, out_dtype=torch.float32))
         beta = 1.0
     return out
 
 
 def _scaled_(out: Tensor, by: Tensor | float) -> bool:
-    """Multiplies ``out`` by a number; returns whether it is not 0."""
+    """Multiplies ``out`` by a number, or each matrix by its own; returns whether it is not 0."""
     if isinstance(by, float) and by in (0, 1):
         return by == 1
-    out.mul_(by)
+    out.mul_(by.view(-1, 1, 1) if isinstance(by, Tensor) and by.dim() else by)
     return True
 
 

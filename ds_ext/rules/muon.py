@@ -36,7 +36,7 @@ the tests, the update is within 1e-2 of the fp64 iteration, and within 1e-3 with
 bf16 is off by 1e-2 to 1. Processors without fast bf16 products multiply fp32 numbers.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -55,11 +55,13 @@ from ds_ext.hyperparams import (
 )
 from ds_ext.ops import companding, formats
 from ds_ext.ops.formats import Format
+from ds_ext.ops.joint import Joint, Operation
 from ds_ext.ops.products import Product, product, symmetric_product
 from ds_ext.ops.shard import BLOCK, Block, Shard, outward
 from ds_ext.ops.state import Part, Parts
+from ds_ext.rules import newton_schulz
 from ds_ext.rules.base import Rounds, State, Sums, register
-from ds_ext.rules.newton_schulz import orthogonalized, pack, polynomial, steps_of, unpack
+from ds_ext.rules.newton_schulz import pack, polynomial, steps_of, unpack
 
 TINY = 1e-10  # added to roots that divide
 # By ``ns_dtype``, the bf16 terms of an operand: if one rank has the whole matrix, and if not.
@@ -137,41 +139,61 @@ class Muon:
             (totals,) = yield (torch.stack(tuple(edges.values())),)
             edges = dict(zip(edges, totals, strict=True))
         gram = x.new_zeros(shard.cols, shard.cols)
-        for b in ops.blocks(shard, x):
+        for b in list(ops.blocks(shard, x)):  # views of x, which a yield may separate
             if b.rows.start not in edges:
-                rows = ops.read(x, b)[0]
-                gram.add_(symmetric_product(rows.T, rows, terms))
+                (part,) = yield Joint(self.gram, ops.read(x, b)[0])
+                gram.add_(part)
         for row, values in edges.items():
             if shard.start <= row * shard.cols < shard.stop:  # exactly one rank adds the row
                 gram.addr_(values, values)
-        (packed,) = yield (pack(gram),)
-        return _Rows(x, edges, (yield from self.shared(lambda: unpack(packed), shard, gram)), terms)
+        (packed,) = yield Joint(_pack, gram)
+        (packed,) = yield (packed,)
+        return _Rows(x, edges, (yield from self.shared(self.factor, packed, shard)), terms)
 
     def by_wholes(self, x: Tensor, shard: Shard) -> Generator[Sums, Sums, ops.Readable]:
         """Returns the update from the whole matrix. A rank may hold any of its elements."""
-        alone, terms = TERMS[self.ns_dtype]
         if not shard.is_cut:
-            whole = x.view(shard.rows, shard.cols)
-            return orthogonalized(whole, self.coefficients, self.eps, alone).reshape(-1)
+            (u,) = yield Joint(self.orthogonalized, x.view(shard.rows, shard.cols))
+            return u.reshape(-1)
         whole = x.new_zeros(shard.rows, shard.cols)
         for b in ops.blocks(shard, x):
             whole[b.rows, b.cols] = ops.read(x, b)[0]
         (whole,) = yield (whole,)
         own, wide = shard.touched, shard.rows < shard.cols
-        short = whole if wide else whole.T
-        q = yield from self.shared(lambda: symmetric_product(short, short.T, terms), shard, short)
+        q = yield from self.shared(self.factor_of_wholes, whole, shard)
         return Product(*((q[own], whole) if wide else (whole[own], q)), own.start)
 
-    def shared(
-        self, gram: Callable[[], Tensor], shard: Shard, like: Tensor
-    ) -> Generator[Sums, Sums, Tensor]:
-        """Returns the polynomial of a Gram matrix, [short, short], which one rank computes."""
+    def shared(self, factor: Operation, of: Tensor, shard: Shard) -> Generator[Sums, Sums, Tensor]:
+        """Returns ``factor`` of a tensor, [short, short], which one rank computes for all."""
         short = min(shard.rows, shard.cols)
-        q = like.new_zeros(short, short)
+        packed = of.new_zeros((short + 1) // 2, short + 1)
         if shard.has_turn:
-            q = polynomial(gram(), self.coefficients, self.eps, TERMS[self.ns_dtype][1])
-        (packed,) = yield (pack(q),)
-        return unpack(packed)
+            (packed,) = yield Joint(factor, of)
+        (packed,) = yield (packed,)
+        (q,) = yield Joint(_unpack, packed)
+        return q
+
+    # Joint operations, over stacks of the tensors of several matrices.
+
+    def orthogonalized(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Returns the last X of whole matrices, [n, rows, cols]."""
+        terms = TERMS[self.ns_dtype][0]
+        return (newton_schulz.orthogonalized(x, self.coefficients, self.eps, terms),)
+
+    def gram(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Returns the Gram matrices of the columns of ``x``, [n, rows, cols]."""
+        return (symmetric_product(x.mT, x, TERMS[self.ns_dtype][1]),)
+
+    def factor(self, packed: Tensor) -> tuple[Tensor, ...]:
+        """Returns the packed polynomials of packed Gram matrices."""
+        return self._factor(unpack(packed))
+
+    def factor_of_wholes(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Returns the packed polynomials of whole matrices, [n, rows, cols]."""
+        return self._factor(*self.gram(x.mT if x.shape[1] < x.shape[2] else x))
+
+    def _factor(self, gram: Tensor) -> tuple[Tensor, ...]:
+        return _pack(polynomial(gram, self.coefficients, self.eps, TERMS[self.ns_dtype][1]))
 
     def operations(self, shard: Shard) -> float:
         """Returns the operations of the rank that computes ``shared`` for a matrix."""
@@ -227,6 +249,14 @@ class _Rows:
         if row is not None:
             return (row @ self.q[:, b.cols]).view(b.shape)
         return product(ops.read(self.x, b)[0], self.q, self.terms).unsqueeze(0)
+
+
+def _pack(matrices: Tensor) -> tuple[Tensor, ...]:
+    return (pack(matrices),)
+
+
+def _unpack(packed: Tensor) -> tuple[Tensor, ...]:
+    return (unpack(packed),)
 
 
 def _edges(x: Tensor, shard: Shard) -> dict[int, Tensor]:

@@ -58,16 +58,17 @@ def _scaled(abc: tuple[float, float, float], by: float) -> tuple[float, float, f
 
 
 def orthogonalized(x: Tensor, coefficients: Coefficients, eps: float, terms: int) -> Tensor:
-    """Returns the last X of a matrix ``x``, [rows, cols], with ``terms`` bf16 terms per operand."""
-    is_wide = x.shape[0] < x.shape[1]
-    x = x / x.norm().clamp(min=max(eps, TINY))
+    """Returns the last X of matrices, [n, rows, cols], with ``terms`` bf16 terms per operand."""
+    is_wide = x.shape[1] < x.shape[2]
+    x = x / torch.stack([one.norm() for one in x]).clamp(min=max(eps, TINY)).view(-1, 1, 1)
     for i, abc in enumerate(coefficients):
         half = operand(x, terms)
         factor = _factor(
-            symmetric_product(*((half, half.T) if is_wide else (half.T, half)), terms), abc, terms
+            symmetric_product(*((half, half.mT) if is_wide else (half.mT, half)), terms), abc, terms
         )
-        scale = abc[0] if i < STEEP else factor.diagonal().mean()
-        factor.diagonal().sub_(scale)
+        diagonal = _diagonal(factor)
+        scale = abc[0] if i < STEEP else diagonal.mean(1)
+        diagonal.sub_(scale if isinstance(scale, float) else scale[:, None])
         operands = (factor, half) if is_wide else (half, factor)
         x = x.clone() if half is x else x  # the product overwrites it
         add_product_(x, *operands, terms, beta=scale)
@@ -75,20 +76,30 @@ def orthogonalized(x: Tensor, coefficients: Coefficients, eps: float, terms: int
 
 
 def _factor(gram: Tensor, abc: tuple[float, float, float], terms: int) -> Tensor:
-    """a·I + b·A + c·A², from the square of A − mean·I. Overwrites A."""
+    """a·I + b·A + c·A² of matrices A, [n, side, side], from the square of A − mean·I.
+
+    Overwrites A.
+    """
     a, b, c = abc
-    mean = gram.diagonal().mean()
-    factor = gram * (b + 2 * c * mean)
-    factor.diagonal().add_(a - c * mean.square())
-    gram.diagonal().sub_(mean)
+    mean = _diagonal(gram).mean(1, keepdim=True)
+    factor = gram * (b + 2 * c * mean).unsqueeze(2)
+    _diagonal(factor).add_(a - c * mean.square())
+    _diagonal(gram).sub_(mean)
     half = operand(gram, terms)
     return factor.add_(symmetric_product(half, half, terms), alpha=c)
 
 
+def _diagonal(matrices: Tensor) -> Tensor:
+    """A view of the diagonals of matrices, [n, side]."""
+    return matrices.diagonal(dim1=1, dim2=2)
+
+
 def polynomial(gram: Tensor, coefficients: Coefficients, eps: float, terms: int) -> Tensor:
-    """Returns the factor of x, [short, short], from the Gram matrix of its short side."""
-    norm = gram.trace().sqrt().clamp(min=max(eps, TINY))
-    gram, q = gram / norm.square(), torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    """Returns the factors of x, [n, short, short], from the Gram matrices of its short side."""
+    traces = torch.stack([one.trace() for one in gram])
+    norm = traces.sqrt().clamp(min=max(eps, TINY)).view(-1, 1, 1)
+    gram = gram / norm.square()
+    q = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device).expand_as(gram)
     for i, (a, b, c) in enumerate(coefficients):
         factor = (gram * b).add_(symmetric_product(gram, gram, terms), alpha=c)  # without a·I
 
@@ -101,22 +112,22 @@ def polynomial(gram: Tensor, coefficients: Coefficients, eps: float, terms: int)
     return q / norm
 
 
-def pack(matrix: Tensor) -> Tensor:
-    """Returns the upper triangle of a matrix [n, n], packed to [(n + 1) / 2, n + 1].
+def pack(matrices: Tensor) -> Tensor:
+    """Returns the upper triangles of matrices, [n, side, side] -> [n, (side + 1) / 2, side + 1].
 
-    The triangle has n - i elements of row i. Packed row i also contains row n - 1 - i.
+    A triangle has side - i elements of row i. Packed row i also contains row side - 1 - i.
     """
-    n, half = len(matrix), (len(matrix) + 1) // 2
-    packed = matrix.new_zeros(half, n + 1)
-    packed[:, :n] = matrix.flip(0, 1)[:half].tril()
-    packed[:, 1:] += matrix[:half].triu()
+    n, side, half = *matrices.shape[:2], (matrices.shape[1] + 1) // 2
+    packed = matrices.new_zeros(n, half, side + 1)
+    packed[..., :side] = matrices.flip(1, 2)[:, :half].tril()
+    packed[..., 1:] += matrices[:, :half].triu()
     return packed
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """Returns the symmetric matrix that ``pack`` has packed."""
-    half, n = len(packed), packed.shape[1] - 1
-    upper = packed.new_zeros(n, n)
-    upper[n - half :] = packed[:, :n].tril().flip(0, 1)
-    upper[:half] = packed[:, 1:].triu()
-    return upper.triu() + upper.triu(1).T
+    """Returns the symmetric matrices that ``pack`` has packed."""
+    n, half, side = *packed.shape[:2], packed.shape[2] - 1
+    upper = packed.new_zeros(n, side, side)
+    upper[:, side - half :] = packed[..., :side].tril().flip(1, 2)
+    upper[:, :half] = packed[..., 1:].triu()
+    return upper.triu() + upper.triu(1).mT

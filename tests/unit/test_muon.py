@@ -150,7 +150,8 @@ def test_two_bf16_terms_are_within_the_bound_where_ranks_share_a_matrix(turned, 
 
     def multiplied(out, a, b, keeps):
         asked.append((a.dtype, b.dtype))
-        torch.addmm(out, a.float(), b.float(), beta=keeps, out=out)
+        add = torch.addmm if out.dim() == 2 else torch.baddbmm
+        add(out, a.float(), b.float(), beta=keeps, out=out)
 
     monkeypatch.setattr(products, "most_products", lambda device: products.MAX_BF16_PRODUCTS)
     monkeypatch.setattr(products.native, "product_", multiplied)
@@ -160,7 +161,7 @@ def test_two_bf16_terms_are_within_the_bound_where_ranks_share_a_matrix(turned, 
 
 
 def test_bf16_products_are_used_where_they_are_fast():
-    x = hard(96, 200)["normal"].float()
+    x = hard(96, 200)["normal"].float().unsqueeze(0)
     coefficients = Muon().coefficients
     half, full = (newton_schulz.orthogonalized(x, coefficients, 1e-7, n) for n in (1, 3))
     error = float((half - full).norm() / full.norm())
@@ -221,7 +222,7 @@ def test_ranks_take_turns_with_the_matrices_of_a_bucket(monkeypatch):
     at_work, iterated = [-1], []
 
     def counted(gram, *how):
-        iterated.append(at_work[0])
+        iterated.extend(at_work * len(gram))  # the matrices whose turn this rank has
         return polynomial(gram, *how)
 
     def by_rank(rank, step):
@@ -246,10 +247,10 @@ def test_ranks_take_turns_with_the_matrices_of_a_bucket(monkeypatch):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 33])
 def test_a_packed_matrix_is_what_it_was(n):
-    x = torch.randn(n, n, generator=torch.Generator().manual_seed(n))
-    x = x + x.T
+    x = torch.randn(3, n, n, generator=torch.Generator().manual_seed(n))
+    x = x + x.mT
     packed = newton_schulz.pack(x)
-    assert packed.shape == ((n + 1) // 2, n + 1)
+    assert packed.shape == (3, (n + 1) // 2, n + 1)
     assert torch.equal(newton_schulz.unpack(packed), x)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ds_ext.logs import logger
 from ds_ext.ops.executors.native import library
 
-_Sizes = ctypes.c_int64 * 10
+_Sizes = ctypes.c_int64 * 15
 
 
 @functools.cache
@@ -22,26 +22,35 @@ def is_available() -> bool:
     return False
 
 
-def product_(out: Tensor, a: Tensor, b: Tensor, beta: float, symmetric: bool = False) -> None:
-    """out ← beta · out + a · b.
+def product_(
+    out: Tensor, a: Tensor, b: Tensor, beta: Tensor | float, symmetric: bool = False
+) -> None:
+    """out ← beta · out + a · b, for one matrix or for a stack: a first dimension of equal size.
 
     Args:
         out: [m, n] in fp32, with consecutive columns.
         a: [m, k] in bf16, or in fp32, which is rounded to bf16.
         b: [k, n] likewise.
-        beta: the factor of ``out``, which is not read if it is 0.
+        beta: the factor of ``out``, which is not read if it is 0; a tensor in fp32 has one number,
+            or one for each matrix.
         symmetric: whether the result is symmetric; only one half of it is then computed.
     """
     found = library.load()
     assert (
         found is not None
         and out.dtype == torch.float32
-        and (out.stride(1) == 1 or out.shape[1] == 1)
+        and (out.stride(-1) == 1 or out.shape[-1] == 1)
     )
     are_fp32 = a.dtype == torch.float32, b.dtype == torch.float32
-    sizes = _Sizes(*a.shape, b.shape[1], *a.stride(), *b.stride(), out.stride(0), *are_fp32)
+    sizes = _Sizes(
+        *(*a.shape[-2:], b.shape[-1], *a.stride()[-2:], *b.stride()[-2:], out.stride(-2)),
+        *(*are_fp32, len(out) if out.dim() == 3 else 1, a.stride(0), b.stride(0), out.stride(0)),
+        isinstance(beta, Tensor) and beta.dim() == 1,
+    )
+    factor = ctypes.c_float(beta) if not isinstance(beta, Tensor) else beta.contiguous()
+    at = factor.data_ptr() if isinstance(factor, Tensor) else ctypes.addressof(factor)
     pointers = a.data_ptr(), b.data_ptr(), out.data_ptr()
-    found.products_run(*pointers, sizes, beta, symmetric, torch.get_num_threads())
+    found.products_run(*pointers, sizes, at, symmetric, torch.get_num_threads())
 
 
 def apply_(call: ctypes.Array[ctypes.c_int], entry: int, a: Tensor, b: Tensor, first: int) -> None:

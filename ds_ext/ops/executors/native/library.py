@@ -54,8 +54,7 @@ def load() -> ctypes.CDLL | None:
     ]
     library.products_run.restype = None
     library.products_run.argtypes = [
-        *[ctypes.c_void_p] * 4,
-        ctypes.c_float,
+        *[ctypes.c_void_p] * 5,
         *[ctypes.c_int] * 2,
     ]
     library.products_apply.restype = None

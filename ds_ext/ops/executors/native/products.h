@@ -260,11 +260,16 @@ extern "C" __attribute__((visibility("default"))) int products_available() {
 #endif
 }
 
-// c [m, n] ← beta · c + a [m, k] · b [k, n]. sizes: m, k, n, the two strides of a and of b, c's stride of rows,
-// and whether a and b are fp32. symmetric: c is symmetric.
-extern "C" __attribute__((visibility("default"))) void products_run(const void *a, const void *b, float *c, const int64_t *sizes, float beta, int symmetric, int threads) {
+// c [m, n] ← beta · c + a [m, k] · b [k, n], for each of several matrices. sizes: m, k, n, the two strides of a and of b,
+// c's stride of rows, whether a and b are fp32, the number of matrices, and the strides of a, b, c and beta
+// from one to the next. symmetric: c is symmetric.
+extern "C" __attribute__((visibility("default"))) void products_run(const void *a, const void *b, float *c, const int64_t *sizes, const float *beta, int symmetric, int threads) {
 #ifdef DS_EXT_BF16
-    bf16::multiply({a, sizes[3], sizes[4], sizes[8] != 0}, {b, sizes[5], sizes[6], sizes[9] != 0}, c, sizes[7], sizes[0], sizes[1], sizes[2], beta, symmetric, threads);
+    for (int64_t i = 0; i < sizes[10]; ++i) {
+        const bf16::Matrix left = {static_cast<const char *>(a) + i * sizes[11] * (sizes[8] ? 4 : 2), sizes[3], sizes[4], sizes[8] != 0};
+        const bf16::Matrix right = {static_cast<const char *>(b) + i * sizes[12] * (sizes[9] ? 4 : 2), sizes[5], sizes[6], sizes[9] != 0};
+        bf16::multiply(left, right, c + i * sizes[13], sizes[7], sizes[0], sizes[1], sizes[2], beta[i * sizes[14]], symmetric, threads);
+    }
 #else
     (void)a, (void)b, (void)c, (void)sizes, (void)beta, (void)symmetric, (void)threads;
 #endif

@@ -1,0 +1,129 @@
+"""Joint operations: matrices that are stepped together get the weights of each stepped alone."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_ext.distributed import lockstep
+from ds_ext.ops import joint, scratch
+from ds_ext.ops.joint import Joint
+from ds_ext.optimizer import OPTIMIZERS
+from tests.common import table
+from tests.common.simulated import Ranks, errors
+
+MATRICES, STEPS = 5, 3
+SETTINGS = {
+    "muon": {"lr": 0.02},
+    "muon in fp32": {"lr": 0.02, "ns_dtype": "fp32"},
+    "normuon": {"lr": 0.02, "beta2": 0.95},
+    "muon in 8 bits": {"lr": 0.02, "nbits": 8},
+}
+
+
+def rule_of(setting):
+    name = "muon" if "muon" in setting else setting.partition(" ")[0]
+    return OPTIMIZERS[name].hypers(**SETTINGS[setting])
+
+
+# Torch's batched products may add up odd sizes in another order, as they do at other addresses.
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("shape, bound", [((32, 48), 0), ((48, 32), 0), ((13, 29), 5e-6)])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_bucket_of_equal_matrices_gets_the_weights_of_each_alone(setting, shape, bound, world):
+    shapes = [shape] * MATRICES
+    before = table.weights(shapes, torch.float32)
+    bucket = Ranks(rule_of(setting), before, world)
+    alone = [Ranks(rule_of(setting), [p], world) for p in before]
+    for grads in table.gradients(STEPS, shapes, torch.float32):
+        bucket.step(grads)
+        for ranks, g in zip(alone, grads, strict=True):
+            ranks.step([g])
+    expected = [ranks.params[0] for ranks in alone]
+    assert max(errors(bucket.params, expected, before)) <= bound
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operations of torch that are no views."""
+
+    made = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_view = any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
+        self.made += not is_view
+        return func(*args, **kwargs or {})
+
+
+def calls_of(name, shape, matrices):
+    """The operations of torch in a step of equal matrices in one process."""
+    params = [nn.Parameter(torch.randn(shape)) for _ in range(matrices)]
+    optimizer = OPTIMIZERS[name](params, lr=1e-3)
+    for p in params:
+        p.grad = torch.randn(shape)
+    optimizer.step()
+    with Calls() as calls:
+        optimizer.step()
+    return calls.made
+
+
+@pytest.mark.parametrize("name, most", [("muon", 12)])
+def test_another_matrix_of_a_bucket_takes_few_operations_of_torch(name, most):
+    few, many = (calls_of(name, (32, 48), n) for n in (2, 22))
+    assert (many - few) / 20 <= most
+
+
+def doubled(x):
+    return (x * 2,)
+
+
+def halved(x):
+    return (x / 2,)
+
+
+def asking(operation, x, found):
+    (y,) = yield Joint(operation, x)
+    (total,) = yield (y,)
+    found.append(total)
+
+
+@pytest.mark.parametrize("run", [lambda steps: lockstep.run(steps, None), lockstep.lockstep])
+def test_operations_are_joined_by_function_and_shape_and_results_keep_their_places(
+    run, monkeypatch
+):
+    sizes, found = [], []
+    original = joint.answers
+    monkeypatch.setattr(joint, "answers", lambda x: sizes.append(len(x)) or original(x))
+    xs = [torch.full((n,), float(i)) for i, n in enumerate((3, 4, 3, 3, 4))]
+    operations = [doubled, doubled, halved, doubled, doubled]
+    results = [[] for _ in xs]
+    steps = [asking(*each) for each in zip(operations, xs, results, strict=True)]
+    if run is lockstep.lockstep:
+        for flat in lockstep.merged_rounds(run(steps)):
+            found.append(flat)
+    else:
+        assert run(steps) == 1
+    assert sorted(sizes) == [1, 2, 2]
+    for x, operation, (result,) in zip(xs, operations, results, strict=True):
+        assert torch.equal(result, *operation(x))
+    if found:  # a round's sums are in the order of the generators, which all ranks share
+        expected = torch.cat([operation(x)[0] for operation, x in zip(operations, xs, strict=True)])
+        assert torch.equal(*found, expected)
+
+
+def test_no_more_matrices_wait_than_fill_a_block(monkeypatch):
+    sizes, waiting, most = [], [0], [0]
+    original = joint.answers
+    monkeypatch.setattr(joint, "answers", lambda x: sizes.append(len(x)) or original(x))
+    monkeypatch.setattr(scratch, "product_limit", lambda device: 100)
+
+    def step():
+        waiting[0] += 1
+        most[0] = max(most[0], waiting[0])
+        yield Joint(doubled, torch.zeros(30))
+        waiting[0] -= 1
+
+    assert lockstep.run([step() for _ in range(7)], None) == 0
+    assert sizes == [3, 3, 1] and most == [3]
+    sizes.clear()
+    assert lockstep.run([asking(doubled, torch.zeros(101), []) for _ in range(2)], None) == 1
+    assert sizes == [1, 1]  # a large matrix does not wait
