@@ -36,8 +36,8 @@ FAULTS = (
     ),
     Fault(
         KERNELS + "weights.py",
-        "tl.store(run_at(t, AUX, tl.int16, e, TC, ALIGNED), bits.to(tl.int16), mask=ok)",
-        "tl.store(run_at(t, AUX, tl.int16, e, TC, ALIGNED), bits.to(tl.int16))",
+        "tl.store(run_at(t, AUX, tl.int16, e, P), bits.to(tl.int16), mask=ok)",
+        "tl.store(run_at(t, AUX, tl.int16, e, P), bits.to(tl.int16))",
         MOMENTS,
     ),
     # bits of the noise and of rounding

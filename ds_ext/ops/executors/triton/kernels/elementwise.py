@@ -33,12 +33,10 @@ from ds_ext.ops.executors.triton.kernels.weights import load_weight, store_weigh
 @triton.jit
 def _read(t, tile, P: tl.constexpr):
     """Reads a tile -> offsets of its rows in the run, mask of the run's elements, inputs."""
-    TR: tl.constexpr = P.TR
-    TC: tl.constexpr = P.TC
-    down, over = divided(tile, tl.cdiv(size(t, COLS), TC))
-    mat, top = rows_of(t, down, TR)
-    c = over * TC
-    e, ok = elements_of(t, mat, top, c, TR, TC, P.ALIGNED)
+    down, over = divided(tile, tl.cdiv(size(t, COLS), P.TC))
+    mat, top = rows_of(t, down, P.TR)
+    c = over * P.TC
+    e, ok = elements_of(t, mat, top, c, P)
     u = value_of(t, e, ok, mat, top, c, P)
     return e, ok, u
 
@@ -58,66 +56,36 @@ def _sum_of_squares(ok, u):
 
 
 @triton.jit
-def _advance(t, e, ok, u, TC: tl.constexpr, ALIGNED: tl.constexpr):
-    """out ← out + lerp · (u − out)."""
-    out = run_at(t, OUT, tl.float32, e, TC, ALIGNED)
+def lerp(t, tile, P: tl.constexpr):
+    """out ← out + lerp · (u − out); ``square_lerp`` has u² + eps for u."""
+    e, ok, u = _read(t, tile, P)
+    if P.name == "square_lerp":
+        u = u * u + number(t, EPS)
+    out = run_at(t, OUT, tl.float32, e, P)
     m = tl.load(out, mask=ok, other=0.0)
     tl.store(out, moved(m, u, number(t, LERP)), mask=ok)
 
 
 @triton.jit
-def lerp(t, tile, P: tl.constexpr):
-    """out ← out + lerp · (u − out)."""
-    e, ok, u = _read(t, tile, P)
-    _advance(t, e, ok, u, P.TC, P.ALIGNED)
-
-
-@triton.jit
-def square_lerp(t, tile, P: tl.constexpr):
-    """out ← out + lerp · (u² + eps − out)."""
-    e, ok, u = _read(t, tile, P)
-    _advance(t, e, ok, u * u + number(t, EPS), P.TC, P.ALIGNED)
-
-
-@triton.jit
 def apply(t, tile, P: tl.constexpr):
-    """w ← w − lr · u."""
-    e, ok, u = _read(t, tile, P)
-    old = load_weight(t, e, ok, P.TC, P.ALIGNED, P.WD, P.STORAGE)
-    new = old - number(t, LR) * u
-    store_weight(t, e, ok, new, P.TC, P.ALIGNED, P.WD, P.STORAGE)
+    """w ← w − lr · u.
 
-
-@triton.jit
-def apply_and_cache_norm(t, tile, P: tl.constexpr):
-    """``apply``, and part2 ← the sum of squares of the stored weights of each tile, [tiles].
-
-    ``cached_norm`` reads the sums in the next step.
+    ``apply_and_cache_norm`` writes part2 too: the sum of squares of the stored weights of each
+    tile, [tiles], which ``cached_norm`` reads in the next step. ``measured_apply`` writes part:
+    the sum of squares of the changes too.
     """
-    _, _, held = _written(t, tile, P)
-    # 0 outside the run, or NaN if elements of the run are NaN too
-    tl.store(pointer(t, PART2, tl.float32) + tile, tl.sum(held * held))
-    _store_probe(t, tile, P)
-
-
-@triton.jit
-def measured_apply(t, tile, P: tl.constexpr):
-    """``apply``; part, part2 ← sums of squares of changes and of stored weights, [tiles] each."""
-    ok, old, held = _written(t, tile, P)
-    tl.store(pointer(t, PART, tl.float32) + tile, _sum_of_squares(ok, held - old))
-    tl.store(pointer(t, PART2, tl.float32) + tile, _sum_of_squares(ok, held))
-    if P.CACHES_NORM:
-        _store_probe(t, tile, P)
-
-
-@triton.jit
-def _written(t, tile, P: tl.constexpr):
-    """Applies an update -> mask of the run's elements, weights before and after."""
     e, ok, u = _read(t, tile, P)
-    old = load_weight(t, e, ok, P.TC, P.ALIGNED, P.WD, P.STORAGE)
-    new = old - number(t, LR) * u
-    held = store_weight(t, e, ok, new, P.TC, P.ALIGNED, P.WD, P.STORAGE)
-    return ok, old, held
+    old = load_weight(t, e, ok, P)
+    held = store_weight(t, e, ok, old - number(t, LR) * u, P)
+    if P.name == "measured_apply":
+        tl.store(pointer(t, PART, tl.float32) + tile, _sum_of_squares(ok, held - old))
+        tl.store(pointer(t, PART2, tl.float32) + tile, _sum_of_squares(ok, held))
+        if P.CACHES_NORM:
+            _store_probe(t, tile, P)
+    elif P.name == "apply_and_cache_norm":
+        # 0 outside the run, or NaN if elements of the run are NaN too
+        tl.store(pointer(t, PART2, tl.float32) + tile, tl.sum(held * held))
+        _store_probe(t, tile, P)
 
 
 @triton.jit

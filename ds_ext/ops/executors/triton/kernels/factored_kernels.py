@@ -30,18 +30,9 @@ from ds_ext.ops.executors.triton.kernels.table_access import (
 def factors(t, tile, P: tl.constexpr):
     """Advances row and col of all matrices.
 
-    out ← 1 / sqrt(row / mean(row)), out2 ← 1 / sqrt(col).
+    out ← 1 / sqrt(row / mean(row)), out2 ← 1 / sqrt(col). ``clipped_factors`` multiplies out by
+    min(1, clip / RMS); in3 are the weighted sums for the RMS.
     """
-    TC: tl.constexpr = P.TC
-    for mat in range(0, integer(t, MATS)):
-        _advance_rows(t, mat, TC)
-        for c in range(0, integer(t, COLS), TC):
-            _advance_columns(t, mat, c, TC)
-
-
-@triton.jit
-def clipped_factors(t, tile, P: tl.constexpr):
-    """``factors``, and out ← out · min(1, clip / RMS); in3 are the weighted sums for the RMS."""
     TC: tl.constexpr = P.TC
     mats = integer(t, MATS)
     squares = tl.zeros([TC], dtype=tl.float32)
@@ -49,11 +40,13 @@ def clipped_factors(t, tile, P: tl.constexpr):
         mean = _advance_rows(t, mat, TC)
         for c in range(0, integer(t, COLS), TC):
             new, at, has = _advance_columns(t, mat, c, TC)
-            divided = tl.load(pointer(t, IN3, tl.float32) + at, mask=has, other=0.0) / new
-            squares += mean * tl.where(has & (new != 0), divided, 0.0)  # 0 / 0 is 0
-    ratio = number(t, CLIP) / tl.sqrt(tl.sum(squares, axis=0) * number(t, A))
-    tl.debug_barrier()  # other threads may have stored the values loaded below
-    _multiply_rows(t, mats * integer(t, ROWS), tl.where(ratio > 1, 1.0, ratio), TC)
+            if P.name == "clipped_factors":
+                divided = tl.load(pointer(t, IN3, tl.float32) + at, mask=has, other=0.0) / new
+                squares += mean * tl.where(has & (new != 0), divided, 0.0)  # 0 / 0 is 0
+    if P.name == "clipped_factors":
+        ratio = number(t, CLIP) / tl.sqrt(tl.sum(squares, axis=0) * number(t, A))
+        tl.debug_barrier()  # other threads may have stored the values loaded below
+        _multiply_rows(t, mats * integer(t, ROWS), tl.where(ratio > 1, 1.0, ratio), TC)
 
 
 @triton.jit

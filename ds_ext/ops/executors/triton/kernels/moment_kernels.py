@@ -94,18 +94,18 @@ def root_quotient(t, m, root):
 
 
 @triton.jit
-def adam(t, e, ok, TC: tl.constexpr, ALIGNED: tl.constexpr):
+def adam(t, e, ok, P: tl.constexpr):
     """Adam's update by m and v."""
-    m = tl.load(run_at(t, M, tl.float32, e, TC, ALIGNED), mask=ok, other=0.0)
-    v = tl.load(run_at(t, V, tl.float32, e, TC, ALIGNED), mask=ok, other=1.0)
+    m = tl.load(run_at(t, M, tl.float32, e, P), mask=ok, other=0.0)
+    v = tl.load(run_at(t, V, tl.float32, e, P), mask=ok, other=1.0)
     return root_quotient(t, m, tl.sqrt_rn(v))
 
 
 @triton.jit
-def adam_step(t, e, ok, g, TC: tl.constexpr, ALIGNED: tl.constexpr):
+def adam_step(t, e, ok, g, P: tl.constexpr):
     """``adam``, after the gradient g has advanced m and v."""
-    at_m = run_at(t, M, tl.float32, e, TC, ALIGNED)
-    at_v = run_at(t, V, tl.float32, e, TC, ALIGNED)
+    at_m = run_at(t, M, tl.float32, e, P)
+    at_v = run_at(t, V, tl.float32, e, P)
     m = moved(tl.load(at_m, mask=ok, other=0.0), g, number(t, LERP1))
     v = moved(tl.load(at_v, mask=ok, other=1.0), g * g, number(t, LERP2))
     tl.store(at_m, m, mask=ok)
@@ -114,33 +114,33 @@ def adam_step(t, e, ok, g, TC: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def adam8_step(t, e, ok, g, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
+def adam8_step(t, e, ok, g, P: tl.constexpr):
     """``adam_step`` with 8-bit moments; the update uses them before they are rounded."""
-    m = moved(_signed(t, e, ok, TR, TC, ALIGNED), g, number(t, LERP1))
-    v = moved(_squares(t, e, ok, TR, TC, ALIGNED), g * g, number(t, LERP2))
+    m = moved(_signed(t, e, ok, P), g, number(t, LERP1))
+    v = moved(_squares(t, e, ok, P), g * g, number(t, LERP2))
     m = tl.where(tl.abs(m) < LEAST_MOMENT, 0.0, m)
     v = tl.maximum(v, LEAST_SQUARE)
     root = _root(v)
-    _store_signed(t, e, ok, m, TR, TC, ALIGNED)
-    _store_roots(t, e, ok, v, root, TR, TC, ALIGNED)
+    _store_signed(t, e, ok, m, P)
+    _store_roots(t, e, ok, v, root, P)
     divisor = root * number(t, A) + number(t, B)
     return tl.where(divisor < MOST_DIVISOR, _corrected(m, divisor, _reciprocal(divisor)), 0.0)
 
 
 @triton.jit
-def sign_step(t, e, ok, g, TC: tl.constexpr, ALIGNED: tl.constexpr):
+def sign_step(t, e, ok, g, P: tl.constexpr):
     """Lion's update, the sign of m + lerp1 · (g − m); then m ← m + lerp2 · (g − m)."""
-    at = run_at(t, M, tl.float32, e, TC, ALIGNED)
+    at = run_at(t, M, tl.float32, e, P)
     m = tl.load(at, mask=ok, other=0.0)
     tl.store(at, moved(m, g, number(t, LERP2)), mask=ok)
     return _sign(moved(m, g, number(t, LERP1)))
 
 
 @triton.jit
-def sign8_step(t, e, ok, g, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
+def sign8_step(t, e, ok, g, P: tl.constexpr):
     """``sign_step`` with an 8-bit momentum."""
-    m = _signed(t, e, ok, TR, TC, ALIGNED)
-    _store_signed(t, e, ok, moved(m, g, number(t, LERP2)), TR, TC, ALIGNED)
+    m = _signed(t, e, ok, P)
+    _store_signed(t, e, ok, moved(m, g, number(t, LERP2)), P)
     return _sign(moved(m, g, number(t, LERP1)))
 
 
@@ -150,81 +150,81 @@ def _sign(x):
 
 
 @triton.jit
-def _signed(t, e, ok, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
+def _signed(t, e, ok, P: tl.constexpr):
     """Decodes m like companding.SignedGroups; 0 outside the run."""
-    code = tl.load(run_at(t, M, tl.int8, e, TC, ALIGNED), mask=ok, other=0).to(tl.float32)
-    scale = _of_each(_load_scale(t, M_SCALE, e, TC, ALIGNED), TR, TC)
+    code = tl.load(run_at(t, M, tl.int8, e, P), mask=ok, other=0).to(tl.float32)
+    scale = _of_each(_load_scale(t, M_SCALE, e, P), P)
     # exact: a quotient of small integers is not near the middle of two numbers
     return _quotient(code, 254.0 - tl.abs(code)) * scale
 
 
 @triton.jit
-def _store_signed(t, e, ok, m, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
+def _store_signed(t, e, ok, m, P: tl.constexpr):
     """Encodes m like companding.SignedGroups, [TR, TC]; m is 0 outside the run."""
-    scale = tl.minimum(tl.maximum(_largest(tl.abs(m), TR, TC), MIN_SCALE), MAX_SCALE)
-    _store_scale(t, M_SCALE, e, scale, TC, ALIGNED)
-    x = tl.minimum(tl.maximum(m * _of_each(_reciprocal(scale), TR, TC), -1.0), 1.0)
+    scale = tl.minimum(tl.maximum(_largest(tl.abs(m), P), MIN_SCALE), MAX_SCALE)
+    _store_scale(t, M_SCALE, e, scale, P)
+    x = tl.minimum(tl.maximum(m * _of_each(_reciprocal(scale), P), -1.0), 1.0)
     y = _quotient(254.0 * x, 1.0 + tl.abs(x))
     code = (y + 1.5 * 2.0**23).to(tl.int32, bitcast=True).to(tl.int8)  # to nearest, ties to even
-    tl.store(run_at(t, M, tl.int8, e, TC, ALIGNED), code, mask=ok)
+    tl.store(run_at(t, M, tl.int8, e, P), code, mask=ok)
 
 
 @triton.jit
-def _squares(t, e, ok, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
+def _squares(t, e, ok, P: tl.constexpr):
     """Decodes v like companding.SquareGroups; 0 outside the run."""
-    code = tl.load(run_at(t, V, tl.uint8, e, TC, ALIGNED), mask=ok, other=0).to(tl.float32)
-    scale = _load_scale(t, V_SCALE, e, TC, ALIGNED)
+    code = tl.load(run_at(t, V, tl.uint8, e, P), mask=ok, other=0).to(tl.float32)
+    scale = _load_scale(t, V_SCALE, e, P)
     step = _quotient(scale, tl.full(scale.shape, 255.0, tl.float32))
-    root = code * _of_each(step, TR, TC)
+    root = code * _of_each(step, P)
     return root * root
 
 
 @triton.jit
-def _store_roots(t, e, ok, v, root, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
+def _store_roots(t, e, ok, v, root, P: tl.constexpr):
     """Encodes v like companding.SquareGroups; its roots are NaN for infinity."""
-    most = _largest(v, TR, TC)
+    most = _largest(v, P)
     scale = _root(tl.minimum(tl.maximum(most, LEAST_ROOT * LEAST_ROOT), MAX_SCALE * MAX_SCALE))
-    _store_scale(t, V_SCALE, e, scale, TC, ALIGNED)
-    x = root * _of_each(_reciprocal(scale) * 255.0, TR, TC)
+    _store_scale(t, V_SCALE, e, scale, P)
+    x = root * _of_each(_reciprocal(scale) * 255.0, P)
     code = (tl.minimum(x, 255.0) + 0.5).to(tl.int32).to(tl.uint8)  # cut off, as floor
-    tl.store(run_at(t, V, tl.uint8, e, TC, ALIGNED), code, mask=ok)
+    tl.store(run_at(t, V, tl.uint8, e, P), code, mask=ok)
 
 
 @triton.jit
-def _scales_at(t, FIELD: tl.constexpr, e, TC: tl.constexpr, ALIGNED: tl.constexpr):
+def _scales_at(t, FIELD: tl.constexpr, e, P: tl.constexpr):
     """Pointers to the scales of a flat tile, [TR, groups], and the mask of those of the run.
 
     The rows of a flat tile begin at e, a multiple of TC, in a run of n elements.
     """
-    group = tl.arange(0, TC // GROUP)[None, :]
-    at = vectors(t, FIELD, tl.int16, ALIGNED) + e // TC * (TC // GROUP) + group
+    group = tl.arange(0, P.TC // GROUP)[None, :]
+    at = vectors(t, FIELD, tl.int16, P) + e // P.TC * (P.TC // GROUP) + group
     return at, e + group * GROUP < integer(t, N)
 
 
 @triton.jit
-def _load_scale(t, FIELD: tl.constexpr, e, TC: tl.constexpr, ALIGNED: tl.constexpr):
+def _load_scale(t, FIELD: tl.constexpr, e, P: tl.constexpr):
     """Decodes 16-bit scales like companding.scales; the smallest scale where there is no group."""
-    at, has = _scales_at(t, FIELD, e, TC, ALIGNED)
+    at, has = _scales_at(t, FIELD, e, P)
     bits = (tl.load(at, mask=has, other=0).to(tl.int32) & 0xFFFF) + FIRST
     return (bits << CUT).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _store_scale(t, FIELD: tl.constexpr, e, scale, TC: tl.constexpr, ALIGNED: tl.constexpr):
+def _store_scale(t, FIELD: tl.constexpr, e, scale, P: tl.constexpr):
     """Encodes scales like companding.scale_codes: rounded to nearest, ties to even."""
-    at, has = _scales_at(t, FIELD, e, TC, ALIGNED)
+    at, has = _scales_at(t, FIELD, e, P)
     bits = scale.to(tl.int32, bitcast=True)
     rounded = (bits + BELOW + ((bits >> CUT) & 1)) >> CUT
     tl.store(at, (rounded - FIRST).to(tl.int16), mask=has)
 
 
 @triton.jit
-def _largest(x, TR: tl.constexpr, TC: tl.constexpr):
+def _largest(x, P: tl.constexpr):
     """The largest number of each group, [TR, TC] -> [TR, groups]."""
-    return tl.max(tl.reshape(x, [TR, TC // GROUP, GROUP]), axis=2)
+    return tl.max(tl.reshape(x, [P.TR, P.TC // GROUP, GROUP]), axis=2)
 
 
 @triton.jit
-def _of_each(x, TR: tl.constexpr, TC: tl.constexpr):
+def _of_each(x, P: tl.constexpr):
     """Repeats each group's number for its elements, [TR, groups] -> [TR, TC]."""
-    return tl.reshape(tl.broadcast_to(x[:, :, None], [TR, TC // GROUP, GROUP]), [TR, TC])
+    return tl.reshape(tl.broadcast_to(x[:, :, None], [P.TR, P.TC // GROUP, GROUP]), [P.TR, P.TC])

@@ -10,21 +10,20 @@ import triton.language as tl
 from ds_ext.ops.executors.triton.columns import ARGUMENTS
 from ds_ext.ops.executors.triton.kernels.elementwise import (
     apply,
-    apply_and_cache_norm,
     cached_norm,
     lerp,
-    measured_apply,
-    square_lerp,
     square_sums,
 )
-from ds_ext.ops.executors.triton.kernels.factored_kernels import clipped_factors, factors
+from ds_ext.ops.executors.triton.kernels.factored_kernels import factors
 from ds_ext.ops.executors.triton.kernels.sums import (
     copy_checked_values,
     fold,
     normalize,
     normalize_whole_rows,
+    normalize_wide_rows,
     row_col_sums,
     weighted_sums,
+    wide_weighted_sums,
 )
 from ds_ext.ops.executors.triton.kernels.table_access import (
     FOUND,
@@ -34,7 +33,6 @@ from ds_ext.ops.executors.triton.kernels.table_access import (
     parameter_of,
     pointer,
 )
-from ds_ext.ops.executors.triton.kernels.wide import normalize_wide_rows, wide_weighted_sums
 
 
 @triton.jit(do_not_specialize=[*range(ARGUMENTS)])
@@ -113,24 +111,15 @@ def _pass(t, tile, P: tl.constexpr):
         normalize_wide_rows(t, tile, P)
     elif P.name == "normalize":
         normalize(t, tile, P)
-    elif P.name == "factors":
+    elif P.name == "factors" or P.name == "clipped_factors":
         factors(t, tile, P)
-    elif P.name == "clipped_factors":
-        clipped_factors(t, tile, P)
-    elif P.name == "lerp":
+    elif P.name == "lerp" or P.name == "square_lerp":
         lerp(t, tile, P)
-    elif P.name == "square_lerp":
-        square_lerp(t, tile, P)
-    elif P.name == "apply":
-        apply(t, tile, P)
-    elif P.name == "apply_and_cache_norm":
-        apply_and_cache_norm(t, tile, P)
     elif P.name == "cached_norm":
         cached_norm(t, tile, P)
-    elif P.name == "measured_apply":
-        measured_apply(t, tile, P)
     elif P.name == "fold":
         fold(t, tile, P)
-    else:
-        tl.static_assert(P.name == "copy_checked_values")
+    elif P.name == "copy_checked_values":
         copy_checked_values(t, tile, P)
+    else:
+        apply(t, tile, P)

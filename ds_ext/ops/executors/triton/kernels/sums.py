@@ -45,10 +45,28 @@ LARGEST_WEIGHT = tl.constexpr(1e36)  # its square
 
 
 @triton.jit
-def row_weights(statistic):
-    """1 / a row's statistic, at most LARGEST_WEIGHT: 0 / 0 is 0."""
-    found = 1.0 / statistic
+def _row_weights(before, sums, lerp, eps, cols):
+    """1 / the new statistics of rows, at most LARGEST_WEIGHT: 0 / 0 is 0."""
+    found = 1.0 / ((1.0 - lerp) * before + lerp * eps + lerp / cols.to(tl.float32) * sums)
     return tl.where(found > LARGEST_WEIGHT, LARGEST_WEIGHT, found)
+
+
+@triton.jit
+def _normalized(factor, norm, a, least):
+    """factor · a / max(norm, least), at most LARGEST_FACTOR; NaN stays NaN."""
+    new = factor * (a / tl.where(norm < least, least, norm))
+    return tl.where(new > LARGEST_FACTOR, LARGEST_FACTOR, new)
+
+
+@triton.jit
+def _rows(r, mat, rows, cols, start, n):
+    """Rows of a matrix -> these counted through all matrices, their offsets in the run, a mask.
+
+    The mask is that of the run's rows.
+    """
+    row = mat * rows + r
+    begin = row * cols - start
+    return row, begin, (r < rows) & (begin >= 0) & (begin < n)
 
 
 @triton.jit
@@ -57,20 +75,17 @@ def row_col_sums(t, tile, P: tl.constexpr):
 
     part is [across, row tiles · TR], and part2 [row tiles, cols].
     """
-    TR: tl.constexpr = P.TR
-    TC: tl.constexpr = P.TC
-    ALIGNED: tl.constexpr = P.ALIGNED
-    cols = hinted(integer(t, COLS), ALIGNED)
-    down, over = divided(tile, tl.cdiv(size(t, COLS), TC))
-    mat, top = rows_of(t, down, TR)
-    e, ok = elements_of(t, mat, top, over * TC, TR, TC, ALIGNED)
-    u = value_of(t, e, ok, mat, top, over * TC, P)
-    j = over * TC + tl.arange(0, TC)
+    cols = hinted(integer(t, COLS), P)
+    down, over = divided(tile, tl.cdiv(size(t, COLS), P.TC))
+    mat, top = rows_of(t, down, P.TR)
+    e, ok = elements_of(t, mat, top, over * P.TC, P)
+    u = value_of(t, e, ok, mat, top, over * P.TC, P)
+    j = over * P.TC + tl.arange(0, P.TC)
     u = tl.where(ok, u, 0.0)
     square = u * u
-    row = pointer(t, PART, tl.float32) + over * integer(t, HEIGHT) + down * TR + tl.arange(0, TR)
-    tl.store(row, tl.sum(square, axis=1))
-    col = vectors(t, PART2, tl.float32, ALIGNED) + down * cols + j
+    row = over * integer(t, HEIGHT) + down * P.TR + tl.arange(0, P.TR)
+    tl.store(pointer(t, PART, tl.float32) + row, tl.sum(square, axis=1))
+    col = vectors(t, PART2, tl.float32, P) + down * cols + j
     tl.store(col, tl.sum(square, axis=0), mask=j < cols)
 
 
@@ -84,38 +99,28 @@ def weighted_sums(t, tile, P: tl.constexpr):
     A row is no wider than a tile, so it is read once. The loop does not read the table, because
     these loads would use up the pipeline stages.
     """
-    TR: tl.constexpr = P.TR
-    TC: tl.constexpr = P.TC
-    ALIGNED: tl.constexpr = P.ALIGNED
-    XD: tl.constexpr = P.XD
-    BOUNDED: tl.constexpr = P.BOUNDED
-    STAGES: tl.constexpr = P.STAGES
-    rows, cols = integer(t, ROWS), hinted(integer(t, COLS), ALIGNED)
+    rows, cols = integer(t, ROWS), hinted(integer(t, COLS), P)
     strip, start, n = size(t, HEIGHT), integer(t, START), integer(t, N)
-    x, out = vectors(t, X, XD, ALIGNED), pointer(t, OUT, tl.float32)
+    x, out = vectors(t, X, P.XD, P), pointer(t, OUT, tl.float32)
     before, lerp, eps = pointer(t, BEFORE, tl.float32), number(t, LERP), number(t, EPS)
-    factor, most = factor_and_bound(t, BOUNDED)
+    factor, most = factor_and_bound(t, P)
     mat, top = rows_of(t, tile, strip)
-    j = tl.arange(0, TC)
-    plain, divided = tl.zeros([TC], dtype=tl.float32), tl.zeros([TC], dtype=tl.float32)
-    for i in tl.range(0, strip, TR, num_stages=STAGES):
-        r = top + i + tl.arange(0, TR)
-        row = mat * rows + r
-        begin = row * cols - start
-        own = (r < rows) & (begin >= 0) & (begin < n)  # rows of the run
+    j = tl.arange(0, P.TC)
+    plain, divided = tl.zeros([P.TC], dtype=tl.float32), tl.zeros([P.TC], dtype=tl.float32)
+    for i in tl.range(0, strip, P.TR, num_stages=P.STAGES):
+        row, begin, own = _rows(top + i + tl.arange(0, P.TR), mat, rows, cols, start, n)
         ok = own[:, None] & (j < cols)[None, :]
-        values = tl.load(x + hinted(begin, ALIGNED)[:, None] + j[None, :], mask=ok, other=0.0)
-        u = scaled(values, factor, most, BOUNDED)
+        values = tl.load(x + hinted(begin, P)[:, None] + j[None, :], mask=ok, other=0.0)
+        u = scaled(values, factor, most, P)
         square = u * u
         sums = tl.sum(square, axis=1)
-        old = (1.0 - lerp) * tl.load(before + row, mask=own, other=1.0) + lerp * eps
-        weights = row_weights(old + lerp / cols.to(tl.float32) * sums)
+        old = tl.load(before + row, mask=own, other=1.0)
         tl.store(out + row, sums, mask=own)
         plain += tl.sum(square, axis=0)
-        divided += tl.sum(square * weights[:, None], axis=0)
+        divided += tl.sum(square * _row_weights(old, sums, lerp, eps, cols)[:, None], axis=0)
     at = tile * cols + j
-    tl.store(vectors(t, PART, tl.float32, ALIGNED) + at, plain, mask=j < cols)
-    tl.store(vectors(t, PART2, tl.float32, ALIGNED) + at, divided, mask=j < cols)
+    tl.store(vectors(t, PART, tl.float32, P) + at, plain, mask=j < cols)
+    tl.store(vectors(t, PART2, tl.float32, P) + at, divided, mask=j < cols)
 
 
 @triton.jit
@@ -125,51 +130,102 @@ def normalize_whole_rows(t, tile, P: tl.constexpr):
     part ← column sums of the squares of out · x · col over the rows of a strip, [strips, cols].
     Like ``weighted_sums``, it reads a row once.
     """
-    TR: tl.constexpr = P.TR
-    TC: tl.constexpr = P.TC
-    ALIGNED: tl.constexpr = P.ALIGNED
-    XD: tl.constexpr = P.XD
-    BOUNDED: tl.constexpr = P.BOUNDED
-    STAGES: tl.constexpr = P.STAGES
-    rows, cols = integer(t, ROWS), hinted(integer(t, COLS), ALIGNED)
+    rows, cols = integer(t, ROWS), hinted(integer(t, COLS), P)
     strip, start, n = size(t, HEIGHT), integer(t, START), integer(t, N)
-    x, out = vectors(t, X, XD, ALIGNED), pointer(t, OUT, tl.float32)
+    x, out = vectors(t, X, P.XD, P), pointer(t, OUT, tl.float32)
     by_row, root, least = pointer(t, ROW, tl.float32), number(t, A), number(t, EPS)
-    factor, most = factor_and_bound(t, BOUNDED)
+    factor, most = factor_and_bound(t, P)
     scale = number(t, SCALE)
     mat, top = rows_of(t, tile, strip)
-    j = tl.arange(0, TC)
+    j = tl.arange(0, P.TC)
     by_col = tl.load(pointer(t, COL, tl.float32) + mat * cols + j, mask=j < cols, other=0.0)
-    sums = tl.zeros([TC], dtype=tl.float32)
-    for i in tl.range(0, strip, TR, num_stages=STAGES):
-        r = top + i + tl.arange(0, TR)
-        row = mat * rows + r
-        begin = row * cols - start
-        own = (r < rows) & (begin >= 0) & (begin < n)  # rows of the run
+    sums = tl.zeros([P.TC], dtype=tl.float32)
+    for i in tl.range(0, strip, P.TR, num_stages=P.STAGES):
+        row, begin, own = _rows(top + i + tl.arange(0, P.TR), mat, rows, cols, start, n)
         ok = own[:, None] & (j < cols)[None, :]
-        values = tl.load(x + hinted(begin, ALIGNED)[:, None] + j[None, :], mask=ok, other=0.0)
-        u = scaled(values, factor, most, BOUNDED) * by_col[None, :]
+        values = tl.load(x + hinted(begin, P)[:, None] + j[None, :], mask=ok, other=0.0)
+        u = scaled(values, factor, most, P) * by_col[None, :]
         square = u * u
         old = tl.load(by_row + row, mask=own, other=0.0) * scale
         norm = tl.abs(old) * tl.sqrt(tl.sum(square, axis=1))
-        new = old * (root / tl.where(norm < least, least, norm))  # NaN stays NaN
-        new = tl.where(own, tl.where(new > LARGEST_FACTOR, LARGEST_FACTOR, new), 0.0)
+        new = tl.where(own, _normalized(old, norm, root, least), 0.0)
         tl.store(out + row, new, mask=own)
         sums += tl.sum(square * (new * new)[:, None], axis=0)
-    tl.store(vectors(t, PART, tl.float32, ALIGNED) + tile * cols + j, sums, mask=j < cols)
+    tl.store(vectors(t, PART, tl.float32, P) + tile * cols + j, sums, mask=j < cols)
+
+
+@triton.jit
+def wide_weighted_sums(t, tile, P: tl.constexpr):
+    """``weighted_sums`` of rows wider than any tile, which it reads twice, tile by tile.
+
+    The first read gives the row sums. The second gives the column sums, which depend on them.
+    """
+    cols, row, begin, own, mat = _strip(t, tile, P)
+    sums = tl.zeros([P.STRIP], dtype=tl.float32)
+    for c in range(0, cols, P.TC):
+        u, _ = _tile(t, begin, own, c, cols, P)
+        sums += tl.sum(u * u, axis=1)
+    old = tl.load(pointer(t, BEFORE, tl.float32) + row, mask=own, other=1.0)
+    weights = _row_weights(old, sums, number(t, LERP), number(t, EPS), cols)
+    tl.store(pointer(t, OUT, tl.float32) + row, sums, mask=own)
+    for c in range(0, cols, P.TC):
+        u, j = _tile(t, begin, own, c, cols, P)
+        at, square = tile * cols + j, u * u
+        tl.store(pointer(t, PART, tl.float32) + at, tl.sum(square, axis=0), mask=j < cols)
+        divided = tl.sum(square * weights[:, None], axis=0)
+        tl.store(pointer(t, PART2, tl.float32) + at, divided, mask=j < cols)
+
+
+@triton.jit
+def normalize_wide_rows(t, tile, P: tl.constexpr):
+    """``normalize_whole_rows`` of rows wider than any tile, which it reads twice, tile by tile."""
+    cols, row, begin, own, mat = _strip(t, tile, P)
+    by_col = pointer(t, COL, tl.float32) + mat * cols
+    sums = tl.zeros([P.STRIP], dtype=tl.float32)
+    for c in range(0, cols, P.TC):
+        u, j = _tile(t, begin, own, c, cols, P)
+        u *= tl.load(by_col + j, mask=j < cols, other=0.0)[None, :]
+        sums += tl.sum(u * u, axis=1)
+    old = tl.load(pointer(t, ROW, tl.float32) + row, mask=own, other=0.0) * number(t, SCALE)
+    new = _normalized(old, tl.abs(old) * tl.sqrt(sums), number(t, A), number(t, EPS))
+    new = tl.where(own, new, 0.0)
+    tl.store(pointer(t, OUT, tl.float32) + row, new, mask=own)
+    for c in range(0, cols, P.TC):
+        u, j = _tile(t, begin, own, c, cols, P)
+        u *= tl.load(by_col + j, mask=j < cols, other=0.0)[None, :]
+        at = tile * cols + j
+        total = tl.sum(u * u * (new * new)[:, None], axis=0)
+        tl.store(pointer(t, PART, tl.float32) + at, total, mask=j < cols)
+
+
+@triton.jit
+def _strip(t, tile, P: tl.constexpr):
+    """The number of columns, the rows of a strip as by ``_rows``, and their matrix."""
+    rows, cols = integer(t, ROWS), hinted(integer(t, COLS), P)
+    mat, top = rows_of(t, tile, P.STRIP)
+    r = top + tl.arange(0, P.STRIP)
+    row, begin, own = _rows(r, mat, rows, cols, integer(t, START), integer(t, N))
+    return cols, row, begin, own, mat
+
+
+@triton.jit
+def _tile(t, begin, own, c, cols, P: tl.constexpr):
+    """Columns [c, c + TC) of these rows -> fp32 values [STRIP, TC], 0 outside the run; columns."""
+    j = c + tl.arange(0, P.TC)
+    factor, most = factor_and_bound(t, P)
+    ok = own[:, None] & (j < cols)[None, :]
+    at = vectors(t, X, P.XD, P) + hinted(begin, P)[:, None] + j[None, :]
+    return scaled(tl.load(at, mask=ok, other=0.0), factor, most, P), j
 
 
 @triton.jit
 def normalize(t, tile, P: tl.constexpr):
     """out ← in2 · a / max(sqrt(in), eps), n elements: factors that change norms sqrt(in) to a."""
-    TC: tl.constexpr = P.TC
-    at = tile * TC + tl.arange(0, TC)
+    at = tile * P.TC + tl.arange(0, P.TC)
     has = at < integer(t, N)
     sums = tl.load(pointer(t, IN, tl.float32) + at, mask=has, other=1.0)
     old = tl.load(pointer(t, IN2, tl.float32) + at, mask=has, other=0.0)
-    norm, least = tl.sqrt(sums), number(t, EPS)
-    new = old * (number(t, A) / tl.where(norm < least, least, norm))  # NaN stays NaN
-    new = tl.where(new > LARGEST_FACTOR, LARGEST_FACTOR, new)
+    new = _normalized(old, tl.sqrt(sums), number(t, A), number(t, EPS))
     tl.store(pointer(t, OUT, tl.float32) + at, new, mask=has)
 
 
@@ -186,14 +242,12 @@ def fold(t, tile, P: tl.constexpr):
 
     If total is set, out ← the sum of all height elements of part, read as rows of n = TC.
     """
-    TR: tl.constexpr = P.TR
-    TC: tl.constexpr = P.TC
-    j = tile * TC + tl.arange(0, TC)
+    j = tile * P.TC + tl.arange(0, P.TC)
     rows, cols, height = integer(t, ROWS), integer(t, COLS), integer(t, HEIGHT)
     has = j < integer(t, N)
-    sums = tl.zeros([TC], dtype=tl.float32)
-    for k in range(0, rows, TR):
-        i = k + tl.arange(0, TR)
+    sums = tl.zeros([P.TC], dtype=tl.float32)
+    for k in range(0, rows, P.TR):
+        i = k + tl.arange(0, P.TR)
         at = i[:, None].to(tl.int64) * cols + j[None, :]
         ok = (i < rows)[:, None] & has[None, :] & (at < height)
         x = tl.load(pointer(t, PART, tl.float32) + at, mask=ok, other=0.0)

@@ -104,23 +104,23 @@ def rows_of(t, tile, height):
 
 
 @triton.jit
-def elements_of(t, mat, top, c, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr):
+def elements_of(t, mat, top, c, P: tl.constexpr):
     """Elements [TR, TC] of rows [top, top + TR) of a matrix and columns [c, c + TC).
 
     Returns the offsets of the rows in the run [TR, 1] and the mask of the run's elements [TR, TC].
     The mask of aligned runs compares numbers of vectors, which have 32 bits, so that it is computed
     once for a vector.
     """
-    i, k = tl.arange(0, TR), tl.arange(0, TC)
+    i, k = tl.arange(0, P.TR), tl.arange(0, P.TC)
     begin = first_of(t, mat, top, c) + (i.to(tl.uint64) * size(t, COLS).to(tl.uint32)).to(tl.int64)
     n, left = integer(t, N), size(t, COLS) - c
-    if ALIGNED:
+    if P.ALIGNED:
         vector = (begin >> 4).to(tl.int32)[:, None] + (k // 16)[None, :]
         ok = (vector >= 0) & (vector < (n >> 4).to(tl.int32)) & (k // 16 < left // 16)[None, :]
     else:
         e = begin[:, None] + k[None, :]
         ok = (e >= 0) & (e < n) & (k < left)[None, :]
-    return hinted(begin, ALIGNED)[:, None], ok & (i < size(t, ROWS) - top)[:, None]
+    return hinted(begin, P)[:, None], ok & (i < size(t, ROWS) - top)[:, None]
 
 
 @triton.jit
@@ -130,26 +130,26 @@ def first_of(t, mat, top, c):
 
 
 @triton.jit
-def hinted(x, ALIGNED: tl.constexpr):
+def hinted(x, P: tl.constexpr):
     """x, with a hint to the compiler that it is a multiple of 16 if ALIGNED.
 
     The compiler understands the shifts; it loses multiple_of hints of arguments when it inlines.
     """
-    if ALIGNED:
+    if P.ALIGNED:
         x = (x >> 4) << 4
     return x
 
 
 @triton.jit
-def vectors(t, FIELD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+def vectors(t, FIELD: tl.constexpr, DTYPE: tl.constexpr, P: tl.constexpr):
     """The pointer in a column, with a hint that it is aligned to 16 bytes if ALIGNED."""
     found = pointer(t, FIELD, DTYPE)
-    if ALIGNED:
+    if P.ALIGNED:
         found = tl.multiple_of(found, 16)
     return found
 
 
 @triton.jit
-def run_at(t, FIELD: tl.constexpr, DTYPE: tl.constexpr, e, TC: tl.constexpr, ALIGNED: tl.constexpr):
+def run_at(t, FIELD: tl.constexpr, DTYPE: tl.constexpr, e, P: tl.constexpr):
     """Pointers to the elements of a tile whose rows begin at e."""
-    return vectors(t, FIELD, DTYPE, ALIGNED) + e + tl.arange(0, TC)[None, :]
+    return vectors(t, FIELD, DTYPE, P) + e + tl.arange(0, P.TC)[None, :]

@@ -44,20 +44,20 @@ IS_ADAM8_STEP = FORM["IS_ADAM8_STEP"]
 
 
 @triton.jit
-def factor_and_bound(t, BOUNDED: tl.constexpr):
+def factor_and_bound(t, P: tl.constexpr):
     """The factor of a run, and its bound if BOUNDED."""
     factor = number(t, FACTOR)
     most = factor
-    if BOUNDED:
+    if P.BOUNDED:
         most = number(t, BOUND)
     return factor, most
 
 
 @triton.jit
-def scaled(x, factor, most, BOUNDED: tl.constexpr):
+def scaled(x, factor, most, P: tl.constexpr):
     """x · factor within ± most, in fp32."""
     u = x.to(tl.float32) * factor
-    if BOUNDED:
+    if P.BOUNDED:
         u = tl.where(u > most, most, tl.where(u < -most, -most, u))
     return u
 
@@ -69,63 +69,56 @@ def value_of(t, e, ok, mat, top, c, P: tl.constexpr):
     The tile begins at row ``top`` and column c of a matrix. FORM is one of ``schema.FORMS``. SCALES
     multiplies by scale, DECAYS adds decay · weights.
     """
-    TR: tl.constexpr = P.TR
-    TC: tl.constexpr = P.TC
-    ALIGNED: tl.constexpr = P.ALIGNED
-    FORM: tl.constexpr = P.FORM
-    BOUNDED: tl.constexpr = P.BOUNDED
-    if FORM == IS_WEIGHT:
-        u = load_weight(t, e, ok, TC, ALIGNED, P.WD, P.STORAGE)
+    if P.FORM == IS_WEIGHT:
+        u = load_weight(t, e, ok, P)
     else:
-        if FORM == IS_ADAM:
-            u = adam(t, e, ok, TC, ALIGNED)
+        if P.FORM == IS_ADAM:
+            u = adam(t, e, ok, P)
         else:
-            x = tl.load(run_at(t, X, P.XD, e, TC, ALIGNED), mask=ok, other=0.0)
-            factor, most = factor_and_bound(t, BOUNDED)
-            u = scaled(x, factor, most, BOUNDED)
-        if FORM == IS_QUOTIENT or FORM == IS_RESIDUAL:
-            u = _by_row_and_column(t, u, mat, top, c, TR, TC, ALIGNED)
-        if FORM == IS_VECTOR or FORM == IS_VECTOR_RESIDUAL:
-            v = tl.load(run_at(t, V, tl.float32, e, TC, ALIGNED), mask=ok, other=1.0)
+            x = tl.load(run_at(t, X, P.XD, e, P), mask=ok, other=0.0)
+            factor, most = factor_and_bound(t, P)
+            u = scaled(x, factor, most, P)
+        if P.FORM == IS_QUOTIENT or P.FORM == IS_RESIDUAL:
+            u = _by_row_and_column(t, u, mat, top, c, P)
+        if P.FORM == IS_VECTOR or P.FORM == IS_VECTOR_RESIDUAL:
+            v = tl.load(run_at(t, V, tl.float32, e, P), mask=ok, other=1.0)
             inverse = tl.div_rn(tl.full(v.shape, 1.0, tl.float32), tl.sqrt_rn(v))
             u = u * tl.where(v == 0, 0.0, inverse)
-        if FORM == IS_ADAM_STEP:
-            u = adam_step(t, e, ok, u, TC, ALIGNED)
-        if FORM == IS_SIGN_STEP:
-            u = sign_step(t, e, ok, u, TC, ALIGNED)
-        if FORM == IS_ADAM8_STEP:
-            u = adam8_step(t, e, ok, u, TR, TC, ALIGNED)
-        if FORM == IS_SIGN8_STEP:
-            u = sign8_step(t, e, ok, u, TR, TC, ALIGNED)
+        if P.FORM == IS_ADAM_STEP:
+            u = adam_step(t, e, ok, u, P)
+        if P.FORM == IS_SIGN_STEP:
+            u = sign_step(t, e, ok, u, P)
+        if P.FORM == IS_ADAM8_STEP:
+            u = adam8_step(t, e, ok, u, P)
+        if P.FORM == IS_SIGN8_STEP:
+            u = sign8_step(t, e, ok, u, P)
         if P.SCALES:
             u = u * number(t, SCALE)
-        if FORM == IS_RESIDUAL or FORM == IS_VECTOR_RESIDUAL:
-            u = _subtract_momentum(t, e, ok, u, TC, ALIGNED)
+        if P.FORM == IS_RESIDUAL or P.FORM == IS_VECTOR_RESIDUAL:
+            u = _subtract_momentum(t, e, ok, u, P)
         if P.DECAYS:
-            u = u + number(t, DECAY) * load_weight(t, e, ok, TC, ALIGNED, P.WD, P.STORAGE)
+            u = u + number(t, DECAY) * load_weight(t, e, ok, P)
     return u
 
 
 @triton.jit
-def _by_row_and_column(
-    t, u, mat, top, c, TR: tl.constexpr, TC: tl.constexpr, ALIGNED: tl.constexpr
-):
+def _by_row_and_column(t, u, mat, top, c, P: tl.constexpr):
     """u · row · col for rows [top, top + TR) and columns [c, c + TC) of a matrix."""
-    i, k = tl.arange(0, TR), tl.arange(0, TC)
+    i, k = tl.arange(0, P.TR), tl.arange(0, P.TC)
     first = mat * integer(t, ROWS) + top
     has = i < size(t, ROWS) - top
     row = tl.load(pointer(t, ROW, tl.float32) + first + i, mask=has, other=0.0)
     # without vectors: the factors' alignment depends on other parameters of the batch
     first = mat * integer(t, COLS) + c
-    has = hinted(k, ALIGNED) < size(t, COLS) - c
+    has = hinted(k, P) < size(t, COLS) - c
     col = tl.load(pointer(t, COL, tl.float32) + first + k, mask=has, other=0.0)
     return u * col[None, :] * row[:, None]
 
 
 @triton.jit
-def _subtract_momentum(t, e, ok, u, TC: tl.constexpr, ALIGNED: tl.constexpr):
+def _subtract_momentum(t, e, ok, u, P: tl.constexpr):
     """u − m, after m ← m + weight · (u − m)."""
-    at = run_at(t, M, tl.float32, e, TC, ALIGNED)
+    at = run_at(t, M, tl.float32, e, P)
     m = moved(tl.load(at, mask=ok, other=0.0), u, number(t, LERP1))
     tl.store(at, m, mask=ok)
     return u - m

@@ -32,24 +32,22 @@ LOWBIAS1, LOWBIAS2 = tl.constexpr(schema.LOWBIAS1), tl.constexpr(schema.LOWBIAS2
 
 
 @triton.jit
-def load_weight(
-    t, e, ok, TC: tl.constexpr, ALIGNED: tl.constexpr, WD: tl.constexpr, STORAGE: tl.constexpr
-):
+def load_weight(t, e, ok, P: tl.constexpr):
     """Loads weights as fp32."""
-    if STORAGE == SPLIT:
-        upper = tl.load(run_at(t, W, tl.int16, e, TC, ALIGNED), mask=ok, other=0).to(tl.int32)
-        rest = tl.load(run_at(t, AUX, tl.int16, e, TC, ALIGNED), mask=ok, other=0).to(tl.int32)
+    if P.STORAGE == SPLIT:
+        upper = tl.load(run_at(t, W, tl.int16, e, P), mask=ok, other=0).to(tl.int32)
+        rest = tl.load(run_at(t, AUX, tl.int16, e, P), mask=ok, other=0).to(tl.int32)
         x = ((upper << 16) + rest).to(tl.float32, bitcast=True)
         x = tl.where(x == x, x, (upper << 16).to(tl.float32, bitcast=True))
     else:
-        run = tl.load(run_at(t, W, WD, e, TC, ALIGNED), mask=ok, other=0.0)
+        run = tl.load(run_at(t, W, P.WD, e, P), mask=ok, other=0.0)
         x = run.to(tl.float32)
-        if STORAGE == COPIED:
-            copy = tl.load(run_at(t, AUX, tl.float32, e, TC, ALIGNED), mask=ok, other=0.0)
-            x = tl.where(copy.to(WD) == run, copy, x)
-        if STORAGE == CORRECTED:
-            parts = tl.load(run_at(t, AUX, tl.int8, e, TC, ALIGNED), mask=ok, other=0)
-            x = _corrected(x, parts, WD)
+        if P.STORAGE == COPIED:
+            copy = tl.load(run_at(t, AUX, tl.float32, e, P), mask=ok, other=0.0)
+            x = tl.where(copy.to(P.WD) == run, copy, x)
+        if P.STORAGE == CORRECTED:
+            parts = tl.load(run_at(t, AUX, tl.int8, e, P), mask=ok, other=0)
+            x = _corrected(x, parts, P.WD)
     return x
 
 
@@ -67,40 +65,38 @@ def _corrected(x, parts, WD: tl.constexpr):
 
 
 @triton.jit
-def store_weight(
-    t, e, ok, new, TC: tl.constexpr, ALIGNED: tl.constexpr, WD: tl.constexpr, STORAGE: tl.constexpr
-):
+def store_weight(t, e, ok, new, P: tl.constexpr):
     """Stores fp32 weights: see sixteen_bit.py and rounding.py.
 
     Returns what ``load_weight`` would load.
     """
-    w = run_at(t, W, WD, e, TC, ALIGNED)
-    if STORAGE == SPLIT:
+    w = run_at(t, W, P.WD, e, P)
+    if P.STORAGE == SPLIT:
         bits = new.to(tl.int32, bitcast=True)
         bits = tl.where(new != new, 0x7FC00000, bits)
         upper = ((bits + 0x8000) >> 16).to(tl.int16)
-        tl.store(run_at(t, AUX, tl.int16, e, TC, ALIGNED), bits.to(tl.int16), mask=ok)
-        tl.store(w, upper.to(WD, bitcast=True), mask=ok)
+        tl.store(run_at(t, AUX, tl.int16, e, P), bits.to(tl.int16), mask=ok)
+        tl.store(w, upper.to(P.WD, bitcast=True), mask=ok)
         held = new
-    elif STORAGE == CORRECTED:
-        near = _to_nearest(new, WD)
-        parts = _parts(new, near, WD)
-        tl.store(run_at(t, AUX, tl.int8, e, TC, ALIGNED), parts, mask=ok)
+    elif P.STORAGE == CORRECTED:
+        near = _to_nearest(new, P.WD)
+        parts = _parts(new, near, P.WD)
+        tl.store(run_at(t, AUX, tl.int8, e, P), parts, mask=ok)
         tl.store(w, near, mask=ok)
-        held = _corrected(near.to(tl.float32), parts, WD)
-    elif STORAGE == COPIED:
-        tl.store(run_at(t, AUX, tl.float32, e, TC, ALIGNED), new, mask=ok)
-        tl.store(w, new.to(WD), mask=ok)
+        held = _corrected(near.to(tl.float32), parts, P.WD)
+    elif P.STORAGE == COPIED:
+        tl.store(run_at(t, AUX, tl.float32, e, P), new, mask=ok)
+        tl.store(w, new.to(P.WD), mask=ok)
         held = new
-    elif STORAGE == STOCHASTIC:
-        noise = _noise(t, e, TC, ALIGNED)
-        if WD == tl.bfloat16:
+    elif P.STORAGE == STOCHASTIC:
+        noise = _noise(t, e, P)
+        if P.WD == tl.bfloat16:
             held = _to_bf16(new, noise)
         else:
             held = tl.where(_is_finite(new), _to_fp16(new, noise), new)
-        tl.store(w, held.to(WD), mask=ok)
+        tl.store(w, held.to(P.WD), mask=ok)
     else:
-        near = _to_nearest(new, WD)
+        near = _to_nearest(new, P.WD)
         tl.store(w, near, mask=ok)
         held = near.to(tl.float32)
     return held
@@ -160,19 +156,19 @@ def _place(t, chunk):
 
 
 @triton.jit
-def _noise(t, e, TC: tl.constexpr, ALIGNED: tl.constexpr):
+def _noise(t, e, P: tl.constexpr):
     """The noise of rounding.add_noise_: numbers in [0, 2**16) that depend on (key, element) alone.
 
     All elements of a vector are in one chunk of 2**16 elements, because runs count as aligned only
     if their origins are. One row of the table has the vector's numbers at an aligned address.
     """
-    k = tl.arange(0, TC)[None, :]
-    first = hinted(e + integer(t, ORIGIN), ALIGNED) + hinted(k, ALIGNED)
+    k = tl.arange(0, P.TC)[None, :]
+    first = hinted(e + integer(t, ORIGIN), P) + hinted(k, P)
     position = (_place(t, first >> 16) + first.to(tl.uint32)) & 0xFFFF
     at = position % SHIFTS * (2 * 0x10000) + position // SHIFTS * SHIFTS
-    if ALIGNED:  # the hint says what the compiler loses in the hash
+    if P.ALIGNED:  # the hint says what the compiler loses in the hash
         at = tl.max_constancy(at, [1, 16]) + k % 16
-    return tl.load(vectors(t, NOISE, tl.uint16, ALIGNED) + at).to(tl.int32)
+    return tl.load(vectors(t, NOISE, tl.uint16, P) + at).to(tl.int32)
 
 
 @triton.jit
