@@ -42,6 +42,7 @@ class Stepper:
         # By the ids of a bucket's parameters: what the votes depend on, and the votes.
         self._voted: dict[tuple[int, ...], tuple[Any, VotedParams]] = {}
         self._has_logged = False  # the cost of kept gradients
+        self._by_kernels = devices.supports(layout.device)  # whether they check gradients
 
     def step(
         self,
@@ -60,7 +61,7 @@ class Stepper:
             votes: votes by which kernels check other gradients.
         """
         state.use_up(grads.keys())
-        check = GradCheck(checked, votes, state.begin_flags())
+        check = GradCheck(checked, votes, state.begin_flags() if self._by_kernels else None)
         with int8.expanded(grads) as in_int8:
             for all_reduce, found in self._by_statistics_group(grads):
                 updates = [u for given in found for u in self._updates(*given, grads, state)]
@@ -101,9 +102,9 @@ class Stepper:
         by_sums: Set[Tensor] = frozenset()
         if layout.is_uniform and not self.has_bounds:
             some = {p: shards[p] for p in in_batches}
-            by_sums = self.optimizer.first_round_checks(some, layout.is_alone)
+            by_sums = self.optimizer.first_round_checks(some)
         others = shards.keys() - by_sums
-        in_kernels = in_batches if devices.supports(layout.device) else set()
+        in_kernels = in_batches if self._by_kernels else set()
         return VotedParams(others - in_kernels, others & in_kernels)
 
     def project(self, grads: ReducedGrads, state: StepState, dtype: torch.dtype | None) -> None:
@@ -161,14 +162,14 @@ class Stepper:
         self, params: Collection[Tensor]
     ) -> list[tuple[Callable[[Tensor], None] | None, list[tuple[Placement, list[Tensor]]]]]:
         """Parameters by the ranks that add up their partial sums, each with its all-reduce."""
-        found: dict[object, list[tuple[Placement, list[Tensor]]]] = {}
+        found: dict[object, Any] = {}
         for placement, some in self.layout.by_placement(params):
-            found.setdefault(placement.statistics_group, []).append((placement, some))
-        # without an all-reduce, partial sums are not copied
-        return [
-            (all_of[0][0].all_reduce if all_of[0][0].has_partial_sums else None, all_of)
-            for all_of in found.values()
-        ]
+            # without an all-reduce, partial sums are not copied
+            all_reduce = placement.all_reduce if placement.has_partial_sums else None
+            found.setdefault(placement.statistics_group, (all_reduce, []))[1].append(
+                (placement, some)
+            )
+        return list(found.values())
 
 
 class Stepping:
@@ -185,14 +186,15 @@ class Stepping:
 
     def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:
         """Steps by the good gradients."""
-        voted = {p: grad for p, grad in grads.items() if grad.is_voted}
-        if voted:
-            self.state.record(voted)
+        voted = {p: x for p, x in grads.items() if x.bad is not None or x.votes is not None}
+        if not voted:
+            self.stepper.step(grads, self.state, grads.keys())
+            return
+        self.state.record(voted)
         bad = self.state.find_bad()
-        good = {p: grad for p, grad in grads.items() if p not in bad} if bad else grads
+        good = {p: grad for p, grad in grads.items() if p not in bad}
         votes = {p: grad.votes for p, grad in voted.items() if grad.votes is not None}
-        checked = grads.keys() - voted.keys() if voted else grads.keys()
-        self.stepper.step(good, self.state, checked, votes)
+        self.stepper.step(good, self.state, grads.keys() - voted.keys(), votes)
         self.state.use_up(bad)
 
 

@@ -23,11 +23,6 @@ class ReducedGrad(NamedTuple):
             votes = votes + self.votes
         return ReducedGrad(self.g.add_(other.g), bad, votes=votes)
 
-    @property
-    def is_voted(self) -> bool:
-        """Whether the ranks have voted on the gradient."""
-        return self.bad is not None or self.votes is not None
-
 
 ReducedGrads: TypeAlias = Mapping[Tensor, ReducedGrad]
 

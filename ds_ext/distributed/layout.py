@@ -108,11 +108,6 @@ class Layout:
         return any(placement.is_summed for placement in self.placements)
 
     @property
-    def is_alone(self) -> bool:
-        """Whether a single process trains, whose rounds and votes send nothing."""
-        return not communicates(self.everyone)
-
-    @property
     def is_uniform(self) -> bool:
         """Whether there is one placement, without tensor parallelism."""
         return len(self.placements) == 1 and not self.placements[0].is_divided

@@ -39,7 +39,7 @@ def lockstep(generators: Iterable[StepGenerator]) -> FlatSums:
 
     The sums of batches on a GPU are adjacent in memory, and are reduced in place.
     """
-    waiting = _advance_all(generators)
+    waiting = _advance_all((generator, None) for generator in generators)
     while waiting:
         partial = [x for _, sums in waiting for x in sums]
         flat = None
@@ -49,23 +49,23 @@ def lockstep(generators: Iterable[StepGenerator]) -> FlatSums:
             total = yield flat
             if total is not flat:
                 flat.copy_(total)
-            waiting = _advance_all(generators, waiting)
+            waiting = _advance_all(waiting)
             continue
         total = yield torch.cat([x.reshape(-1) for x in partial])
-        answers = iter(total.split([x.numel() for _, sums in waiting for x in sums]))
-        # If a parameter is fp64, the sums of the others are sent as fp64 too.
-        answered = (
-            (generator, tuple(next(answers).view(x.shape).to(x.dtype) for x in sums))
-            for generator, sums in waiting
-        )
-        waiting = _advance_all(generators, answered)
+        answered, start = list[tuple[StepGenerator, Sums]](), 0
+        for generator, sums in waiting:
+            totals = []
+            for x in sums:  # if a parameter is fp64, the sums of the others are sent as fp64 too
+                start, first = start + x.numel(), start
+                totals.append(total[first:start].view(x.shape).to(x.dtype))
+            answered.append((generator, tuple(totals)))
+        waiting = _advance_all(answered)
 
 
 def _advance_all(
-    generators: Iterable[StepGenerator],
-    answered: Iterable[tuple[StepGenerator, Sums | None]] | None = None,
+    answered: Iterable[tuple[StepGenerator, Sums | None]],
 ) -> list[tuple[StepGenerator, Sums]]:
-    """Begins all generators, or sends totals to those in ``answered``.
+    """Sends totals to generators, or begins those that have None.
 
     Returns those that have not ended, with their next sums.
     """
@@ -74,7 +74,7 @@ def _advance_all(
     def keep(i: int, generator: StepGenerator, sums: Sums) -> None:
         found[i] = generator, sums
 
-    _advance_jointly(answered or ((generator, None) for generator in generators), keep)
+    _advance_jointly(answered, keep)
     return [found[i] for i in sorted(found)]
 
 

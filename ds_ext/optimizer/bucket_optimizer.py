@@ -176,10 +176,10 @@ class BucketOptimizer(ParamTable):
                 self.update_stats.discount(self.number_of[param])
             if not self.state[param]:
                 del self.state[param]
-        if params:
-            self._plans.drop_weight_norms(params)
+        if params:  # the step has recorded norms of weights that it did not write
+            self._plans.clear()
 
-    def check_states(self, buckets: Iterable[Sequence[Tensor]]) -> None:
+    def check_states(self, buckets: Iterable[Sequence[RunUpdate]]) -> None:
         """Checks the states of several buckets, before the first one is stepped.
 
         Raises:
@@ -187,9 +187,7 @@ class BucketOptimizer(ParamTable):
         """
         self._plans.check(self, buckets)
 
-    def first_round_checks(
-        self, shards: Mapping[Tensor, Shard], is_alone: bool = False
-    ) -> set[Tensor]:
+    def first_round_checks(self, shards: Mapping[Tensor, Shard]) -> set[Tensor]:
         """Returns the parameters whose gradients the first round can check; equal on all ranks.
 
         The rules that groups have now reach their first round before they write anything.
@@ -197,14 +195,11 @@ class BucketOptimizer(ParamTable):
         Args:
             shards: parameters that are stepped in batches, and the run of each. Tensor parallelism
                 must not have split them.
-            is_alone: whether rounds send nothing, so that an extra one may precede rules that write
-                before their first round.
         """
         return {
             p
             for p, shard, rule in self._with_rules(shards)
-            if p not in self.stacks
-            and (is_alone or rules.entry_of(type(rule)).sums_first(rule, shard))
+            if p not in self.stacks and rules.entry_of(type(rule)).sums_first(rule, shard)
         }
 
     def in_batches(self, shards: Mapping[Tensor, Shard], device: torch.device) -> set[Tensor]:

@@ -40,19 +40,17 @@ class BatchedStep:
         updates: Sequence[RunUpdate],
         states: Sequence[State],
     ) -> None:
-        self.stats, self.rule = table.update_stats, rule
-        self._collect(
-            plan, [updates[i] for i in plan.positions], [states[i] for i in plan.positions]
-        )
+        self.table, self.rule, self.bucket = table, rule, (updates, states)
+        self._collect(plan)
 
-    def _collect(
-        self, plan: BatchPlan, updates: Sequence[RunUpdate], states: Sequence[State]
-    ) -> None:
-        """Collects the tensors of the batch from the runs and states of its pieces' parameters."""
-        self.plan, self.batch, self.updates, self.states = plan, plan.batch, updates, states
-        self.sums_first, self.upper_bounds = plan.sums_first, plan.upper_bounds
-        self.params, runs, grads, *_ = map(list, zip(*updates, strict=True))
-        self.t, self.state = states[0]["step"], plan.state(states)
+    def _collect(self, plan: BatchPlan) -> None:
+        """Collects the tensors of the batch."""
+        self.plan, self.batch, self.upper_bounds = plan, plan.batch, plan.upper_bounds
+        updates, states = self.bucket
+        self.updates = [updates[i] for i in plan.positions]  # of the pieces' parameters
+        self.states = [states[i] for i in plan.positions]
+        self.params, runs, grads, *_ = map(list, zip(*self.updates, strict=True))
+        self.t, self.state = self.states[0]["step"], plan.state(self.states)
         self.runs, self.masters = plan.runs(runs), self._masters()
         self.gradients = _gradients(plan, grads)
         self.sums: list[Tensor] = []  # of the update statistics, for each piece
@@ -73,9 +71,10 @@ class BatchedStep:
         if plan.norm_cache is not None:
             plan.norm_cache.check(self.runs)
         p = sixteen_bit.weights(self.runs, self.masters, rule, plan.param_ids, t, plan.norm_cache)
-        if self.stats is not None:
+        stats = self.table.update_stats
+        if stats is not None:
             self.sums = [
-                self.stats.sums_of(x.number, plan.group_index, run, u.num_replicas)
+                stats.sums_of(x.number, plan.group_index, run, u.num_replicas)
                 for run, x, u in zip(self.runs.tensors, plan.pieces, self.updates, strict=True)
             ]
             p = replace(p, update_sums=self._update_sums())
@@ -105,24 +104,24 @@ class BatchedStep:
         known = self.batch.passes.added_up()
         return ops.square_sum(g, self.batch, g) if known is None else known
 
-    def retain(self, good: NDArray[np.bool_]) -> bool:
-        """Rolls the step back and keeps only ``good`` parameters; returns whether some are left."""
-        plan = self.plan
-        if self.stats is not None:  # the next ``begin`` counts the good ones again
-            for piece in plan.pieces:
-                self.stats.discount(piece.number)
-        kept = np.flatnonzero(good).tolist()
-        for i in np.flatnonzero(~good).tolist():
-            rollback(self.states[i])
-        plan.batch.passes.detach()  # the plan outlives the step, and would hold its gradients
-        if not kept:
-            self.runs = Runs([])
-            return False
-        updates, states = [self.updates[i] for i in kept], [self.states[i] for i in kept]
-        pieces = [plan.pieces[i]._replace(position=at) for at, i in enumerate(kept)]
-        remaining = BatchPlan(plan.group_index, pieces, self.rule, plan.dtype, states, plan.device)
-        self._collect(remaining, updates, states)
-        return True
+    def restart(self, good: NDArray[np.bool_]) -> StepGenerator:
+        """Undoes the step, and yields the rounds of a step of only the ``good`` parameters."""
+        pieces, stats = [], self.table.update_stats
+        for piece, state, is_good in zip(self.plan.pieces, self.states, good, strict=True):
+            if stats is not None:  # ``begin`` counts the good ones again
+                stats.discount(piece.number)
+            if is_good:
+                pieces.append(piece)
+            else:
+                rollback(state)
+        self.batch.passes.detach()  # the plan outlives the step, and would hold its gradients
+        self.runs = Runs([])
+        if pieces:
+            of, all_states = self.plan, self.bucket[1]
+            self._collect(
+                BatchPlan(of.group_index, pieces, self.rule, of.dtype, all_states, of.device)
+            )
+            yield from self.begin()
 
     def end(self, norms: WeightNorms) -> None:
         """Increments the weights' version counters, and adds the caches of their norms."""

@@ -97,13 +97,9 @@ def averaged(
         t: the number of the step, from 1.
         shard: the geometry.
     """
-    return step if e is None else _advancing(step, rule, p, e, t, shard)
-
-
-def _advancing(
-    step: StepGenerator, rule: Any, p: Any, e: Average, t: int, shard: Any
-) -> StepGenerator:
     yield from step
+    if e is None:
+        return
     weight = 1.0 if t == 1 else 1 - rule.ema_decay
     if getattr(p, "aux", None) is None and isinstance(p, StochasticWeight | WeightStorage):
         p = p.run  # has all bits of the weight

@@ -4,9 +4,8 @@ A gradient is bad if an element is not finite, or so large that sums of squares 
 gradient is checked in one of three ways, and all ranks see the same result:
 
 - In a batch on a CPU, by the first round of its rule (``checked_on_host``). Ranks add their sums of
-  squares to the message of that round. If a gradient is bad, the step of its batch is dropped and
-  begun again without it, which takes one more round. A rule that writes before its first round (no
-  ``sums_first``) is checked so only in a single process, where rounds send nothing.
+  squares to the message of that round. If a gradient is bad, the step of its batch is undone and
+  begun again without it, which takes one more round.
 - In a batch on a GPU, by the same sums, which kernels read on the device (``checked_on_device``).
   They skip the parameters of bad gradients, so the host does not wait. ``DeviceGradFlags`` tells
   the host once, at the end of the step.
@@ -121,7 +120,7 @@ class GradCheck:
 
     Args:
         params: parameters whose gradients the first round checks by sums of squares; the same on
-            all ranks. If their rule writes before its first round, it begins after the check.
+            all ranks. Their rules yield sums before they write.
         votes: the votes on gradients that kernels check by votes, [] each on the device.
         flags: where kernels record the values that they check.
 
@@ -149,11 +148,10 @@ class GradCheck:
 
 
 class CheckedStep(Protocol):
-    """The step of a batch, which can be begun more than once."""
+    """The step of a batch, which can be undone until its second round."""
 
     params: list[Tensor]
     batch: TableBatch
-    sums_first: bool  # whether the rule yields sums before it writes
     upper_bounds: Any  # the largest allowed totals of ``squares``, [n]
 
     def begin(self) -> StepGenerator:
@@ -162,28 +160,24 @@ class CheckedStep(Protocol):
     def squares(self) -> Tensor:
         """Returns the sums of squares of this rank's runs of gradients, [n]."""
 
-    def retain(self, good: NDArray[np.bool_]) -> bool:
-        """Rolls the step back and keeps only ``good`` parameters; returns whether some are left."""
+    def restart(self, good: NDArray[np.bool_]) -> StepGenerator:
+        """Undoes the step, and yields the rounds of a step of only the ``good`` parameters."""
 
 
 def checked_on_host(step: CheckedStep, check: GradCheck) -> StepGenerator:
     """Yields the rounds of a step; drops gradients that the first round finds bad."""
     rule = step.begin()
-    sums = next(rule) if step.sums_first else ()
-    own = step.squares()
+    sums, own = next(rule), step.squares()
     *totals, found = yield (*sums, own)
     good = found.numpy() <= step.upper_bounds
-    if good.all():
-        check.square = (check.square or 0.0) + float(own.numpy().sum(dtype=np.float64))
-    else:
+    if not good.all():
         check.square = math.inf
         rule.close()
         check.bad |= {p: None for p, fine in zip(step.params, good, strict=True) if not fine}
-        if not step.retain(good):
-            return
-        rule = step.begin()
-        totals = list((yield next(rule))) if step.sums_first else []
-    further = advance(rule, tuple(totals) if step.sums_first else None)
+        yield from step.restart(good)
+        return
+    check.square = (check.square or 0.0) + float(own.numpy().sum(dtype=np.float64))
+    further = advance(rule, tuple(totals))
     while further is not None:
         further = advance(rule, (yield further))
 
@@ -204,15 +198,14 @@ def checked_on_device(step: CheckedStep, memory: Memory, check: GradCheck) -> St
         limits = _limits_of_votes(step, check.votes)
         _record(step, limits, check, is_square=False)
         passes.limits = limits
-    begins_checked = by_sums and not step.sums_first
-    sums = None if begins_checked else advance(rule, None)
+    sums = advance(rule, None)
     if by_sums:
         passes.limits = None
         *totals, found = yield (*(sums or ()), step.squares())
         limits = _limits(found, step.upper_bounds)
         _record(step, limits, check, is_square=True)
         passes.limits = limits
-        sums = advance(rule, None if begins_checked else tuple(totals))
+        sums = advance(rule, tuple(totals))
     while sums is not None:
         sums = advance(rule, (yield sums))
 

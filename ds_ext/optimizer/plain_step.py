@@ -44,15 +44,14 @@ def step(optimizer: BucketOptimizer) -> None:
         for param in stepped:
             by_placement.setdefault(optimizer.placement(param), []).append(param)
     found = [
-        (placement, bucket)
+        (placement, updates(bucket, placement))
         for placement, params in by_placement.items()
         for bucket in buckets(params, size, placement)
     ]
     # ``update`` checks a bucket before it steps it
     if len(found) > 1:
-        optimizer.check_states(params for _, params in found)
-    for placement, params in found:
-        some = updates(params, placement)
+        optimizer.check_states(some for _, some in found)
+    for placement, some in found:
         optimizer.update(some, None if placement is None else placement.all_reduce)
         for param, p, *_ in some if placement is None else ():
             if not param.is_contiguous():  # its run is a copy

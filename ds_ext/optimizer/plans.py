@@ -8,7 +8,6 @@ batches, because their partial sums are added up in order. This holds if all ran
 one kind.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -80,9 +79,8 @@ class BatchPlan:
     ) -> None:
         self.group_index, self.pieces, self.dtype, self.device = group_index, pieces, dtype, device
         self.positions = [x.position for x in pieces]
-        shard, entry = pieces[0].shard, rules.entry_of(type(rule))
+        shard = pieces[0].shard
         self.parts: Parts = rule.state_spec(shard)
-        self.sums_first = entry.sums_first(rule, shard)
         self.master_dtype = sixteen_bit.MASTER_DTYPES.get((rule.weight_update, dtype))
         self.batch = TableBatch([x.shard for x in pieces], [x.first for x in pieces], device)
         self.param_ids = np.array([x.number for x in pieces], dtype=np.uint32)
@@ -193,29 +191,15 @@ class BucketPlan:
         self, table: ParamTable, updates: Sequence[RunUpdate], states: Sequence[State]
     ) -> bool:
         """Returns whether the plan still holds for runs of the same parameters."""
-        return _properties(updates) == self.properties and self._fits(
-            [u.p for u in updates], table, states
-        )
-
-    def fits_params(
-        self, table: ParamTable, params: Sequence[Tensor], states: Sequence[State]
-    ) -> bool:
-        """Returns ``fits`` for the runs that a step of ``params`` will have."""
-        shapes = [(shard.shape, dtype) for shard, dtype, *_ in self.properties]
-        is_same = shapes == [(param.shape, param.dtype) for param in params]
-        return is_same and self._fits(params, table, states)
-
-    def _fits(self, runs: Sequence[Tensor], table: ParamTable, states: Sequence[State]) -> bool:
-        """Whether rules and states are as they were, and masters have the sizes of their runs."""
         rules = {i: table.rule_at(i) for i in self.rules}
-        if table.version != self.version:
+        if table.version != self.version or _properties(updates) != self.properties:
             return False
         self.rules = rules
         for batch in self.batches:
             if not batch.fits(states):
                 return False
             if batch.master_dtype is not None and not all(
-                sixteen_bit.has_fitting_master(runs[i], states[i])
+                sixteen_bit.has_fitting_master(updates[i].p, states[i])
                 for i in batch.positions
                 if "master" in states[i]
             ):
@@ -235,24 +219,27 @@ class BucketPlans:
         """Drops all plans, after groups or stacks have changed."""
         self._made.clear()
 
-    def check(self, table: ParamTable, buckets: Iterable[Sequence[Tensor]]) -> None:
+    def _fitting(
+        self, table: ParamTable, updates: Sequence[RunUpdate], states: Sequence[State]
+    ) -> BucketPlan | None:
+        """The plan of a bucket; None if it has none, or one that holds no more."""
+        plan = self._made.get(_key(updates))
+        return plan if plan is not None and plan.fits(table, updates, states) else None
+
+    def check(self, table: ParamTable, buckets: Iterable[Sequence[RunUpdate]]) -> None:
         """Checks the states of several buckets, before the first one is stepped.
 
         Raises:
             ValueError: a parameter cannot be stepped, or a state does not fit its parameter.
         """
-        for params in buckets:
-            states = [table.state.get(param) or {} for param in params]
-            assert params[0].grad is not None, "only parameters with gradients are stepped"
-            plan = self._made.get((*map(id, params), params[0].grad.device))
-            fits = plan is not None and plan.fits_params(table, params, states)
-            for i in plan.alone if plan is not None and fits else range(len(params)):
-                param, shard = params[i], table.local_shard(params[i])
+        for updates in buckets:
+            states = [table.state.get(u.param) or {} for u in updates]
+            plan = self._fitting(table, updates, states)
+            for i in range(len(updates)) if plan is None else plan.alone:
                 if states[i]:
-                    run = functools.partial(table.local_run, param)
-                    state_checks.check_state(table, param, shard, states[i], param.dtype, None, run)
+                    state_checks.check(table, updates[i], states[i], None)
                 else:
-                    param_checks.refuse_shape(table, param, shard)
+                    param_checks.refuse_shape(table, updates[i].param, updates[i].shard)
 
     def prepare(
         self,
@@ -276,10 +263,7 @@ class BucketPlans:
             ValueError: a run or its state does not fit its parameter; no state is changed.
         """
         device = updates[0].g.device
-        key = *[id(u.param) for u in updates], device
-        plan = self._made.get(key)
-        if plan is not None and not (all(states) and plan.fits(table, updates, states)):
-            plan = None
+        plan = self._fitting(table, updates, states)
         new: list[State] = []
         try:
             for i in range(len(updates)) if plan is None else plan.alone:
@@ -295,21 +279,15 @@ class BucketPlans:
             if len(self._made) >= self.MAX_PLANS:
                 self._made.clear()
             plan = BucketPlan(table, updates, states, allow_batches(device))
-            self._made[key] = plan
+            self._made[_key(updates)] = plan
         for i in plan.batched:
             states[i]["step"] += 1
         return plan
 
-    def drop_weight_norms(self, params: Iterable[Tensor]) -> None:
-        """Drops the cached norms of the weights of ``params``, which a step did not update.
 
-        The step would have recorded the norms of unwritten weights, which may have been edited.
-        """
-        left = {id(p) for p in params}
-        for key, plan in self._made.items():
-            for batch in plan.batches:
-                if batch.norm_cache is not None and any(key[i] in left for i in batch.positions):
-                    batch.norm_cache.forget()
+def _key(updates: Sequence[RunUpdate]) -> tuple[object, ...]:
+    """The parameters of a bucket, and the device of their gradients."""
+    return *[id(u.param) for u in updates], updates[0].g.device
 
 
 def _properties(

@@ -45,7 +45,6 @@ CHANGES = [change_rule, move_one_parameter_and_add_another, stack_experts, chang
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_votes_follow_a_change(change, monkeypatch):
     paths.use(monkeypatch, "kernels")
-    monkeypatch.setattr(Layout, "is_alone", False)
     (params, optimizer), placement = made(), Replicated(None)
     layout = Layout(None, {p: str(i) for i, p in enumerate(params)}, lambda _: placement)
     stepper = Stepper(optimizer, layout, has_bounds=False)
