@@ -71,5 +71,4 @@ def test_a_plan_of_another_rule_never_fits_again(monkeypatch):
     assert plan.fits(optimizer, updates, states) and plan.rules[0].lr == 0.5
     optimizer.param_groups[0]["norm_axis"] = "row"
     for _ in range(2):
-        assert not plan.fits_params(optimizer, params, states)
         assert not plan.fits(optimizer, updates, states)
