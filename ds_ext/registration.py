@@ -6,14 +6,18 @@ file by itself. Therefore it imports the package, and with it torch, only after 
 """
 
 import functools
+import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+IMPORTS = "DS_EXT_IMPORT"  # modules of the user, set by ``run --import``
 
 
 def register() -> None:
@@ -34,6 +38,8 @@ def _patch() -> None:
         patches.register()
     except (ImportError, AttributeError, RuntimeError) as error:
         _refuse(error)
+    for name in os.environ.get(IMPORTS, "").split():
+        importlib.import_module(name)
 
 
 def _refuse(reason: Exception) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -46,6 +47,17 @@ def _unknown(arguments: list[str], parser: Parser) -> str:
     return f"unknown {'option' if unknown.startswith('-') else 'argument'} {unknown}.{guess}"
 
 
+def _import(name: str) -> None:
+    """Imports a module of the user; ValueError if there is none of this name."""
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"--import {name}: {error}. A module is found in this folder, on PYTHONPATH and among "
+            "installed packages; its name has no .py."
+        ) from None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns its exit code. A wrong option ends the process with code 2."""
     parser = Parser(prog="python -m ds_ext", description="Fused, sharded optimizers for DeepSpeed.")
@@ -58,6 +70,14 @@ def main(argv: list[str] | None = None) -> int:
             name, help=command.help, description=command.description
         )
         command.add_options(parsers[name])
+        parsers[name].add_argument(
+            "--import",
+            dest="imports",
+            action="append",
+            default=[],
+            metavar="MODULE",
+            help="a Python module that registers optimizers of yours; may be given several times",
+        )
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         whose = parsers.get(options.command, parser)
@@ -66,6 +86,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
+        for name in options.imports:
+            _import(name)
         return int(COMMANDS[options.command].run(options) or 0)
     except ValueError as error:
         parsers[options.command].error(str(error))

@@ -9,12 +9,13 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ds_ext.config import parsing
 from ds_ext.config.override import VARIABLE
 from ds_ext.optimizer import named
+from ds_ext.registration import IMPORTS
 
 HELP = "run an unmodified program with the optimizers of ds_ext"
 DESCRIPTION = (
@@ -33,7 +34,9 @@ def add_launcher_options(parser: argparse.ArgumentParser) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``run``. TARGET and its own arguments follow them."""
-    parser.usage = "python -m ds_ext run [-h] [--config FILE] [-m] TARGET [ARGUMENT ...]"
+    parser.usage = (
+        "python -m ds_ext run [-h] [--config FILE] [--import MODULE] [-m] TARGET [ARGUMENT ...]"
+    )
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -63,23 +66,30 @@ def run(options: argparse.Namespace) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        os.execve(command[0], command, environment(os.environ, options.config))
+        variables = environment(os.environ, options.config, options.imports)
+        os.execve(command[0], command, variables)
     except OSError as error:
         raise ValueError(f"{command[0]}: {error.strerror}") from None
 
 
-def environment(current: Mapping[str, str], config: str | None = None) -> dict[str, str]:
+def environment(
+    current: Mapping[str, str], config: str | None = None, imports: Sequence[str] = ()
+) -> dict[str, str]:
     """Returns an environment in which Python registers our optimizers when it starts.
 
     Args:
         current: the environment of this process.
         config: a DeepSpeed config file whose optimizer replaces that of the program.
+        imports: modules to import with DeepSpeed; the program finds those of this folder too.
 
     Raises:
         ValueError: the file names no optimizer of ds_ext.
     """
     paths = [str(CHILDREN), *filter(None, [current.get("PYTHONPATH")])]
+    paths += [os.getcwd()] if imports else []
     own = {"PYTHONPATH": os.pathsep.join(paths)}
+    if imports:
+        own[IMPORTS] = " ".join(imports)
     return {**current, **own} if config is None else {**current, **own, VARIABLE: _checked(config)}
 
 

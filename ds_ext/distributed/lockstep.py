@@ -8,7 +8,7 @@ generators, which are N ranks, in one process.
 
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -121,9 +121,9 @@ def _advance_jointly(
 def _next(generator: StepGenerator, totals: Sums | None) -> Sums | None:
     """What a generator yields next, None at its end; skips rounds without sums."""
     try:
-        sums = next(generator) if totals is None else generator.send(totals)
+        sums = _checked(next(generator) if totals is None else generator.send(totals))
         while not sums:
-            sums = generator.send(())
+            sums = _checked(generator.send(()))
         return sums
     except StopIteration:
         return None
@@ -139,6 +139,16 @@ def advance(generator: StepGenerator, totals: Sums | None) -> Sums | None:
     found: list[Sums] = []
     _advance_jointly([(generator, totals)], lambda i, generator, sums: found.append(sums))
     return found[0] if found else None
+
+
+def _checked(sums: Any) -> Sums:
+    """What a generator has yielded; TypeError if it is no tuple, as a user's rule may yield."""
+    if not isinstance(sums, tuple):
+        raise TypeError(
+            f"a rule's step yields a {type(sums).__name__}; allowed: a tuple of partial sums, such "
+            "as (ops.square_sum(g, shard, g),)."
+        )
+    return sums
 
 
 def run(generators: Iterable[StepGenerator], all_reduce: Callable[[Tensor], None] | None) -> int:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext.ops import scratch
+from ds_ext.ops.read_by_passes import ReadByPasses
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.schema import FORMS
 from ds_ext.ops.shard import Block
@@ -23,7 +24,7 @@ Number: TypeAlias = Tensor | float  # a tensor [] is read on the device when the
 
 
 @dataclass(frozen=True)
-class WeightStorage:
+class WeightStorage(ReadByPasses):
     """A weight that native code and kernels can read and write, or the weights of a batch.
 
     In a batch, ``Runs`` replace tensors, and ``key`` is a vector [n].
@@ -130,6 +131,8 @@ def read(x: Readable, b: Block) -> Tensor:
     """Block ``b`` of a run, [mats, rows, cols], in the accumulator's dtype.
 
     The result is a view of ``x`` if x is a tensor of that dtype; else the caller may overwrite it.
+
+    Example: ``signs = [ops.read(g, b).sign() for b in ops.blocks(shard, g)]``
     """
     if not isinstance(x, Tensor):
         return x.block(b)
@@ -163,7 +166,7 @@ def flat(run: slice) -> Block:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class Scaled(ReadByPasses):
     """x · factor clamped to ± ``bound``: a gradient averaged, unscaled and clipped when read."""
 
     x: Readable
@@ -181,6 +184,8 @@ class Scaled:
         x = inner_source_of(self.x, *FORMS)
         if x is None or {"factor", "bound", "scale"} & x.scalars.keys():
             return None
+        if isinstance(self.factor, float) and self.factor == 1 and self.bound is None:
+            return x
         if x.form != "IS_RUN":
             return None if self.bound is not None else x.plus(x.form, {}, scale=self.factor)
         bound = {} if self.bound is None else {"bound": self.bound}
@@ -290,7 +295,10 @@ class Quotient:
 
 @dataclass(frozen=True)
 class RunQuotient:
-    """x / sqrt(v) · scale: an update by a second moment of the shape of ``x``; 0 where v is 0."""
+    """x / sqrt(v) · scale: an update by a second moment of the shape of ``x``; 0 where v is 0.
+
+    Example: ``ops.apply_(p, ops.RunQuotient(g, s["v"]), shard, lr=0.01)``
+    """
 
     x: Readable
     v: Tensor
@@ -334,12 +342,18 @@ class Sum:
 
 
 def plus(x: Readable, y: Readable, weight: float) -> Readable:
-    """x + weight · y; with a weight of 0, y is not read."""
+    """x + weight · y; with a weight of 0, y is not read.
+
+    Example: ``ops.apply_(p, ops.plus(g, s["m"], 0.9), shard, lr=0.01)``
+    """
     return Sum(x, y, weight) if weight else x
 
 
 def times(x: Readable, factor: Tensor | float) -> Readable:
-    """x · factor."""
+    """x · factor.
+
+    Example: ``ops.apply_(p, ops.times(g, 0.5), shard, lr=0.01)``
+    """
     if isinstance(factor, int | float) and factor == 1:
         return x
     return x.times(factor) if isinstance(x, Quotient | RunQuotient) else Scaled(x, factor)

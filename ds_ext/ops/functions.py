@@ -70,17 +70,26 @@ def _writing(shard: Geometry, x: Writable) -> Reference:
 
 
 def square_sum(x: Readable, shard: Geometry, like: Gradient) -> Tensor:
-    """Returns the sum of the squares of a run, []."""
+    """Returns the sum of the squares of a run, [].
+
+    Example: ``(total,) = yield (ops.square_sum(g, shard, g),)``
+    """
     return _passes(shard, like).square_sums((x,), like)[0]
 
 
 def square_sums(runs: Sequence[Readable], shard: Geometry, like: Gradient) -> tuple[Tensor, ...]:
-    """Returns the sums of the squares of several runs, [] each; reads shared inputs once."""
+    """Returns the sums of the squares of several runs, [] each; reads shared inputs once.
+
+    Example: ``p_sq, g_sq = yield ops.square_sums((p, g), shard, g)``
+    """
     return tuple(_passes(shard, like).square_sums(runs, like))
 
 
 def count_beyond(x: Readable, bound: float, shard: Shard, like: Gradient) -> Tensor:
-    """Returns how many elements of a run lie outside ± ``bound``, []."""
+    """Returns how many elements of a run lie outside ± ``bound``, [].
+
+    Example: ``(count,) = yield (ops.count_beyond(g, 1.0, shard, g).float(),)``
+    """
     total = torch.zeros((), dtype=torch.float64, device=like.device)
     for b in scratch.blocks(shard):
         total += (read(x, b).abs() > bound).sum()
@@ -91,6 +100,8 @@ def row_col_square_sums(x: Readable, shard: Geometry, like: Gradient) -> tuple[T
     """Returns sums of the squares of a run over rows and columns, [mats, rows], [mats, cols].
 
     Rows and columns outside the run are 0, so summing over ranks gives the sums of the matrix.
+
+    Example: ``row, col = yield ops.row_col_square_sums(g, shard, g)``
     """
     return _passes(shard, like).row_col_square_sums(x, like)
 
@@ -167,12 +178,18 @@ def own_run(v: Tensor, shard: Geometry) -> Tensor:
 
 
 def lerp_(m: Writable, x: Readable, weight: float, shard: Geometry) -> None:
-    """m ← m + weight · (x − m), for a run."""
+    """m ← m + weight · (x − m), for a run.
+
+    Example: ``ops.lerp_(s["m"], g, 1 - 0.9, shard)``
+    """
     _writing(shard, m).lerp_(m, x, weight)
 
 
 def square_lerp_(v: Tensor, x: Readable, eps: float, weight: float, shard: Geometry) -> None:
-    """v ← v + weight · (x² + eps − v), for a run."""
+    """v ← v + weight · (x² + eps − v), for a run.
+
+    Example: ``ops.square_lerp_(s["v"], g, 0.0, 1 - 0.999, shard)``
+    """
     _passes(shard, v).square_lerp_(v, x, eps, weight)
 
 
@@ -183,6 +200,8 @@ def apply_(
 
     It is computed as p − lr · (u + weight_decay · p), because the factor 1 − lr · weight_decay
     would have the same rounding error at every step.
+
+    Example: ``ops.apply_(p, s["m"], shard, lr=0.01, weight_decay=0.1)``
     """
     _writing(shard, p).apply_(p, u, lr, weight_decay)
 
@@ -225,12 +244,17 @@ def blocks(shard: Shard, like: Gradient) -> Iterator[Block]:
     """Yields the blocks of a run, for rules that read them directly, as for matrix products.
 
     On a GPU blocks are larger: see ``scratch.SLICE``.
+
+    Example: ``largest = [ops.read(g, b).abs().max() for b in ops.blocks(shard, g)]``
     """
     yield from scratch.blocks(shard, scratch.product_limit(like.device))
 
 
 def evaluate(x: Readable, shard: Shard, like: Gradient) -> Tensor:
-    """Returns the values of a run, [len(shard)]; meant for runs much smaller than the parameter."""
+    """Returns the values of a run, [len(shard)]; meant for runs much smaller than the parameter.
+
+    Example: ``values = ops.evaluate(g, shard, g)``
+    """
     values = torch.zeros(len(shard), dtype=accumulator(like.dtype), device=like.device)
     lerp_(values, x, 1.0, shard)  # exact from 0, by the fastest executor
     return values

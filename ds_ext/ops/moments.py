@@ -71,6 +71,8 @@ class RootQuotient:
     """Adam's update (m / c1) / (sqrt(v / c2) + eps); ``c1`` and ``c2`` correct the bias.
 
     It is 0 where the divisor is 0.
+
+    Example: ``ops.apply_(p, ops.RootQuotient(s["m"], s["v"], 1e-8), shard, lr=0.01)``
     """
 
     m: Writable
@@ -109,6 +111,8 @@ class AdamStep:
     Reading a block advances them there. Blocks must be read in order, each once; this is asserted.
     The update uses 8-bit moments before they are rounded: if v were rounded to 0, it would divide
     by eps alone.
+
+    Example: ``u = ops.AdamStep(ops.RootQuotient(s["m"], s["v"], 1e-8), g, 0.9, 0.999)``
     """
 
     u: RootQuotient
@@ -141,6 +145,8 @@ class SignStep:
     """Lion's update, the sign of m + (1 − beta1) · (g − m); then m ← m + (1 − beta2) · (g − m).
 
     Reading a block advances m there. Blocks must be read in order, each once; this is asserted.
+
+    Example: ``ops.apply_(p, ops.SignStep(s["m"], g, 0.9, 0.99), shard, lr=0.01)``
     """
 
     m: Writable

@@ -8,6 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ds_ext.ops.read_by_passes import ReadByPasses
+
 Pointers: TypeAlias = NDArray[np.int64]
 # The arguments of a pass by column: ``Runs``, numbers, vectors [n], and objects that a table knows.
 Columns: TypeAlias = dict[str, Any]
@@ -21,7 +23,7 @@ class Layout(NamedTuple):
     sizes: tuple[int, ...]  # elements of each tensor
 
 
-class Runs:
+class Runs(ReadByPasses):
     """A flat run of each parameter of a batch. All have one dtype; each may lie anywhere.
 
     Args:

@@ -24,6 +24,7 @@ from torch import Tensor
 from ds_ext.hyperparams import Size
 from ds_ext.ops import scratch
 from ds_ext.ops.expressions import WeightStorage
+from ds_ext.ops.read_by_passes import ReadByPasses
 from ds_ext.ops.rounding import ROUND, key, keys
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.schema import ERROR_LEVELS, HALF, MAX_ERROR_CODE, MAX_INWARD_CODE
@@ -54,7 +55,7 @@ MASTER_DTYPES = {
 
 
 @dataclass(frozen=True)
-class StochasticWeight:
+class StochasticWeight(ReadByPasses):
     """A 16-bit run with stochastic rounding of new values."""
 
     run: Tensor
@@ -82,7 +83,7 @@ class StochasticWeight:
 
 
 @dataclass(frozen=True)
-class SplitWeight:
+class SplitWeight(ReadByPasses):
     """A bf16 run and an int16 residual, which together hold all bits of an fp32.
 
     The bf16 is the rounded upper half, ties away from zero; the residual is the signed lower half.
@@ -121,7 +122,7 @@ class SplitWeight:
 
 
 @dataclass(frozen=True)
-class CopiedWeight:
+class CopiedWeight(ReadByPasses):
     """An fp16 run and its fp32 copy; a copy is used while it still rounds to its weight.
 
     A 16-bit residual is not enough here, because fp32 has a wider range than fp16. Weights that
@@ -156,7 +157,7 @@ INFINITE = 0x7F800000  # the bits of an fp32 infinity
 
 
 @dataclass(frozen=True)
-class CorrectedWeight:
+class CorrectedWeight(ReadByPasses):
     """A 16-bit run, rounded to nearest, and 8 bits of each weight's rounding error.
 
     The unit of the error is 1/127 of half the spacing of bf16 (or fp16) numbers at the weight, as

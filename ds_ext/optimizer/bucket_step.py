@@ -265,6 +265,8 @@ def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> 
     for i, (run, shard, s) in enumerate(expert_stacks.matrices(u.shard, state)):
         own = sixteen_bit.part(p, run)
         g = u.g.parts[i] if isinstance(u.g, ProjectedGrads) else expert_stacks.part(u.g, run)
+        if isinstance(g, Tensor) and not rules.entry_of(type(rule)).is_own:
+            g = ops.Scaled(g)  # torch operations on it raise an error here too
         e = ema.average(s, rule, number, t, first + run.start)
         begun += sections.steps(rule, own, g, s, t, shard, measured, e)
     return begun

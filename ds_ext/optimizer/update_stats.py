@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_ext import ops
+from ds_ext.ops.read_by_passes import ReadByPasses
 from ds_ext.ops.shard import Block
 from ds_ext.ops.sixteen_bit import Weight
 
@@ -76,7 +77,7 @@ def rms(totals: Tensor) -> list[dict[str, float]]:
     ]
 
 
-class MeasuredWeight:
+class MeasuredWeight(ReadByPasses):
     """A weight that measures its new values, and how far they moved, when it is written.
 
     Args:

@@ -7,6 +7,8 @@ partial sums and receives the totals over all ranks.
 
 import dataclasses
 import difflib
+import functools
+import inspect
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -38,7 +40,7 @@ class Rule(Protocol):
         ...
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
-        """Steps a run of the weight in place.
+        """Steps a run of the weight in place. A rule that needs no totals may have no ``yield``.
 
         The number of yields may depend on the parameter's shape, the hyper-parameters, ``t`` and
         totals, but not on ``len(shard)``: ranks with empty runs take part in every round.
@@ -90,6 +92,11 @@ class RuleEntry:
     def is_relative(self, rule: Rule) -> bool:
         """Returns whether the updates of ``rule`` are proportional to the size of the weights."""
         return self.relative(rule) if callable(self.relative) else self.relative
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the rule is part of ds_ext."""
+        return self.rule.__module__.startswith("ds_ext.")
 
     @property
     def others(self) -> str | None:
@@ -167,6 +174,7 @@ def register(
 
     Raises:
         ValueError: another rule has this name, or a field has a name that ds_ext uses itself.
+        TypeError: the class is no dataclass, or lacks ``lr``, ``state_spec`` or ``step``.
     """
 
     def decorate(rule: R) -> R:
@@ -174,7 +182,11 @@ def register(
         known = REGISTRY.get(name)
         if known is not None and _full_name(known.rule) != _full_name(rule):
             raise ValueError(f"a rule named {rule.__name__} is registered already: rename one.")
+        _refuse_incomplete(rule)
         _refuse_reserved_fields(rule)
+        own: Any = rule
+        if not inspect.isgeneratorfunction(own.step):
+            own.step = _as_rounds(own.step)
         roles = {}
         if others is not None:
             roles = {"other": others, "embedding": embedding or others, "head": head or others}
@@ -187,6 +199,27 @@ def register(
         return rule
 
     return decorate
+
+
+def _refuse_incomplete(rule: type) -> None:
+    """Raises TypeError if a class lacks what every rule has."""
+    missing = [f"the method {name}" for name in ("state_spec", "step") if not hasattr(rule, name)]
+    if not dataclasses.is_dataclass(rule):
+        missing.insert(0, "@dataclass(frozen=True), below @register")
+    elif "lr" not in (f.name for f in dataclasses.fields(rule)):
+        missing.append("the field lr")
+    if missing:
+        raise TypeError(f"the rule {rule.__name__} lacks {', '.join(missing)}.")
+
+
+def _as_rounds(step: Callable[..., Any]) -> Callable[..., Rounds]:
+    """Returns a step without ``yield`` as one that takes no rounds."""
+
+    @functools.wraps(step)
+    def rounds(*args: Any) -> Rounds:
+        yield from step(*args) or ()
+
+    return rounds
 
 
 def _refuse_reserved_fields(rule: type) -> None:

@@ -1,5 +1,6 @@
 """``python -m ds_ext`` run, config and check: programs of others, and configs."""
 
+import inspect
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from ds_ext.config import optimizer_names
 from ds_ext.config.parsing import lookup
 from ds_ext.optimizer import OPTIMIZERS
 from tests import worlds
+from tests.common import newcomer
 from tests.common.choose import params
 from tests.common.cli import refused
 from tests.distributed import refusals_jobs, wrong_configs_jobs
@@ -106,11 +108,14 @@ def test_what_a_program_starts_knows_the_optimizers(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('its own sitecustomize')")
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {KNOWS!r}], check=True)"
     own = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    done = started(sys.executable, "-m", "ds_ext", "run", sys.executable, "-c", child, **own)
+    (tmp_path / "own_rules.py").write_text("print('its own rules')")
+    command = [sys.executable, "-m", "ds_ext", "run", "--import", "own_rules", sys.executable]
+    done = started(*command, "-c", child, **own)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     # The process itself, the program that it becomes, and its child.
     assert lines.count("its own sitecustomize") == 3 and lines[-1] == "True"
+    assert lines.count("its own rules") == 2  # the command, and the child that imports DeepSpeed
 
 
 OWN_CONFIG = """
@@ -240,6 +245,31 @@ def test_every_config_is_accepted_and_names_our_optimizer(stage, numbers, tmp_pa
         (tmp_path / "ds.json").write_text(text)
         assert main(["check", str(tmp_path / "ds.json"), "--ranks", "2"]) == 0, name
     assert "nothing is wrong" in capsys.readouterr().out
+
+
+def test_optimizers_of_the_user_are_imported(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(tmp_path)
+    source = inspect.getsource(newcomer) + "\nenter()\n"
+    (tmp_path / "own_rules.py").write_text(source)
+    optimizer = {"type": "Newcomer", "params": {"lr": 1}}
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    try:
+        for command in (
+            ["config", "newcomer", "--numbers"],
+            ["plan", "--model", "qwen3-0.6b", "--optimizer", "newcomer"],
+            ["check", str(tmp_path / "ds.json")],
+        ):
+            main([*command, "--import", "own_rules"])
+            printed = capsys.readouterr().out
+            assert "Newcomer" in printed or "nothing is wrong" in printed
+            newcomer.leave()
+            del sys.modules["own_rules"]
+        with pytest.raises(SystemExit):
+            main(["config", "newcomer", "--import", "own_rulse"])
+        assert "--import own_rulse: No module named 'own_rulse'" in capsys.readouterr().err
+    finally:
+        sys.modules.pop("own_rules", None)
 
 
 def test_unknown_optimizers_have_no_config(capsys):

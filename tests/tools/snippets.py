@@ -16,13 +16,14 @@ docs/, and the files in configs/; tests fail while they are not what the source 
 """
 
 import ast
+import inspect
 import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 from ds_ext.commands import config
-from ds_ext.ops import schema
+from ds_ext.ops import expressions, functions, moments, schema
 from ds_ext.rules import REGISTRY
 from tests.tools import rates, reference, stubs
 
@@ -31,7 +32,7 @@ _MARKED = re.compile(
     r"(?m)^<!-- code: (?P<path>\S+) (?P<name>\S+) -->\n```python\n(?P<code>.*?)^```$", re.S
 )
 _MADE = re.compile(
-    r"(?ms)^(<!-- (?P<what>optimizers|keys|rates|results|scratch): [^\n]* -->)\n"
+    r"(?ms)^(<!-- (?P<what>optimizers|operations|keys|rates|results|scratch): [^\n]* -->)\n"
     r".*?^(<!-- end of (?P=what) -->)$"
 )
 _BLOCK = re.compile(r"(?m)^```python\n(.*?)^```$", re.S)
@@ -69,7 +70,7 @@ def renewed(text: str) -> str:
         return f"<!-- code: {path} {name} -->\n```python\n{source_of(path, name)}```"
 
     text = _MARKED.sub(block, text)
-    made = {"optimizers": optimizers, "keys": reference.keys}
+    made = {"optimizers": optimizers, "keys": reference.keys, "operations": operations}
     made |= {"rates": rates.table, "results": rates.results, "scratch": rates.from_scratch}
     text = rates.renewed(text)
     return _MADE.sub(lambda found: f"{found[1]}\n{made[found['what']]()}\n{found[3]}", text)
@@ -89,6 +90,27 @@ def optimizers() -> str:
             f"| `{entry.rule.__name__}` | {what} | {entry.state} | {entry.rounds} | {paper} |"
         )
     return "\n".join(head + rows)
+
+
+def operations() -> str:
+    """The table of the functions and expressions of ``ops`` whose docstrings have an example."""
+    rows = ["| | example |", "|---|---|"]
+    for name, (what, example) in examples().items():
+        what = re.sub("``(.+?)``", r"`\1`", what).replace("|", "\\|")
+        rows.append(f"| **{name}** {what} | `{example}` |")
+    return "\n".join(rows)
+
+
+def examples() -> dict[str, tuple[str, str]]:
+    """By name in ``ops``: the first sentence of the docstring, and the line of its example."""
+    found = {}
+    for module in (functions, expressions, moments):
+        for name, x in vars(module).items():
+            text = inspect.getdoc(x) or ""
+            if getattr(x, "__module__", "") == module.__name__ and "Example: ``" in text:
+                first = text.partition("\n\n")[0].replace("\n", " ")
+                found[name] = first, re.findall(r"Example: ``(.+?)``", text, re.S)[0]
+    return found
 
 
 def unmarked(text: str) -> Iterator[str]:

@@ -1,20 +1,24 @@
 """docs/adding-an-optimizer.md: its code is run, and gives an optimizer like any other."""
 
+import contextlib
 import importlib.util
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 import ds_ext
-from ds_ext import rules
+from ds_ext import ops, rules
 from ds_ext.distributed import lockstep
+from ds_ext.hyperparams import NonNegative
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import zeros
+from ds_ext.ops.state import Part, zeros
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory
+from tests.tools import snippets
 
 PAGE = next(up for up in Path(__file__).parents if (up / "docs").is_dir()) / (
     "docs/adding-an-optimizer.md"
@@ -25,15 +29,14 @@ SHAPE, LR, MOMENTUM, DECAY, STEPS = (7, 5), 0.03, 0.6, 0.1, 4
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """The module that the page's code is."""
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-    assert len(code.splitlines()) < 60
+    codes = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
     file = tmp_path_factory.mktemp("page") / "signsgd.py"
-    file.write_text(code)
+    file.write_text("\n".join(codes))
     spec = importlib.util.spec_from_file_location("signsgd", file)
     sys.modules["signsgd"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module
-    del rules.REGISTRY["signsgd"], sys.modules["signsgd"]
+    del rules.REGISTRY["signsgd"], rules.REGISTRY["heavyball"], sys.modules["signsgd"]
 
 
 def gradients() -> list[torch.Tensor]:
@@ -89,3 +92,94 @@ def test_deepspeed_and_the_planner_know_it(page):
 def test_another_rule_of_the_same_name_is_refused(page):
     with pytest.raises(ValueError, match="named AdaLomo is registered already"):
         rules.register(paper="", state="", rounds="")(type("AdaLomo", (), {}))
+
+
+def test_a_rule_without_yield_takes_no_rounds(page):
+    p = torch.nn.Parameter(start())
+    optimizer = ds_ext.HeavyBall([p], lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+    wanted, m = start(), torch.zeros(SHAPE, dtype=torch.float64)
+    for p.grad in gradients():
+        optimizer.step()
+        m = MOMENTUM * m + p.grad
+        wanted = wanted * (1 - LR * DECAY) - LR * m
+    assert torch.allclose(p.detach(), wanted, rtol=0, atol=1e-12)
+
+
+@contextlib.contextmanager
+def registered(step, is_batched=False):
+    """A rule of the registry with a step, and the moments "m" and "v"."""
+
+    class Own:
+        lr: NonNegative = 0.1
+
+        def state_spec(self, shard):
+            return {"m": Part.like(shard), "v": Part.like(shard)}
+
+    Own.step = step
+    rule = dataclass(frozen=True)(Own)
+    rules.register(paper="", state="", rounds="", is_batched=is_batched)(rule)
+    try:
+        yield
+    finally:
+        del rules.REGISTRY["own"]
+
+
+def one_step(dtype, is_fused):
+    model = torch.nn.Linear(5, 7).to(dtype)
+    optimizer = ds_ext.Own(model.parameters())
+    if is_fused:
+        ds_ext.fuse_into_backward(model, optimizer)
+    model(torch.ones(2, 5, dtype=dtype)).float().square().sum().backward()
+    optimizer.step()
+    return model.weight.detach(), optimizer.state[model.weight]
+
+
+@pytest.mark.parametrize("name", snippets.examples())
+def test_examples_of_operations_run(name):
+    code = snippets.examples()[name][1]
+    names = {"ops": ops}
+    exec(f"def step(self, p, g, s, t, shard):\n    {code}\n    yield from ()", names)
+    with registered(names["step"]):
+        weight, state = one_step(torch.float32, False)
+    assert weight.isfinite().all() and all(state[key].isfinite().all() for key in "mv")
+
+
+PLAIN = {
+    "method": lambda p, g, s: s["m"].mul_(0.9).add_(g),
+    "function": lambda p, g, s: torch.sign(g),
+    "operator": lambda p, g, s: 2 * g,
+    "attribute": lambda p, g, s: g.square(),
+    "weight": lambda p, g, s: p.sub_(g, alpha=0.1),
+    "index": lambda p, g, s: g[:3],
+}
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("is_batched", [True, False])
+@pytest.mark.parametrize("operation", PLAIN)
+def test_plain_operations_on_a_gradient_raise_on_every_path(operation, is_batched, dtype, is_fused):
+    """An engine divides gradients by the ranks: they are ``ops.Scaled`` there, and here."""
+
+    def step(self, p, g, s, t, shard):
+        PLAIN[operation](p, g, s)
+
+    with registered(step, is_batched), pytest.raises((TypeError, AttributeError)) as raised:
+        one_step(dtype, is_fused)
+    assert "cannot read it: p and g of a rule" in str(raised.value)
+
+
+def test_what_a_rule_yields_is_a_tuple():
+    def step(self, p, g, s, t, shard):
+        yield ops.square_sum(g, shard, g)
+
+    with registered(step), pytest.raises(TypeError, match="yields a Tensor; allowed: a tuple"):
+        one_step(torch.float32, False)
+
+
+def test_a_class_that_is_no_rule_is_refused():
+    with pytest.raises(TypeError, match="Own lacks @dataclass.*, the method st"):
+        rules.register(paper="", state="", rounds="")(type("Own", (), {}))
+    with pytest.raises(TypeError, match="Own lacks the method step."):
+        own = dataclass(type("Own", (), {"__annotations__": {"lr": float}, "state_spec": 0}))
+        rules.register(paper="", state="", rounds="")(own)
