@@ -155,6 +155,7 @@ class Zero3Layout(Layout):
 
         Also drops hpZ's secondary copies of updated weights. The next forward pass creates new
         copies. Partition first: partitioning makes a copy, and one of old weights is stale.
+        Under ``torch_autocast``, only this gather has the dtype, and the bits, of later ones.
         """
         host_offload.synchronize(self.device)  # DeepSpeed's gathers wait for no other stream
         self.offload.partition_all_parameters()
@@ -163,7 +164,7 @@ class Zero3Layout(Layout):
         self.updated.clear()
         persistent = self.offload.persistent_parameters
         if persistent:
-            persistent[0].all_gather(persistent)
+            persistent[0].all_gather_coalesced(persistent).wait()
 
 
 def _release_leftovers(offload: DeepSpeedZeRoOffload) -> None:

@@ -17,7 +17,6 @@ from ds_ext.optimizer import OPTIMIZERS
 from tests.common import by_role, models, ranks
 from tests.common.hypers import FOR_ALL, TRAINED
 from tests.common.ranks import logged, shared_folder
-from tests.distributed import freezing_jobs
 from tests.integration import trainer_runs
 from tests.integration.trainer_jobs import config as shipped
 
@@ -249,30 +248,19 @@ def bits(way: str, kind: str, stage: int) -> dict[str, Any]:
 
 def loss_scale() -> dict[str, Any]:
     """The same under fp16 autocast, whose dynamic loss scale rises between the steps."""
-    made = {
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": 3},
+    more = {
         "torch_autocast": {"enabled": True, "dtype": "float16"},
         "ds_ext": {"gradient_policy": "sharded"},
     }
-    runs = []
-    for _ in range(2):
-        model = freezing_jobs.make().requires_grad_(True)
-        optimizer = ds_ext.LAMB(model.parameters(), lr=0.01)
-        runs.append(deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0])
-        runs[-1].optimizer.loss_scaler.scale_window = 2
-
-    def advance(engine: deepspeed.DeepSpeedEngine, numbers: range) -> None:
-        for step in numbers:
-            engine.backward(freezing_jobs.loss_of(engine, step, dist.get_rank()))
-            engine.step()
-
-    advance(runs[0], range(3))
+    runs = [start("lamb", 3, seed, **more) for seed in (7, 8)]
+    for engine in runs:
+        engine.optimizer.loss_scaler.scale_window = 2
+    steps(runs[0], range(3))
     with shared_folder() as folder:
         runs[0].save_checkpoint(folder)
-        advance(runs[0], range(3, 6))
+        steps(runs[0], range(3, 6))
         runs[1].load_checkpoint(folder)
-    advance(runs[1], range(3, 6))
+    steps(runs[1], range(3, 6))
     scales = [engine.optimizer.loss_scale for engine in runs]
     return {"same": same(whole(runs[0]), whole(runs[1])), "scales": scales}
 
