@@ -6,10 +6,11 @@ import sys
 from typing import Any
 
 from ds_ext import rates
-from ds_ext.config.optimizer_names import PREFIX, registry_key
+from ds_ext.config import optimizer_names
+from ds_ext.config.parsing import edited
 from ds_ext.optimizer import named
 from ds_ext.planner import memory, models
-from ds_ext.planner.options import PlanOptions
+from ds_ext.planner.options import KEYS, PlanOptions
 from ds_ext.rates import RATES, Rate
 from ds_ext.rules import REGISTRY
 
@@ -87,7 +88,7 @@ def make(optimizer: str, stage: int, numbers: bool = False, parameters: int = 0)
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     return {
         "optimizer": {
-            "type": spelling if registry_key(spelling) else PREFIX + spelling,
+            "type": optimizer_names.in_config(spelling),
             "params": {
                 "lr": value(start),
                 **({"weight_decay": value(decay)} if decay is not None else {}),
@@ -110,35 +111,23 @@ def of_plan(options: PlanOptions, parameters: int = 0, numbers: bool = True) -> 
         parameters: the number of the model's parameters.
         numbers: whether to write numbers instead of "auto", as of ``make``.
     """
-    assert options.stage is not None and options.batch is not None
-    config = make(options.optimizer, int(options.stage), numbers, parameters)
-    config["optimizer"]["params"] |= options.params
-    if numbers:
-        config["bf16"]["enabled"] = options.dtype == "bf16"
-        config["train_micro_batch_size_per_gpu"] = options.batch.rows
-    if options.dtype == "fp16":
-        config["fp16"] = {"enabled": True if numbers else "auto"}
-    zero = config["zero_optimization"]
-    zero["reduce_bucket_size"] = options.bucket
-    for name in ("offload_param", "offload_optimizer"):
-        if getattr(options, name):
-            zero[name] = {"device": "cpu"}
-    own = {
-        "gradient_policy": options.accumulates,
-        "shard_size": options.shard_size,
-        "batch_splits": options.batch.splits if options.batch.splits > 1 else None,
-        "chunked_loss": options.batch.chunked_loss,
-        "weight_storage": options.weight_storage,
-    }
-    if own := {key: value for key, value in own.items() if value}:
-        config["ds_ext"] = own
-    return config
+    (kind,), (stage,) = options.optimizers, options.stages
+    assert stage is not None
+    made = make(kind.__name__, stage, numbers, parameters)
+    planned = edited(options.config, {KEYS["bucket"]: options.bucket})
+    if not numbers:
+        switches = {f"{key}.enabled": "auto" for key in ("bf16", "fp16") if key in planned}
+        planned = edited(planned, switches | {KEYS["batch"]: "auto"})
+    made["optimizer"]["params"] |= planned.pop("optimizer")["params"]
+    for key, value in planned.items():
+        made[key] = made.get(key, {}) | value if isinstance(value, dict) else value
+    return made
 
 
 def trainer_arguments(options: PlanOptions, parameters: int) -> str:
     """Returns the arguments of HF Trainer or TRL that a config with "auto" needs."""
     assert options.batch is not None
-    found = rates.for_size(named(options.optimizer, "OPTIMIZER").__name__, parameters)
+    found = rates.for_size(options.optimizers[0].__name__, parameters)
     precision = f" --{options.dtype} True" if options.dtype != "fp32" else ""
     rate = "" if found is None else f" --learning_rate {rates.shown(found[0])}"
     return f"--per_device_train_batch_size {options.batch.rows}{rate}{precision} --max_grad_norm 0"

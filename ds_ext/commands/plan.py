@@ -19,7 +19,7 @@ DESCRIPTION = (
 def run(given: argparse.Namespace) -> None:
     """Prints the plan. Raises ValueError, which names the option, if an option is invalid."""
     if given.fit is None:
-        memory_plan.run(given)
+        memory_plan.show(read(given))
     else:
         _fit(given, given.fit)
 
@@ -36,27 +36,25 @@ def _fit(given: argparse.Namespace, path: Path) -> None:
     lines = [["", "total", "saves"], [taken[0].name, f"{totals[0]:.2f}", "-"]]
     for step, (before, total) in zip(taken[1:], itertools.pairwise(totals), strict=True):
         lines.append([f"{step.name} ({step.cost})", f"{total:.2f}", f"{before - total:.2f}"])
-    written = config.of_plan(last, plan.n, numbers=not options.hf)
+    written = config.of_plan(last, plan.n, numbers=not given.hf)
     try:
         path.write_text(config.as_text(written), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"--fit {path}: {error.strerror}") from None
     print(f"{memory_plan.title(plan)}; {unit} per rank\n")
     print("\n".join(memory_plan.aligned(lines)))
-    if on_host := plan.changed(last).rows[0].host_bytes:
-        print(
-            f"\nIn the memory of the host: {on_host / memory_plan.UNITS[unit]:.2f} {unit} per rank."
-        )
+    if on_host := taken[-1].use.host / memory_plan.UNITS[unit]:
+        print(f"\nIn the memory of the host: {on_host:.2f} {unit} per rank.")
     print("\n" + memory_plan.not_counted(last, plan.n, unit))
     print(f"\nThe counted memory fits in {last.cards[0]:g} GiB. Config: {path}")
-    print(config.rate_source(last.optimizer, plan.n))
-    if options.hf:
+    print(config.rate_source(last.optimizers[0].__name__, plan.n))
+    if given.hf:
         arguments = config.trainer_arguments(last, plan.n)
         print(f'HF Trainer and TRL fill in "auto" from: {arguments}')
     if given.checkpointing:
         print("The program must enable activation checkpointing, as the plan assumes.")
     if last.accumulates:
-        what = "Give --gradient_accumulation_steps" if options.hf else SET_STEPS
+        what = "Give --gradient_accumulation_steps" if given.hf else SET_STEPS
         print(f"{what}. The plan is the same for any number.")
 
 

@@ -32,6 +32,11 @@ def registry_key(name: str | None) -> str | None:
     return key if key in REGISTRY and not is_theirs else None
 
 
+def in_config(name: str) -> str:
+    """Returns a ds_ext optimizer's name with the prefix, if a config needs it."""
+    return name if registry_key(name) else PREFIX + name
+
+
 def concerns_us(config: Any) -> bool:
     """Returns whether a config names a ds_ext optimizer or has a section "ds_ext".
 

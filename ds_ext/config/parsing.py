@@ -9,7 +9,7 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,14 @@ def lookup(config: Any, key: str, default: Any = None) -> Any:
         if not isinstance(config, dict) or part not in config:
             return default
         config = config[part]
+    return config
+
+
+def edited(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config with other values of dotted keys. Creates missing sections."""
+    for key, value in changes.items():
+        first, _, rest = key.partition(".")
+        config = config | {first: edited(config.get(first) or {}, {rest: value}) if rest else value}
     return config
 
 

@@ -7,6 +7,7 @@ from ds_ext import rates
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import fit
 from ds_ext.planner.memory import MemoryUse
+from ds_ext.planner.options import KEYS
 from ds_ext.planner.rows import GIB, MemoryPlan, Row
 
 MOST_RANKS = 1024
@@ -24,12 +25,10 @@ def advice(plan: MemoryPlan, table: Mapping[str, MemoryUse]) -> str:
     """
     theirs = next(row for row in plan.rows if row.label.startswith("AdamW, DeepSpeed"))
     ours = [row for row in plan.rows if row.optimizer is not None]
-    least = min(ours, key=lambda row: table[row.label].total)
-    candidates = [theirs]
-    for name in ("flashadamw", "adalomo"):
-        own = [row for row in ours if row.optimizer is OPTIMIZERS[name]]
-        candidates += [min(own, key=lambda row: table[row.label].total)] if own else []
-    candidates += [] if least in candidates else [least]
+    ours = sorted(ours, key=lambda row: table[row.label].total)
+    wanted = [OPTIMIZERS["flashadamw"], OPTIMIZERS["adalomo"], ours[0].optimizer]
+    smallest = [next((row for row in ours if row.optimizer is kind), None) for kind in wanted]
+    candidates = [theirs, *dict.fromkeys(row for row in smallest if row is not None)]
     if not plan.options.cards:
         sizes = [f"{c.label} {table[c.label].total / GIB:.2f} GiB" for c in reversed(candidates)]
         found = "; ".join(f"{c.label.partition(',')[0]} {_rate(plan, c)}" for c in candidates[1:])
@@ -41,7 +40,7 @@ def advice(plan: MemoryPlan, table: Mapping[str, MemoryUse]) -> str:
     for card in plan.options.cards:
         row = next((c for c in candidates if table[c.label].total <= card * GIB), None)
         if row is None:
-            lines.append(f"{card:g} GiB: {_smaller(plan, least, card)}")
+            lines.append(f"{card:g} GiB: {_smaller(plan, ours[0], card)}")
         else:
             lines.append(f"{card:g} GiB: {_take(row)} Learning rate: {_rate(plan, row)}.")
     return "\n".join(lines)
@@ -80,16 +79,11 @@ def _smaller(plan: MemoryPlan, least: Row, card: float) -> str:
     ranks = options.ranks
     while ranks < MOST_RANKS:
         ranks *= 2
-        more = plan.changed(replace(options, ranks=ranks, shard_size=0))
+        more = plan.changed(replace(options.edited({KEYS["shard_size"]: 0}), ranks=ranks))
         row = next(row for row in more.rows if row.label == least.label)
         if more.total(row, options.batch).total <= card * GIB:
             return f"nothing fits; {least.label} would on {ranks} ranks."
-    hints = []
-    if options.batch is not None:
-        hints += [] if options.batch.checkpointing else ["--checkpointing"]
-        hints += ["fewer --batch rows"] if options.batch.rows > 1 else ["shorter rows (--seq)"]
-    if options.stage != "3":
-        hints.append("--stage 3")
-    elif not options.offload_param:
-        hints.append("--offload-param")
-    return f"nothing fits on {MOST_RANKS} ranks either; try {', '.join(hints)}."
+    return (
+        f"nothing fits on {MOST_RANKS} ranks either; try a smaller --model or --seq, "
+        "--checkpointing, fewer --batch rows, --stage 3, or --offload-param."
+    )

@@ -1,13 +1,14 @@
 """The way down: the cheapest steps, in order, until a plan fits the memory of a card."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from ds_ext.backward.gradient_config import BUCKET_SIZE
+from ds_ext.config import optimizer_names
 from ds_ext.optimizer import named
 from ds_ext.planner.memory import MemoryUse
-from ds_ext.planner.options import ALL, PlanOptions
+from ds_ext.planner.options import ALL, KEYS, PlanOptions
 from ds_ext.planner.rows import GIB, MemoryPlan
 from ds_ext.rates import RATES, Rate
 
@@ -24,18 +25,16 @@ _REMEDIES = {
 }
 
 
-@dataclass(frozen=True)
-class MemoryStep:
-    """A change of the options of a plan that needs less memory."""
+class MemoryStep(NamedTuple):
+    """A change of the config of a plan that needs less memory."""
 
     name: str
     cost: str
-    change: Callable[[PlanOptions], PlanOptions]
+    changes: Mapping[str, Any]  # by dotted key
     is_last: bool = False  # excludes later steps, so it is taken only if the plan then fits
 
 
-@dataclass(frozen=True)
-class ResourceUse:
+class ResourceUse(NamedTuple):
     """The plan after a step."""
 
     name: str
@@ -49,8 +48,8 @@ def unsupported(options: PlanOptions) -> str | None:
     found = {
         "--lora": options.lora is not None,
         "--plot": options.picture is not None,
-        "--stage none": options.stage == "none",
-        "--config": options.has_config,
+        "--stage none": options.get("stage", ALL) is None,
+        "--config": options.file is not None,
     }
     if options.model is None or options.batch is None or len(options.cards) != 1:
         return ""
@@ -86,106 +85,83 @@ def cheapest_reductions(
     """
     assert options.model is not None
     card = options.cards[0] * GIB
-    first = OPTIMIZERS[0] if options.optimizer == ALL else options.optimizer
-    start = _with_optimizer(first, options, replace(options, stage=options.stage or "3"))
+    (first,) = options.optimizers if not options.has_all_optimizers else [named(OPTIMIZERS[0])]
+    start = options.edited(
+        {"optimizer": _optimizer(first.__name__, options), KEYS["stage"]: options.get("stage", 3)}
+    )
     plan = MemoryPlan(start, options.model) if peaks is None else peaks.changed(start)
 
     @functools.cache
-    def use(now: tuple[MemoryStep, ...]) -> MemoryUse:
-        changed = plan.changed(_applied(now, start))
-        return changed.total(changed.rows[0], changed.options.batch)
+    def after(*names: str) -> ResourceUse:
+        """The plan after some of the steps."""
+        now, last = start, MemoryStep(plan.rows[0].label, "", {})
+        for last in (steps[name] for name in names):
+            now = now.edited(last.changes)
+        changed = plan.changed(now)
+        return ResourceUse(last.name, last.cost, now, changed.total(changed.rows[0], now.batch))
 
-    taken: tuple[MemoryStep, ...] = ()
-    least = use(taken)
-    for step in _steps(options):
-        if least.total <= card:
+    steps = {step.name: step for step in _steps(options)}
+    taken: tuple[str, ...] = ()
+    least = after()
+    for name, step in steps.items():
+        if least.use.total <= card:
             break
         try:
-            smaller = use((*taken, step))
+            smaller = after(*taken, name)
         except ValueError:  # the model or the optimizer does not support it
             continue
-        if smaller.total < least.total and (smaller.total <= card or not step.is_last):
-            taken, least = (*taken, step), smaller
-    if least.total > card:
-        raise ValueError(_nothing_fits(_applied(taken, start), least))
-    for step in reversed(taken[:-1]):
-        fewer = tuple(other for other in taken if other is not step)
-        if use(fewer).total <= card:
+        fits = smaller.use.total <= card
+        if smaller.use.total < least.use.total and (fits or not step.is_last):
+            taken, least = (*taken, name), smaller
+    if least.use.total > card:
+        raise ValueError(_nothing_fits(least))
+    for name in reversed(taken[:-1]):
+        fewer = tuple(other for other in taken if other != name)
+        if after(*fewer).use.total <= card:
             taken = fewer
-    found = [ResourceUse(plan.rows[0].label, "", start, use(()))]
-    for n, step in enumerate(taken, 1):
-        now = taken[:n]
-        found.append(ResourceUse(step.name, step.cost, _applied(now, start), use(now)))
-    return plan, found
+    return plan, [after(*taken[:n]) for n in range(len(taken) + 1)]
 
 
 def _steps(options: PlanOptions) -> Iterator[MemoryStep]:
     """Yields the steps in the order in which they are tried."""
     assert options.batch is not None
-    rows = options.batch.rows
-    yield MemoryStep("chunked loss", "the output head runs again", _in_chunks)
+    rows, stage = options.batch.rows, options.get("stage", ALL)
+    yield MemoryStep("chunked loss", "the output head runs again", {KEYS["chunked_loss"]: True})
     for n in sorted({*(2**k for k in range(1, rows.bit_length())), max(2, rows)}):
-        yield MemoryStep(
-            "checkpointing" if rows == 1 else f"layers run {n} pieces of the batch",
-            "layers run again",
-            functools.partial(_in_pieces, n),
-        )
-    if options.optimizer == ALL:
+        # Two pieces of one row are one piece, which is checkpointed.
+        name = "checkpointing" if rows == 1 else f"layers run {n} pieces of the batch"
+        yield MemoryStep(name, "layers run again", {KEYS["batch_splits"]: n})
+    if options.has_all_optimizers:
         for name in OPTIMIZERS[1:]:
-            change = functools.partial(_with_optimizer, name, options)
-            yield MemoryStep(name, "has its own learning rate", change)
-    if not options.chose_bucket:
-        yield MemoryStep(
-            f"buckets of {BUCKET_SIZE:,} elements",
-            "more and smaller messages",
-            lambda now: replace(now, bucket=min(now.bucket, BUCKET_SIZE)),
-        )
-    if options.stage is None:
-        stage = "2" if options.ranks == 1 else "3"
-        yield MemoryStep(
-            "weights in int8",
-            "more noise in each update",
-            lambda now: replace(now, weight_storage="int8", stage=stage),
-            is_last=True,
-        )
-    bus = "moved in each step"
-    yield MemoryStep(
-        "optimizer states in host memory", bus, lambda now: replace(now, offload_optimizer=True)
-    )
-    if options.stage in (None, "3"):
-        yield MemoryStep(
-            "weights in host memory", bus, lambda now: replace(now, offload_param=True)
-        )
+            kind = _optimizer(name, options)
+            yield MemoryStep(name, "has its own learning rate", {"optimizer": kind})
+    if options.get("bucket") is None:
+        smaller = {KEYS["bucket"]: min(options.bucket, BUCKET_SIZE)}
+        name = f"buckets of {BUCKET_SIZE:,} elements"
+        yield MemoryStep(name, "more and smaller messages", smaller)
+    if stage == ALL:
+        least = 2 if options.ranks == 1 else 3
+        int8 = {KEYS["weight_storage"]: "int8", KEYS["stage"]: least}
+        yield MemoryStep("weights in int8", "more noise in each update", int8, is_last=True)
+    moved = {"offload_optimizer": "optimizer states"}
+    moved |= {"offload_param": "weights"} if stage in (ALL, 3) else {}
+    for option, what in moved.items():
+        yield MemoryStep(f"{what} in host memory", "moved in each step", {KEYS[option]: "cpu"})
 
 
-def _in_chunks(now: PlanOptions) -> PlanOptions:
-    """``now`` with a chunked loss."""
-    assert now.batch is not None
-    return replace(now, batch=replace(now.batch, chunked_loss=True))
+def _optimizer(name: str, options: PlanOptions) -> dict[str, Any]:
+    """The section of an optimizer with its recommended params, and those of ``options``."""
+    params = {**RATES.get(name.lower(), Rate(0.0)).params, **options.params}
+    return {"type": optimizer_names.in_config(name), "params": params}
 
 
-def _in_pieces(n: int, now: PlanOptions) -> PlanOptions:
-    """``now`` with layers in pieces. Two pieces of one row are one piece, which is checkpointed."""
-    assert now.batch is not None
-    return replace(now, batch=replace(now.batch, splits=n))
-
-
-def _with_optimizer(name: str, options: PlanOptions, now: PlanOptions) -> PlanOptions:
-    """``now`` with an optimizer, its recommended params, and those of ``options``."""
-    rate = RATES.get(named(name, options.spelled("optimizer")).__name__.lower(), Rate(0.0))
-    return replace(now, optimizer=name, params={**rate.params, **options.params})
-
-
-def _applied(steps: Sequence[MemoryStep], start: PlanOptions) -> PlanOptions:
-    return functools.reduce(lambda now, step: step.change(now), steps, start)
-
-
-def _nothing_fits(options: PlanOptions, least: MemoryUse) -> str:
+def _nothing_fits(least: ResourceUse) -> str:
     """The error if all steps together do not suffice."""
-    part = max(_REMEDIES, key=lambda part: float(getattr(least, part)))
-    remedy = _REMEDIES[part] if options.stage == "3" else "try --stage 3"
+    options, use = least.options, least.use
+    part = max(_REMEDIES, key=lambda part: float(getattr(use, part)))
+    remedy = _REMEDIES[part] if options.stages == [3] else "try --stage 3"
     return (
         f"--fit: nothing fits {options.cards[0]:g} GiB. The smallest total is "
-        f"{least.total / GIB:.3g} GiB per rank; the largest part is {part}, "
-        f"{getattr(least, part) / GIB:.3g} GiB: {remedy}."
+        f"{use.total / GIB:.3g} GiB per rank; the largest part is {part}, "
+        f"{getattr(use, part) / GIB:.3g} GiB: {remedy}."
     )

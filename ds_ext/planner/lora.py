@@ -95,5 +95,5 @@ def lora(
     adapt(model, rank)
     trained = {n: tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad}
     adapters = memory.adamw(trained, stage, ranks, dtype, min(bucket, memory.elements(trained)))
-    whole = memory.elements(frozen) * dtype.itemsize
-    return replace(adapters, weights=adapters.weights + (whole / ranks if stage == 3 else whole))
+    base = memory.elements(frozen) * dtype.itemsize / (ranks if stage == 3 else 1)
+    return replace(adapters, weights=adapters.weights + base, kept=0.0)

@@ -49,6 +49,9 @@ class MemoryUse:
     gradients: float  # the peak in a step
     master: float  # fp32 copies of 16-bit weights, or the lower halves of such copies
     activations: float = 0.0  # their share of the peak, if counted
+    kept: float = 0.0  # of the gradients: bytes that live throughout backward
+    staged: float = 0.0  # of the other parts: bytes that come from the host with a bucket
+    host: float = 0.0  # offloaded, in the memory of the host
 
     @property
     def total(self) -> float:
@@ -66,7 +69,6 @@ def optimizer_memory(
     accumulates: str | None = None,
     offloads: Collection[str] = (),
     in_int8: bool = False,
-    staged_share: float | None = None,
 ) -> MemoryUse:
     """Returns the memory of a rule on the rank with the most memory.
 
@@ -78,31 +80,30 @@ def optimizer_memory(
         dtype: the dtype of weights and gradients.
         bucket: reduce_bucket_size, in elements.
         accumulates: the ``gradient_policy`` by which gradients are kept in fp32 until the step.
-        offloads: "param" (stage 3), "optimizer", both or none. Offloaded parts are on the host.
+        offloads: "param" (stage 3), "optimizer", both or none. Of offloaded parts, one bucket's are
+            on the device.
         in_int8: whether large matrices are stored in 8 bits. Their values in bf16, of a bucket that
             is stepped and, at stages 0 to 2, of a module, count as gradients.
-        staged_share: the share of the offloaded parts on the device; by default one bucket's.
     """
     cut = ranks if stage in (1, 2, 3) else 1
     behind = IN_FLIGHT if stage == 3 else 0  # overlap_comm: earlier buckets are not stepped yet
     in_flight = elements(shapes) if stage is None else _in_flight(shapes, ranks, bucket, behind)
-    if staged_share is None:
-        staged_share = min(1.0, max(bucket, _largest(shapes)) / elements(shapes))
-    whole = _weights(shapes, stage, ranks)
-    weights = whole
+    share = min(1.0, max(bucket, _largest(shapes)) / elements(shapes))
+    weights, moved = _weights(shapes, stage, ranks), 0
     if "param" in offloads:
-        runs = sum(-(-math.prod(shape) // ranks) for shape in shapes.values())
-        weights = whole - runs + math.ceil(staged_share * runs)
+        moved = sum(-(-math.prod(shape) // ranks) for shape in shapes.values())
+        weights += math.ceil(share * moved) - moved
 
     rules = rule if isinstance(rule, Mapping) else dict.fromkeys(shapes, rule)
     kept = 0 if stage is None else kept_gradients(rules, shapes, cut, accumulates)
 
-    def held(init: Init) -> float:
+    def held(init: Init) -> tuple[float, float]:
+        """Bytes on the device, and on the host."""
         most = max_bytes_over_ranks(init, rules, shapes, cut, dtype)
         if "optimizer" not in offloads:
-            return most
-        stays = max_bytes_over_ranks(lambda *of: _small(init(*of)), rules, shapes, cut, dtype)
-        return stays + staged_share * (most - stays)
+            return most, 0.0
+        away = most - max_bytes_over_ranks(lambda *of: _small(init(*of)), rules, shapes, cut, dtype)
+        return most - away + share * away, away
 
     # ZeRO-3 stores runs, and keeps small weights gathered in bf16.
     divided, persist = (ranks, PERSIST) if stage == 3 else (1, 0)
@@ -111,12 +112,17 @@ def optimizer_memory(
     widest = max(stored, default=0)
     module = 0 if stage == 3 else widest
     expanded = min(sum(stored), max(bucket // divided, widest) + module) if stored else 0
-    as_bf16 = weights - sum(stored)
+    states, states_away = held(state)
+    masters, masters_away = held(lambda rule, p, *_: sixteen_bit.master(p, rule))
+    kept += expanded * dtype.itemsize
     return MemoryUse(
-        weights=as_bf16 * dtype.itemsize + sum(map(int8.nbytes, stored)),
-        state=held(state),
-        gradients=(in_flight + expanded) * dtype.itemsize + kept,
-        master=held(lambda rule, p, *_: sixteen_bit.master(p, rule)),
+        weights=(weights - sum(stored)) * dtype.itemsize + sum(map(int8.nbytes, stored)),
+        state=states,
+        gradients=in_flight * dtype.itemsize + kept,
+        master=masters,
+        kept=kept,
+        staged=math.ceil(share * moved) * dtype.itemsize + share * (states_away + masters_away),
+        host=moved * dtype.itemsize + states_away + masters_away,
     )
 
 
@@ -206,6 +212,7 @@ def adamw(shapes: Shapes, stage: int, ranks: int, dtype: torch.dtype, bucket: in
         state=8 * run,
         gradients=gradients,
         master=4 * run if stage or size < 4 else 0,
+        kept=size * (n / ranks + bucket) if stage >= 2 else 0,
     )
 
 

@@ -1,41 +1,35 @@
-"""``python -m ds_ext plan``: prints the memory of an optimizer on each rank before a run."""
+"""Prints a plan as a table, and draws it as stacked bars."""
 
-import argparse
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
-from ds_ext.planner import models, plot
+from ds_ext.planner import models
 from ds_ext.planner.advice import advice
 from ds_ext.planner.memory import MemoryUse
-from ds_ext.planner.options import DTYPES, PlanOptions, read
+from ds_ext.planner.options import DTYPES, PlanOptions
 from ds_ext.planner.rows import GIB, MemoryPlan
 
 UNITS = {"GiB": GIB, "MiB": 2**20}
 
 
-def run(given: argparse.Namespace) -> None:
-    """Prints the plan. Raises ValueError, which names the option, if an option is invalid."""
-    options = read(given)
+def show(options: PlanOptions) -> None:
+    """Prints the plan, and draws it if ``--plot`` is given."""
     if options.model is None:
-        print("\n".join(_largest_models(given, options)))
+        print("\n".join(_largest_models(options)))
         return
     plan = MemoryPlan(options, options.model)
     table = {row.label: plan.total(row, options.batch) for row in plan.rows}
-    unit = unit_of(row.total for row in table.values())
-    if options.picture:
-        plot.draw(table, parts(options), options, options.picture, title(plan), unit, UNITS[unit])
+    unit = unit_of(use.total for use in table.values())
+    if options.picture is not None:
+        _draw(plan, table, unit, options.picture)
     print(f"{title(plan)}; {unit} per rank\n")
     print("\n".join(aligned(_cells(plan, table, unit))))
     print("\n" + not_counted(options, plan.n, unit))
     if options.picture:
         print(f"\nPicture: {options.picture}")
     print("\n" + advice(plan, table))
-
-
-def parts(options: PlanOptions) -> tuple[str, ...]:
-    """Returns the names of the counted parts of memory."""
-    found = ("weights", "state", "gradients", "master")
-    return (*found, "activations") if options.batch else found
 
 
 def unit_of(sizes: Iterable[float]) -> str:
@@ -45,46 +39,49 @@ def unit_of(sizes: Iterable[float]) -> str:
 
 def title(plan: MemoryPlan) -> str:
     """Returns the model, dtype, ranks and batch of a plan in words."""
-    options = plan.options
-    return f"{options.model}: {plan.n:,} parameters in {_where(options)}"
+    return f"{plan.name}: {plan.n:,} parameters in {_where(plan.options)}"
 
 
 def _where(options: PlanOptions) -> str:
     """The dtype, ranks and batch of the plan in words."""
-    storage = f", matrices stored in {options.weight_storage}," if options.weight_storage else ""
-    where = (
-        f"{options.dtype}{storage} on {options.ranks} data-parallel rank{'s'[: options.ranks > 1]}"
-    )
-    if options.shard_size:
-        where += f", {options.shard_size} ranks per replica for ds_ext"
-    if options.batch is None:
+    own, batch = options.own, options.batch
+    where = options.dtype
+    where += f", matrices stored in {own.weight_storage}," if own.weight_storage else ""
+    where += f" on {options.ranks} data-parallel rank{'s'[: options.ranks > 1]}"
+    where += f", {own.shard_size} ranks per replica for ds_ext" if own.shard_size else ""
+    if batch is None:
         return where
-    rows, tokens = options.batch.rows, options.batch.tokens
-    where += f", {rows} row{'s'[: rows > 1]} of {tokens:,} tokens each"
-    where += ", checkpointing" if options.batch.checkpointing else ""
-    where += f", layers in {options.batch.splits} pieces" if options.batch.splits > 1 else ""
-    return where + (", chunked loss" if options.batch.chunked_loss else "")
+    where += f", {batch.rows} row{'s'[: batch.rows > 1]} of {batch.tokens:,} tokens each"
+    where += ", checkpointing" if batch.checkpointing else ""
+    where += f", layers in {batch.splits} pieces" if batch.splits > 1 else ""
+    return where + (", chunked loss" if batch.chunked_loss else "")
+
+
+def _parts(options: PlanOptions) -> tuple[str, ...]:
+    """The names of the counted parts of memory."""
+    found = ("weights", "state", "gradients", "master")
+    return (*found, "activations") if options.batch else found
 
 
 def _cells(plan: MemoryPlan, table: Mapping[str, MemoryUse], unit: str) -> list[list[str]]:
     """The cells of the table, row by row. The last columns say which rows fit each card."""
-    options = plan.options
-    columns = (*parts(options), "total")
-    has_host = any(row.host_bytes for row in plan.rows)
+    options, size = plan.options, UNITS[unit]
+    columns = (*_parts(options), "total")
+    on_host = ["on the host"] if any(use.host for use in table.values()) else []
     cards = [f"in {card:g} GiB" for card in options.cards]
-    lines = [["", *columns, "bytes/param", *(["on the host"] if has_host else []), *cards]]
+    lines = [["", *columns, "bytes/param", *on_host, *cards]]
     for row in plan.rows:
-        held = table[row.label]
-        sizes = [f"{getattr(held, part) / UNITS[unit]:.2f}" for part in columns]
+        use = table[row.label]
         fits = []
         for card in options.cards:
             if options.batch is None:
-                fits.append("fits" if held.total <= card * GIB else "no")
+                fits.append("fits" if use.total <= card * GIB else "no")
             else:
                 most = plan.largest_batch(row, options.batch, card)
                 fits.append(f"batch {most}" if most else "no")
-        on_host = [f"{row.host_bytes / UNITS[unit]:.2f}"] if has_host else []
-        lines.append([row.label, *sizes, f"{held.total / plan.n:.2f}", *on_host, *fits])
+        sizes = [f"{getattr(use, part) / size:.2f}" for part in columns]
+        host = [f"{use.host / size:.2f}" for _ in on_host]
+        lines.append([row.label, *sizes, f"{use.total / plan.n:.2f}", *host, *fits])
     return lines
 
 
@@ -106,7 +103,7 @@ def not_counted(options: PlanOptions, n: int, unit: str) -> str:
         f"Gradients are the peak with buckets of {options.bucket:,} elements (--bucket), also for "
         "AdamW.",
     ]
-    if options.weight_storage:
+    if options.own.weight_storage:
         sentences.append("They include the matrices that exist in bf16 at a time.")
     if options.batch is None:
         sentences.append("Activations are not counted: --seq TOKENS counts them.")
@@ -118,27 +115,55 @@ def not_counted(options: PlanOptions, n: int, unit: str) -> str:
     return textwrap.fill(" ".join(sentences), 90)
 
 
-def _largest_models(given: argparse.Namespace, options: PlanOptions) -> list[str]:
+def _largest_models(options: PlanOptions) -> list[str]:
     """The lines of a table: the largest model of ``models.KNOWN`` that fits each card."""
-    columns = []
-    for card in options.cards:  # each has buckets of its own size
-        one = read(argparse.Namespace(**vars(given) | {"memory": (card,)}))
-        columns.append(_largest_by_label(one, card * GIB))
+    columns = [_largest_by_label(replace(options, cards=(card,))) for card in options.cards]
     lines = [["", *(f"in {card:g} GiB" for card in options.cards)]]
     lines += [[label, *(column[label] for column in columns)] for label in columns[0]]
     heading = f"The largest known model that fits, in {_where(options)}"
     return [heading, "", *aligned(lines), "", not_counted(options, 10**9, "GiB")]
 
 
-def _largest_by_label(options: PlanOptions, available: float) -> dict[str, str]:
-    """The name of the largest model that fits the available bytes, for each row of a plan."""
+def _largest_by_label(options: PlanOptions) -> dict[str, str]:
+    """The name of the largest model that fits the card, for each row of a plan."""
     found: dict[str, str] = {}
+    available = options.cards[0] * GIB
     for plan in sorted((MemoryPlan(options, k) for k in models.KNOWN), key=lambda plan: plan.n):
         for row in plan.rows:
-            found.setdefault(row.label, "none")
-            if (
-                row.without_activations.total <= available
-                and plan.total(row, options.batch).total <= available
-            ):
-                found[row.label] = plan.name
+            fits = row.use.total <= available
+            fits = fits and plan.total(row, options.batch).total <= available
+            found[row.label] = plan.name if fits else found.get(row.label, "none")
     return found
+
+
+def _draw(plan: MemoryPlan, table: Mapping[str, MemoryUse], unit: str, path: Path) -> None:
+    """Draws the table as stacked bars, with a line for each card. ValueError if it cannot."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("--plot: needs matplotlib (pip install ds-ext[plot]).") from None
+    options, size, parts = plan.options, UNITS[unit], _parts(plan.options)
+    figure = Figure(figsize=(9, 1.4 + 0.32 * len(table)), layout="constrained")
+    axes = figure.add_subplot()
+    left = [0.0] * len(table)
+    for part in parts:
+        sizes = [getattr(use, part) / size for use in table.values()]
+        axes.barh(list(table), sizes, left=left, label=part)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    for i, total in enumerate(left):
+        axes.annotate(f"{total:.1f}", (total, i), (3, 0), textcoords="offset points", va="center")
+    for card in options.cards:
+        edge = card * GIB / size
+        if edge < 1.05 * max(left):
+            axes.axvline(edge, color="black", linestyle=":")
+            axes.annotate(f" {card:g} GiB", (edge, -0.6), va="bottom", annotation_clip=False)
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(xlabel=f"{unit} per rank{'' if options.batch else ', without activations'}")
+    figure.suptitle(textwrap.fill(title(plan), 90), fontsize="medium", x=0.01, ha="left")
+    figure.legend(loc="outside lower center", ncols=len(parts), frameon=False)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:  # no such folder, or no such format
+        raise ValueError(f"--plot {path}: {error}") from None

@@ -1,92 +1,155 @@
-"""The options of ``plan``, from the command line and from a DeepSpeed config."""
+"""The options of ``plan``: a DeepSpeed config, and the model and ranks for which it is planned.
+
+The command line changes the config that ``--config`` names. The checks of a run then judge it, so
+that ``plan`` refuses what a run refuses, in the same sentences.
+"""
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ds_ext.backward.gradient_config import GPU_BUCKET_BYTES, GPU_SHARE, gpu_bucket_size
-from ds_ext.config import config_checks, parsing
-from ds_ext.config.parsing import normalized
+from ds_ext.config import config_checks, optimizer_names, parsing
+from ds_ext.config.parsing import edited, lookup
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named
 from ds_ext.planner import models
 from ds_ext.planner.activations import MicroBatch
+from ds_ext.settings import Section
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STAGES = {"none": None, "0": 0, "1": 1, "2": 2, "3": 3}
-ALL = "all"
-# The config key of each option.
+ALL = "all"  # optimizers, or stages
+# The key of a config that each option sets.
 KEYS = {
     "stage": "zero_optimization.stage",
+    "bucket": "zero_optimization.reduce_bucket_size",
+    "offload_param": "zero_optimization.offload_param.device",
+    "offload_optimizer": "zero_optimization.offload_optimizer.device",
+    "batch": "train_micro_batch_size_per_gpu",
     "shard_size": "ds_ext.shard_size",
     "accumulate": "ds_ext.gradient_policy",
     "weight_storage": "ds_ext.weight_storage",
-    "dtype": "bf16.enabled",
-    "optimizer": "optimizer.type",
-    "params": "optimizer.params",
-    "offload_param": "zero_optimization.offload_param",
-    "offload_optimizer": "zero_optimization.offload_optimizer",
+    "batch_splits": "ds_ext.batch_splits",
+    "chunked_loss": "ds_ext.chunked_loss",
 }
-# Names that mean DeepSpeed's own optimizers in a config, even if ds_ext has the same name.
-DEEPSPEEDS = frozenset("adagrad adam adamw lion muadam muadamw muon musgd".split())
+OF_ACTIVATIONS = ("batch", "checkpointing", "batch_splits", "chunked_loss")
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of a plan."""
+    """The options of a plan. ValueError if a run would refuse the config."""
 
     model: str | None
-    ranks: int
-    shard_size: int  # ranks per replica; 0 for all
-    optimizer: str  # a name, or "all"
-    params: Mapping[str, Any]  # optimizer.params
-    stage: str | None  # a key of ``STAGES``; None: see ``stages``
-    dtype: str
-    weight_storage: str | None  # "int8"
-    bucket: int  # elements
-    chose_bucket: bool  # whether the user gave the size of buckets
-    accumulates: str | None  # the gradient_policy, if gradients are kept
-    offload_param: bool
-    offload_optimizer: bool
-    lora: int | None  # rank
-    batch: MicroBatch | None
-    cards: tuple[float, ...]  # GiB
-    picture: Path | None
-    hf: bool = False  # --fit writes "auto" for HF Trainer
-    has_config: bool = False  # whether --config was given
-    of_config: frozenset[str] = frozenset()  # names of options that the config set
+    # See ``parsing.normalized``. Its optimizer's type may be ``ALL``; its stage may be missing, for
+    # all stages, or None, for a plain ``step()``.
+    config: dict[str, Any]
+    ranks: int = 1
+    tokens: int | None = None  # of a row; None: activations are not counted
+    checkpointing: bool = False
+    lora: int | None = None  # rank
+    cards: tuple[float, ...] = ()  # GiB
+    picture: Path | None = None
+    file: Path | None = None  # --config
 
-    def spelled(self, option: str) -> str:
-        """Returns the config key or flag by which the user set an option."""
-        if option in self.of_config:
-            return f"--config: {KEYS[option]}"
-        return "--" + option.replace("_", "-")
+    def __post_init__(self) -> None:
+        try:
+            self._check()
+        except ValueError as error:
+            raise ValueError(f"--config {self.file}: {error}" if self.file else error) from None
+
+    def _check(self) -> None:
+        """Raises ValueError for what a run refuses."""
+        stage = self.stages[-1]  # the highest
+        config = edited(self.config, {KEYS["stage"]: stage or 0})
+        if self.has_all_optimizers and self.own.weight_storage:  # excludes params of any optimizer
+            config["optimizer"] = {"type": "AdaLomo", "params": self.params}
+        elif self.has_all_optimizers:
+            del config["optimizer"]
+        if stage is None and (self.own.weight_storage or self.offloads("optimizer")):
+            raise ValueError(
+                "--stage none has no int8 weights and no offload: choose another --stage."
+            )
+        if stage != 3 and self.offloads("param"):
+            raise ValueError("zero_optimization.offload_param: only ZeRO-3 has it; add --stage 3.")
+        named = config_checks.named_optimizer(config)
+        config_checks.raise_first(config_checks.all_problems(config, named))
+        config_checks.raise_first(config_checks.size_problems(config, self.ranks))
+
+    def edited(self, changes: Mapping[str, Any]) -> "PlanOptions":
+        """Returns options with other values of dotted keys of the config."""
+        return replace(self, config=edited(self.config, changes))
+
+    def get(self, option: str, default: Any = None) -> Any:
+        """Returns the value that the config has for an option of ``KEYS``."""
+        return lookup(self.config, KEYS[option], default)
+
+    def offloads(self, what: str) -> bool:
+        """Returns whether "param" or "optimizer" is offloaded to the CPU."""
+        return bool(self.get(f"offload_{what}", "none") != "none")
+
+    @property
+    def has_all_optimizers(self) -> bool:
+        """Whether all optimizers are planned."""
+        return bool(self.config["optimizer"]["type"] == ALL)
 
     @property
     def optimizers(self) -> list[type[RuleOptimizer]]:
         """The optimizers to plan."""
-        if self.optimizer == ALL:
+        if self.has_all_optimizers:
             return list(OPTIMIZERS.values())
-        return [named(self.optimizer, self.spelled("optimizer"))]
+        return [named(self.config["optimizer"]["type"])]
 
     @property
-    def _is_in_engine(self) -> bool:
-        """Whether options exclude a plain ``step()``."""
-        return self.offload_optimizer or bool(self.weight_storage)
+    def params(self) -> dict[str, Any]:
+        """The config's optimizer.params."""
+        return self.config["optimizer"].get("params") or {}
 
     @property
     def stages(self) -> list[int | None]:
-        """The given stage. By default all stages for one optimizer, and ZeRO-3 for several."""
-        if self.stage:
-            return [STAGES[self.stage]]
-        if self.optimizer == ALL:
+        """The config's stage. By default all stages for one optimizer, and ZeRO-3 for several."""
+        stage = self.get("stage", ALL)
+        if stage != ALL:
+            return [stage]
+        if self.has_all_optimizers or self.offloads("param"):
             return [3]
-        return [s for s in STAGES.values() if s is not None or not self._is_in_engine]
+        in_engine = self.offloads("optimizer") or self.own.weight_storage
+        return [s for s in STAGES.values() if s is not None or not in_engine]
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of weights and gradients."""
+        on = [key for key in ("bf16", "fp16") if lookup(self.config, f"{key}.enabled")]
+        return on[0] if on else "fp32"
+
+    @property
+    def bucket(self) -> int:
+        """Elements of a bucket; by default those of a GPU with the memory of the smallest card."""
+        smallest = min(self.cards, default=float("inf")) * 2**30
+        return int(self.get("bucket") or gpu_bucket_size(DTYPES[self.dtype].itemsize, smallest))
+
+    @property
+    def accumulates(self) -> str | None:
+        """The gradient_policy, if gradients are kept."""
+        policy = parsing.gradients(self.config).policy
+        return None if policy == "fused" else policy
+
+    @property
+    def own(self) -> Section:
+        """The config's section "ds_ext"."""
+        return parsing.section(self.config)
+
+    @property
+    def batch(self) -> MicroBatch | None:
+        """A rank's micro-batch; None if activations are not counted."""
+        if self.tokens is None:
+            return None
+        how = self.checkpointing, self.own.batch_splits, bool(self.own.chunked_loss)
+        return MicroBatch(self.get("batch") or 1, self.tokens, *how)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -131,8 +194,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="keep gradients, by this gradient_policy (default sharded), as for "
         "gradient_accumulation_steps > 1",
     )
-    add("--offload-param", action="store_true", help="offload_param to the CPU; needs --stage 3")
-    add("--offload-optimizer", action="store_true", help="offload_optimizer to the CPU")
+    to_cpu = {"action": "store_const", "const": "cpu"}
+    add("--offload-param", **to_cpu, help="offload_param to the CPU; needs ZeRO-3")
+    add("--offload-optimizer", **to_cpu, help="offload_optimizer to the CPU")
     add("--memory", type=_sizes, default=(), metavar="24,48,80", help="GiB of cards to compare")
     add(
         "--fit",
@@ -151,151 +215,59 @@ def read(line: argparse.Namespace) -> PlanOptions:
     """Returns the options of the command line, completed from ``--config``.
 
     Raises:
-        ValueError: the config or ``--params`` cannot be read, or options contradict each other.
+        ValueError: the config or ``--params`` cannot be read, or a run would refuse the config.
     """
-    given = {} if line.config is None else _of_config(line.config)
-
-    def is_flag(name: str) -> bool:
-        return getattr(line, name, None) not in (None, False)
-
-    def pick(name: str, default: Any) -> Any:
-        return getattr(line, name) if is_flag(name) else given.get(name, default)
-
+    given = {name: value for name, value in vars(line).items() if value not in (None, False)}
     if line.model is None and not line.memory:
         raise ValueError("--model is missing; or give --memory to get the largest that fits.")
     if line.hf and line.fit is None:
         raise ValueError("--hf is for the config that --fit writes: add --fit.")
-    rows, tokens = pick("batch", None), line.seq
-    of_activations = ("batch", "checkpointing", "batch_splits", "chunked_loss")
-    if tokens is None and any(map(is_flag, of_activations)):
-        names = ", ".join("--" + name.replace("_", "-") for name in of_activations)
+    if line.seq is None and not given.keys().isdisjoint(OF_ACTIVATIONS):
+        names = ", ".join("--" + name.replace("_", "-") for name in OF_ACTIVATIONS)
         raise ValueError(f"{names} are for activations: add --seq TOKENS.")
-    how = line.checkpointing, pick("batch_splits", 1), pick("chunked_loss", False)
-    batch = None if tokens is None else MicroBatch(rows or 1, tokens, *how)
-    params = given.get("params", {}) if line.params is None else _object(line.params)
-    optimizer = pick("optimizer", ALL)
-    dtype = pick("dtype", "bf16")
-    smallest = min(line.memory, default=math.inf) * 2**30
-    options = PlanOptions(
+    config = _of_file(line.config) if line.config else edited({}, {"bf16.enabled": True})
+    changes = {key: given[option] for option, key in KEYS.items() if option in given}
+    if line.stage is not None:
+        changes[KEYS["stage"]] = STAGES[line.stage]
+    if line.dtype is not None:
+        sections = {"bf16", line.dtype, *config} & {"bf16", "fp16"}
+        changes |= {f"{section}.enabled": section == line.dtype for section in sections}
+    kind = config.get("optimizer", {"type": ALL, "params": {}})
+    if line.optimizer is not None:
+        is_all = line.optimizer.lower() == ALL
+        one = "" if is_all else named(line.optimizer, "--optimizer").__name__
+        kind = kind | {"type": ALL if is_all else optimizer_names.in_config(one)}
+    if line.params is not None:
+        kind = kind | {"params": _object(line.params)}
+    return PlanOptions(
         model=line.model,
+        config=edited(config, changes | {"optimizer": kind}),
         ranks=line.ranks,
-        shard_size=pick("shard_size", 0),
-        optimizer=ALL if optimizer.lower() == ALL else optimizer,
-        params=params,
-        stage=pick("stage", None),
-        dtype=dtype,
-        weight_storage=pick("weight_storage", None),
-        bucket=pick("bucket", gpu_bucket_size(DTYPES[dtype].itemsize, smallest)),
-        chose_bucket=pick("bucket", None) is not None,
-        accumulates=pick("accumulate", None),
-        offload_param=pick("offload_param", False),
-        offload_optimizer=pick("offload_optimizer", False),
+        tokens=line.seq,
+        checkpointing=line.checkpointing,
         lora=line.lora,
-        batch=batch,
         cards=line.memory,
         picture=line.plot,
-        hf=line.hf,
-        has_config=line.config is not None,
-        of_config=frozenset(name for name in given if not is_flag(name)),
+        file=line.config,
     )
-    _check_groups(options)
-    if options.offload_param and options.stage != "3":
-        raise ValueError(f"{options.spelled('offload_param')}: only ZeRO-3 has it; add --stage 3.")
-    if options.offload_optimizer and options.stage == "none":
-        raise ValueError(
-            f"{options.spelled('offload_optimizer')}: --stage none has none; choose another "
-            "--stage."
-        )
-    return options
 
 
-def check_storage(options: PlanOptions) -> None:
-    """Raises ValueError if ``--weight-storage`` does not support other options."""
-    if not options.weight_storage:
-        return
-    excluded = {
-        "stage": options.stage == "none" and options.stage,
-        "dtype": options.dtype != "bf16" and options.dtype,
-        "params": options.params.get("weight_update", "stochastic") != "stochastic"
-        and options.params["weight_update"],
-        "offload_param": options.offload_param,
-        "offload_optimizer": options.offload_optimizer,
-    }
-    for option, value in excluded.items():
-        if value:
-            raise ValueError(
-                f"{options.spelled('weight_storage')} {options.weight_storage} does not support "
-                f"{options.spelled(option)} {value} yet: remove one of them."
-            )
-
-
-def _check_groups(options: PlanOptions) -> None:
-    """Raises ValueError if ``--shard-size`` does not match other options."""
-    if not options.shard_size:
-        return
-    if options.ranks % options.shard_size:
-        raise ValueError(
-            f"{options.spelled('shard_size')} {options.shard_size} does not divide --ranks "
-            f"{options.ranks}: give a divisor, or other --ranks."
-        )
-    if options.stage in ("none", "0"):
-        raise ValueError(
-            f"{options.spelled('shard_size')}: {options.spelled('stage')} {options.stage} does not "
-            "shard; choose 1 to 3."
-        )
-
-
-def _of_config(path: Path) -> dict[str, Any]:
-    """The options that a DeepSpeed config sets. Keys with the value "auto" set none."""
+def _of_file(path: Path) -> dict[str, Any]:
+    """A DeepSpeed config with a dtype and a stage, and without an optimizer of DeepSpeed."""
     try:
         given = parsing.load(path)
         config_checks.raise_first(parsing.malformed(given))
-        config = normalized(given)
-        optimizer, zero = config.get("optimizer", {}), config.get("zero_optimization", {})
-        _check_values(config)
-        how, own = parsing.gradients(config), parsing.section(config)
+        config = parsing.normalized(given)
+        if kind := config.get("optimizer"):
+            optimizer_names.refuse_unknown(kind["type"])
     except ValueError as error:
         raise ValueError(f"--config {path}: {error}") from None
-    found = {
-        "stage": str(zero.get("stage", 0)),
-        "bucket": how.bucket_size,
-        "shard_size": own.shard_size,
-        "batch_splits": own.batch_splits,
-        "chunked_loss": bool(own.chunked_loss),
-        "weight_storage": own.weight_storage,
-        "accumulate": None if how.policy == "fused" else how.policy,
-        "batch": config.get("train_micro_batch_size_per_gpu"),
-        "dtype": _dtype(config),
-    }
-    for name in ("offload_param", "offload_optimizer"):
-        found[name] = (zero.get(name) or {}).get("device") == "cpu"
-    kind = optimizer.get("type")
-    if isinstance(kind, str) and kind.lower() not in DEEPSPEEDS:
-        found |= {"optimizer": kind, "params": optimizer.get("params") or {}}
-    return {key: value for key, value in found.items() if value is not None}
-
-
-def _check_values(config: dict[str, Any]) -> None:
-    """Raises ValueError for invalid values of keys that only ``plan`` checks."""
-    zero = config.get("zero_optimization", {})
-    if (stage := zero.get("stage", 0)) not in range(4):
-        raise ValueError(f"zero_optimization.stage is {stage!r}; allowed: 0, 1, 2, 3.")
-    for key in ("bf16", "fp16"):
-        is_on = config.get(key, {}).get("enabled", False)
-        if not isinstance(is_on, bool):
-            raise ValueError(f"{key}.enabled is {is_on!r}; allowed: true or false.")
-    # At stage 3 both offload sections are checked. The option --stage may replace the stage.
-    zero3 = {"zero_optimization": zero | {"stage": 3}}
-    config_checks.raise_first(config_checks.offload_problems(zero3))
-
-
-def _dtype(config: Mapping[str, Any]) -> str | None:
-    """The dtype of weights in a config; None if a trainer will fill it in."""
-    sections = {key: config.get(key) for key in ("bf16", "fp16")}
-    for key, section in sections.items():
-        if isinstance(section, dict) and section.get("enabled") is True:
-            return key
-    return None if any(section == {} for section in sections.values()) else "fp32"
+    if kind and optimizer_names.registry_key(kind["type"]) is None:
+        del config["optimizer"]
+    sections = [config.get(key) for key in ("bf16", "fp16")]
+    if {} in sections and not any(section and section.get("enabled") for section in sections):
+        config = edited(config, {"bf16.enabled": True})  # a trainer will fill in "auto"
+    return edited(config, {KEYS["stage"]: lookup(config, KEYS["stage"]) or 0})
 
 
 def _object(text: str) -> dict[str, Any]:

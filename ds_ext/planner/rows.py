@@ -2,22 +2,20 @@
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
 from ds_ext.backward.streams import IN_FLIGHT
-from ds_ext.config import config_checks
+from ds_ext.config import config_checks, optimizer_names
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.planner import activations, lora, memory, models
 from ds_ext.planner.activations import GradientLifetime, MicroBatch
 from ds_ext.planner.memory import MemoryUse
-from ds_ext.planner.options import ALL, DEEPSPEEDS, DTYPES, PlanOptions, check_storage
+from ds_ext.planner.options import ALL, DTYPES, KEYS, PlanOptions
 
 GIB = 2**30
-POLICIES = ("sharded", "projected")  # that keep gradients
 
 
 @dataclass(frozen=True)
@@ -25,25 +23,15 @@ class Row:
     """The memory of an optimizer on a rank."""
 
     label: str
-    without_activations: MemoryUse
+    use: MemoryUse  # without activations
     gradients: GradientLifetime = GradientLifetime(0)  # how long gradients live in backward
-    kept: float = 0.0  # bytes of other gradients, which live throughout backward
-    staged_bytes: float = 0.0  # that come from the host with a bucket
-    host_bytes: float = 0.0  # offloaded, in the memory of the host
     lora: int = 0  # the rank of adapters, if only adapters are trained
     optimizer: type[RuleOptimizer] | None = None  # None if it is not an optimizer of ds_ext
 
     @property
     def constant(self) -> float:
         """Bytes throughout backward: without activations, and gradients of short lives."""
-        use = self.without_activations
-        return use.total - use.gradients - self.staged_bytes + self.kept
-
-
-def name_of(optimizer: type[RuleOptimizer]) -> str:
-    """Returns an optimizer's name, with the prefix that a config needs if DeepSpeed has it too."""
-    name = optimizer.__name__
-    return f"ds_ext.{name}" if name.lower() in DEEPSPEEDS else name
+        return self.use.total - self.use.gradients + self.use.kept - self.use.staged
 
 
 class MemoryPlan:
@@ -79,21 +67,17 @@ class MemoryPlan:
     def total(self, row: Row, batch: MicroBatch | None) -> MemoryUse:
         """Returns the memory of a row, with activations if a micro-batch is given."""
         if batch is None:
-            return row.without_activations
-        more = self._peak(row, batch) + row.constant - row.without_activations.total
-        return replace(row.without_activations, activations=max(0.0, more))
+            return row.use
+        more = self._peak(row, batch) + row.constant - row.use.total
+        return replace(row.use, activations=max(0.0, more))
 
     def _peak(self, row: Row, batch: MicroBatch) -> int:
         """Bytes of activations and gradients in backward. Cached, because many rows share them."""
         key = (batch, row.gradients, row.lora)
         if key not in self._peaks:
-            self._peaks[key] = activations.peak(
-                self.config,
-                self.dtype,
-                batch,
-                row.gradients,
-                functools.partial(lora.adapt, rank=row.lora) if row.lora else None,
-            )
+            adapt = functools.partial(lora.adapt, rank=row.lora) if row.lora else None
+            of = (self.config, self.dtype, batch, row.gradients)
+            self._peaks[key] = activations.peak(*of, adapt)
         return self._peaks[key]
 
     def largest_batch(self, row: Row, batch: MicroBatch, card: float) -> int:
@@ -101,7 +85,7 @@ class MemoryPlan:
 
         The two have one and two rows in each piece.
         """
-        if row.without_activations.total > card * GIB:  # the step does not fit
+        if row.use.total > card * GIB:  # the step does not fit
             return 0
         available = card * GIB - row.constant
         each = batch.splits
@@ -112,71 +96,46 @@ class MemoryPlan:
         return self.largest_batch(row, replace(batch, splits=1), card)
 
     def _ours(self, optimizer: type[RuleOptimizer]) -> Iterator[Row]:
+        """The rows of a ds_ext optimizer, one for each stage."""
         options = self.options
-        check_storage(options)
-        try:
-            rules = memory.rules_of(optimizer, self.model, options.params)
-        except ValueError as error:
-            raise ValueError(f"{options.spelled('params')}: {error}") from None
-        if options.accumulates == "projected" and options.optimizer != ALL:
-            whole, least = (memory.kept_gradients(rules, self.shapes, 1, x) for x in POLICIES)
-            if whole == least:
-                name = optimizer.__name__
-                raise ValueError(
-                    f"{options.spelled('accumulate')} projected: no gradient of {name} is "
-                    "projected, as those of GaLoreAdamW with a rank are. Use sharded."
-                )
-        offloads = self._offloads(rules)
+        rules = memory.rules_of(optimizer, self.model, options.params)
+        name = optimizer_names.in_config(optimizer.__name__)
+        has_state = any(config_checks.has_state(rule, self.dtype) for rule in {*rules.values()})
+        offloads = ["param"] if options.offloads("param") else []
+        offloads += ["optimizer"] if options.offloads("optimizer") and has_state else []
         for stage in options.stages:
-            name = name_of(optimizer)
             label = f"{name}, {'plain step()' if stage is None else f'ZeRO-{stage}'}"
             if offloads:
                 label += f", {' and '.join(offloads)} offloaded"
-            ranks = options.shard_size if stage and options.shard_size else options.ranks
-            of = (rules, self.shapes, stage, ranks, self.dtype, options.bucket)
-            in_int8 = options.weight_storage == "int8"
-            held, away, home = (
-                memory.optimizer_memory(*of, options.accumulates, offloads, in_int8, staged_share)
-                for staged_share in (None, 0.0, 1.0)
+            ranks = (stage and options.own.shard_size) or options.ranks
+            of = (rules, self.shapes, stage, ranks, self.dtype)
+            in_int8 = options.own.weight_storage == "int8"
+            how = (options.bucket, options.accumulates, offloads, in_int8)
+            use = memory.optimizer_memory(*of, *how)
+            use = replace(use, state=use.state + memory.cached_norms(*of))
+            waiting = GradientLifetime(
+                None if stage is None else options.bucket,
+                IN_FLIGHT if stage == 3 else 0,
+                # Kept gradients are stepped after backward.
+                0.0 if options.accumulates else use.host / self.n,
+                together=stage == 3,
             )
-            # Kept gradients are stepped after backward.
-            each = 0.0 if options.accumulates else (home.total - away.total) / self.n
-            noted = memory.cached_norms(rules, self.shapes, stage, ranks, self.dtype)
-            held = replace(held, state=held.state + noted)
-            kept = held.gradients - memory.optimizer_memory(*of).gradients
-            behind = IN_FLIGHT if stage == 3 else 0
-            bucket = None if stage is None else options.bucket
-            waiting = GradientLifetime(bucket, behind, each, together=stage == 3)
-            staged_bytes = held.total - noted - away.total
-            on_host = home.total - away.total if offloads else 0.0
-            row = Row(label, held, waiting, kept, staged_bytes, on_host, optimizer=optimizer)
+            row = Row(label, use, waiting, optimizer=optimizer)
             yield row
-            if stage == 0 and options.ranks == 1 and not options.stage and not offloads:
+            is_open = options.get("stage", ALL) == ALL
+            if stage == 0 and options.ranks == 1 and is_open and not offloads:
                 yield replace(row, label=f"{name}, fuse_into_backward")
 
     def _fused(self) -> Iterator[Row]:
         """In a plan of all optimizers on one rank: AdaLomo by ``fuse_into_backward``."""
         options = self.options
-        is_plain = not (options.stage or options.offload_optimizer or options.weight_storage)
-        if options.optimizer == ALL and options.ranks == 1 and is_plain:
-            alone = self.changed(replace(options, optimizer="AdaLomo", stage="0"))
-            yield replace(alone.rows[0], label="AdaLomo, fuse_into_backward")
-
-    def _offloads(self, rules: Mapping[str, Any]) -> list[str]:
-        """The offloaded parts. Raises ValueError if the engine would refuse the setting."""
-        options = self.options
-        kinds = dict.fromkeys(rules.values())
-        has_state = any(config_checks.has_state(rule, self.dtype) for rule in kinds)
-        if options.offload_optimizer and not has_state and options.optimizer != ALL:
-            name = type(next(iter(kinds))).__name__
-            raise ValueError(
-                f"{options.spelled('offload_optimizer')}: {name} has next to no state."
-            )
-        wanted = {
-            "param": options.offload_param,
-            "optimizer": options.offload_optimizer and has_state,
-        }
-        return [name for name, is_on in wanted.items() if is_on]
+        is_open = options.get("stage", ALL) == ALL and options.stages == [3]
+        in_engine = options.offloads("param") or options.offloads("optimizer")
+        in_engine = in_engine or bool(options.own.weight_storage)
+        if options.has_all_optimizers and options.ranks == 1 and is_open and not in_engine:
+            kind = {"type": "AdaLomo", "params": options.params}
+            alone = options.edited({"optimizer": kind, KEYS["stage"]: 0})
+            yield replace(self.changed(alone).rows[0], label="AdaLomo, fuse_into_backward")
 
     def _lora(self) -> Iterator[Row]:
         rank, stage = self.options.lora, max(s or 0 for s in self.options.stages)
@@ -188,12 +147,8 @@ class MemoryPlan:
 
     def _adamw(self) -> Iterator[Row]:
         """Rows of DeepSpeed's AdamW, which partitions gradients from stage 2 on."""
-        options, size = self.options, self.dtype.itemsize
+        options = self.options
         for stage in sorted({stage or 0 for stage in options.stages}):
-            held = memory.adamw(self.shapes, stage, options.ranks, self.dtype, options.bucket)
-            label = f"AdamW, DeepSpeed ZeRO-{stage}"
-            if stage < 2:
-                yield Row(label, held, GradientLifetime(None))
-            else:
-                runs = size * (self.n / options.ranks + options.bucket)
-                yield Row(label, held, GradientLifetime(options.bucket), runs)
+            use = memory.adamw(self.shapes, stage, options.ranks, self.dtype, options.bucket)
+            waiting = GradientLifetime(options.bucket if stage >= 2 else None)
+            yield Row(f"AdamW, DeepSpeed ZeRO-{stage}", use, waiting)

@@ -15,9 +15,9 @@ import transformers
 
 import ds_ext
 from ds_ext.commands.cli import main
+from ds_ext.config.optimizer_names import in_config
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory, models
-from ds_ext.planner import rows as rows_of
 from ds_ext.rules import REGISTRY
 from tests.common.cli import refused
 
@@ -90,10 +90,13 @@ def test_what_is_offloaded_is_not_on_the_device(folder, capsys):
 @pytest.mark.parametrize(
     "options, words",
     [
-        (["--accumulate", "projected", "--optimizer", "lomo"], "no gradient of LOMO is projected"),
-        (["--offload-param"], "--stage 3"),
+        (["--accumulate", "projected", "--optimizer", "lomo"], "no parameter of this LOMO has"),
+        (
+            ["--weight-storage", "int8", "--params", '{"weight_update": "master"}'],
+            "= 'master' does",
+        ),
         (["--offload-param", "--stage", "2"], "--stage 3"),
-        (["--offload-optimizer", "--optimizer", "adalomo"], "next to no state"),
+        (["--offload-optimizer", "--optimizer", "adalomo"], "almost no optimizer state"),
         (["--offload-optimizer", "--optimizer", "lamb", "--stage", "none"], "another --stage"),
     ],
 )
@@ -107,7 +110,7 @@ def test_the_table_is_the_arithmetic(name, folder, capsys):
     heading, rows = plan(capsys, *options, "--dtype", "fp32")
     n = memory.elements(SHAPES)
     assert f"{n:,} parameters in fp32 on 3 data-parallel ranks; MiB per rank" in heading
-    kind, rule = rows_of.name_of(OPTIMIZERS[name]), rules(name)
+    kind, rule = in_config(OPTIMIZERS[name].__name__), rules(name)
     expected = {}
     for stage in (None, *range(4)):
         ours = memory.optimizer_memory(rule, SHAPES, stage, 3, torch.float32, 100)
@@ -144,7 +147,7 @@ def test_one_stage_and_the_cards_that_it_fits(capsys):
 
 def test_all_optimizers_stand_beside_adamw(capsys):
     _, rows = plan(capsys, "--model", "llama-3.1-8b", "--ranks", 8)
-    ours = [f"{rows_of.name_of(optimizer)}, ZeRO-3" for optimizer in OPTIMIZERS.values()]
+    ours = [f"{in_config(optimizer.__name__)}, ZeRO-3" for optimizer in OPTIMIZERS.values()]
     assert list(rows)[: len(ours) + 1] == [*ours, "AdamW, DeepSpeed ZeRO-3"]
     adamw = float(rows["AdamW, DeepSpeed ZeRO-3"]["total"])
     assert all(float(rows[label]["total"]) < adamw for label in ours)
@@ -329,10 +332,16 @@ BAD_CONFIGS = [
     ({"optimizer": {"type": "AdaLom"}}, "optimizer.type is 'AdaLom'"),
     (
         {"optimizer": {"type": "CAME", "params": {"lrr": 1}}},
-        "optimizer.params: CAME: unknown key lrr",
+        "CAME: unknown key optimizer.params.lrr",
     ),
-    ({"ds_ext": {"shard_size": 3}}, "ds_ext.shard_size 3 does not divide --ranks 4"),
-    ({"ds_ext": {"shard_size": 2}}, "--config: zero_optimization.stage 0 does not shard"),
+    (
+        {"zero_optimization": {"stage": 3}, "ds_ext": {"shard_size": 3}},
+        "ds_ext.shard_size = 3 does not divide the 4",
+    ),
+    (
+        {"ds_ext": {"shard_size": 2}},
+        "works only at zero_optimization.stage 1 or higher, and the stage is 0",
+    ),
 ]
 
 

@@ -12,7 +12,7 @@ from benchmarks import memory as measured
 from ds_ext.commands.cli import main
 from ds_ext.config import optimizer_names
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.planner import activations, lora, memory, models, options
+from ds_ext.planner import activations, lora, memory, models
 from ds_ext.planner.activations import GradientLifetime, MicroBatch
 from tests.common.choose import params
 from tests.common.cli import refused
@@ -265,9 +265,7 @@ def test_numbers_of_a_config_may_be_text(tmp_path, folder, capsys):
 
 
 def test_optimizers_of_deepspeed_in_a_config_are_its_own(tmp_path, folder, capsys):
-    theirs = optimizer_names.deepspeeds()
-    assert options.DEEPSPEEDS == theirs - optimizer_names.TAKEN_OVER.keys()
-    assert theirs == optimizer_names._DEEPSPEEDS
+    assert optimizer_names.deepspeeds() == optimizer_names._DEEPSPEEDS
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"optimizer": {"type": "AdamW"}, "fp16": {"enabled": "auto"}}))
     _, rows = plan(capsys, "--model", folder, "--config", path)
@@ -354,4 +352,4 @@ def test_a_copy_is_cut_among_the_ranks_of_a_group(folder, tmp_path, capsys):
 @pytest.mark.parametrize("bad", [("3",), ("4", "--stage", "0"), ("4", "--stage", "none")], ids=str)
 def test_groups_that_cannot_be_are_no_plan(bad, capsys):
     given = ["--model", "llama-3.1-8b", "--optimizer", "came", "--ranks", 16, "--shard-size", *bad]
-    assert "--shard-size" in refused(capsys, "plan", *given)
+    assert "ds_ext.shard_size = " in refused(capsys, "plan", *given)
