@@ -3,7 +3,7 @@
 Importing ds_ext registers its optimizers with DeepSpeed by name.
 """
 
-from ds_ext import versions as versions  # first: reports an old torch in one sentence
+from ds_ext import contract as contract  # first: reports an old torch in one sentence
 from ds_ext.backward.fuse import fuse_into_backward
 from ds_ext.backward.int8_weights import expand_int8, restore_bf16, store_int8
 from ds_ext.checkpoint.manifests import Checkpoint, newest_checkpoint

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from ds_ext import versions as versions
+from ds_ext import contract as contract
 from ds_ext.backward.fuse import fuse_into_backward as fuse_into_backward
 from ds_ext.backward.int8_weights import expand_int8 as expand_int8
 from ds_ext.backward.int8_weights import restore_bf16 as restore_bf16

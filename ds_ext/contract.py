@@ -1,4 +1,6 @@
-"""The private names of other packages that ds_ext relies on, and a check of newer versions.
+"""Versions of other packages, and the private names of theirs that ds_ext relies on.
+
+Importing this module checks the version of torch.
 
 ``contract.json`` holds the names that exist in the supported versions, with the parameters of
 functions and hashes of their source. It has a name for each row of ``TABLE`` and each patch. With
@@ -18,9 +20,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ds_ext import logs
-from ds_ext.versions import numbers
+import torch
 
+from ds_ext import logs
+
+LOWEST_TORCH = (2, 6)
 SWITCH = "DS_EXT_ANY_DEEPSPEED"  # set to 1 to go on with a version that fails the check
 RECORDS = Path(__file__).with_suffix(".json")
 
@@ -147,6 +151,28 @@ TABLE: dict[str, dict[str, str]] = {
 }
 
 
+def numbers(version: str) -> tuple[int, ...]:
+    """Returns the numbers of a version without its build tag: "2.13.0+cpu" -> (2, 13, 0)."""
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def written(version: tuple[int, ...]) -> str:
+    """Returns a version as text: (2, 6) -> "2.6"."""
+    return ".".join(map(str, version))
+
+
+def check_torch(version: str) -> None:
+    """Checks the version of torch.
+
+    Raises:
+        ImportError: the version is too old. The message is one sentence.
+    """
+    if numbers(version) < LOWEST_TORCH:
+        raise ImportError(
+            f"ds_ext needs torch {written(LOWEST_TORCH)} or newer, and {version} is installed."
+        )
+
+
 @functools.cache
 def records() -> dict[str, Any]:
     """Returns the supported versions by package, and what is recorded of each name."""
@@ -237,3 +263,6 @@ def parameters(value: Any) -> str | None:
 def accepts(new: list[str], old: list[str]) -> bool:
     """Returns whether a function still takes its old parameters, and needs no others."""
     return new[: len(old)] == old and all(p.endswith("=") or p[0] == "*" for p in new[len(old) :])
+
+
+check_torch(torch.__version__)

@@ -13,6 +13,7 @@ from ds_ext.backward import error_texts, int8_weights, projected_grads, startup_
 from ds_ext.backward.gradient_config import CONFIG
 from ds_ext.config import optimizer_names, parsing
 from ds_ext.config.parsing import lookup, normalized
+from ds_ext.contract import numbers, written
 from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
@@ -20,7 +21,6 @@ from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, param_groups
 from ds_ext.optimizer.param_groups import Grouped
 from ds_ext.rules import REGISTRY, RuleEntry
 from ds_ext.settings import SETTINGS, SIZES, Section
-from ds_ext.versions import numbers, written
 
 _HPZ = "zero_optimization.zero_hpz_partition_size"
 

@@ -186,9 +186,15 @@ def merged_rounds(merged: FlatSums) -> Iterable[Tensor]:
 
 
 def simulate(ranks: Sequence[Iterable[StepGenerator]]) -> int:
-    """Runs the generators of several ranks in one process, and returns the number of rounds."""
+    """Runs the generators of several ranks in one process, and returns the number of rounds.
+
+    Raises:
+        ValueError: ranks do not yield equally often, or not equally many sums.
+    """
     rounds = 0
     for flats in zip(*(merged_rounds(lockstep(generators)) for generators in ranks), strict=True):
+        if len({*map(len, flats)}) > 1:
+            raise ValueError("ranks have yielded different numbers of sums")
         total = torch.stack(flats).sum(0)
         for flat in flats:
             flat.copy_(total)

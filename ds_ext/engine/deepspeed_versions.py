@@ -2,7 +2,7 @@
 
 import deepspeed
 
-from ds_ext.versions import numbers, written
+from ds_ext.contract import numbers, written
 
 INSTALLED: str = deepspeed.__version__
 LOWEST = (0, 18, 6)  # the oldest version that `make test-all` tests

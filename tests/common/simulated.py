@@ -1,4 +1,4 @@
-"""Ranks simulated in one process: a bucket of parameters cut over them, and how far off it ends."""
+"""Runs on simulated ranks of the tests' table, and what they are compared with."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -9,65 +9,14 @@ import torch
 from torch import Tensor
 
 from ds_ext.distributed import lockstep
-from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import zeros
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import REGISTRY
+from ds_ext.testing.simulation import EXACT as EXACT
+from ds_ext.testing.simulation import Ranks, errors
 from tests.common import table
 from tests.common.hypers import SIMULATED
 
-EXACT = 1e-9  # of the update, in fp64
 BROKEN = 1e-4  # what an error must reach to count as seen
-
-
-class Ranks:
-    """A bucket of parameters cut over ``world`` ranks, all simulated in this process.
-
-    The cut is computed here, independently of Shard, and every rank holds its own memory.
-    """
-
-    def __init__(self, rule, params, world, shift=0):
-        self.rule, self.world, self.t = rule, world, 0
-        self.shapes = [tuple(p.shape) for p in params]
-        self.runs = self.cut(params)
-        self.shards = [[shifted(s, r, world, shift) for s in self.shapes] for r in range(world)]
-        self.states = [
-            [zeros(rule.state_spec(shard), p) for p, shard in zip(*rank, strict=True)]
-            for rank in zip(self.runs, self.shards, strict=True)
-        ]
-
-    def cut(self, tensors):
-        """Each rank's runs of ``tensors``."""
-        sizes = [-(-t.numel() // self.world) for t in tensors]
-        return [
-            [t.flatten()[r * n : (r + 1) * n].clone() for t, n in zip(tensors, sizes, strict=True)]
-            for r in range(self.world)
-        ]
-
-    def step(self, grads, simulate=lockstep.simulate):
-        """Steps the bucket -> reductions taken."""
-        self.t += 1
-        ranks = zip(self.runs, self.cut(grads), self.states, self.shards, strict=True)
-        steps = [
-            [self.rule.step(p, g, s, self.t, shard) for p, g, s, shard in zip(*rank, strict=True)]
-            for rank in ranks
-        ]
-        return simulate(steps)
-
-    @property
-    def params(self):
-        """The whole parameters."""
-        return [
-            torch.cat(runs).view(shape)
-            for runs, shape in zip(zip(*self.runs, strict=True), self.shapes, strict=True)
-        ]
-
-
-def shifted(shape, rank, world, shift):
-    """A rank's run; rank 0 is told a place that is wrong by ``shift``."""
-    shard = Shard.of_rank(shape, rank, world)
-    shift = shift if rank == 0 and shard.stop < shard.numel else 0
-    return Shard(shape, shard.start + shift, shard.stop + shift, shard.size)
 
 
 def dropping(number):
@@ -86,15 +35,6 @@ def dropping(number):
                     flat.copy_(total)
 
     return simulate
-
-
-@torch.no_grad()
-def errors(got, expected, before):
-    """The error of each parameter relative to its total update."""
-    return [
-        float((a.double() - b.double()).norm() / (b.double() - c.double()).norm())
-        for a, b, c in zip(got, expected, before, strict=True)
-    ]
 
 
 def stepped(rule, shapes, world, steps, dtype=torch.float64, shift=0, **how):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ds_ext.rules import all_rules
+from ds_ext.testing import simulation
 
 Hypers = dict[str, Any]
 
@@ -104,35 +105,10 @@ MANY = 1024  # ranks: more than most parameters have elements
 
 
 def weights(shapes=SHAPES, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Parameters whose RMS differ, from a fixed seed, on the default device."""
-    generator = torch.Generator().manual_seed(1)
-    scales = [2.0 ** (i % 5 - 2) for i in range(len(shapes))]
-    return [
-        (torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") * scale).to(
-            torch.get_default_device(), dtype
-        )
-        for shape, scale in zip(shapes, scales, strict=True)
-    ]
+    """See ``simulation.weights``."""
+    return simulation.weights(shapes, dtype)
 
 
 def gradients(steps: int, shapes=SHAPES, dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
-    """Gradients of ``steps`` steps: full rank, scaled by row and column, about a common mean."""
-    generator = torch.Generator().manual_seed(2)
-
-    def normal(shape):
-        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-
-    means = [normal(shape) for shape in shapes]
-    scales = [
-        normal((*shape[:-1], 1)).exp() * normal((*shape[:-2], 1, shape[-1])).exp()
-        if len(shape) > 1
-        else normal(shape).exp()
-        for shape in shapes
-    ]
-    return [
-        [
-            ((mean + normal(mean.shape)) * scale).to(torch.get_default_device(), dtype)
-            for mean, scale in zip(means, scales, strict=True)
-        ]
-        for _ in range(steps)
-    ]
+    """See ``simulation.gradients``."""
+    return simulation.gradients(steps, shapes, dtype)

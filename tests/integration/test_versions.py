@@ -16,8 +16,8 @@ import pytest
 
 from ds_ext import contract
 from ds_ext.config import config_checks
+from ds_ext.contract import check_torch, numbers, written
 from ds_ext.engine import deepspeed_versions
-from ds_ext.versions import check_torch, numbers, written
 from tests.tools import contract as recording
 from tests.tools import versions as table
 from tests.tools.versions import quick_tests, run_with

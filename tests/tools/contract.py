@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ds_ext import contract
-from ds_ext.versions import numbers
+from ds_ext.contract import numbers
 
 PACKAGES = ("deepspeed", "torch", "transformers", "accelerate")
 

@@ -18,6 +18,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, zeros
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory
+from ds_ext.testing import check_rule
 from tests.tools import snippets
 
 PAGE = next(up for up in Path(__file__).parents if (up / "docs").is_dir()) / (
@@ -81,6 +82,10 @@ def test_its_optimizer_is_found_by_name(page):
         ds_ext.SignSGD([p], momentum=1.5)
 
 
+def test_its_test_passes(page):
+    page.test_heavy_ball()
+
+
 def test_deepspeed_and_the_planner_know_it(page):
     from ds_ext.config import optimizer_names
 
@@ -119,7 +124,7 @@ def registered(step, is_batched=False):
     rule = dataclass(frozen=True)(Own)
     rules.register(paper="", state="", rounds="", is_batched=is_batched)(rule)
     try:
-        yield
+        yield rule
     finally:
         del rules.REGISTRY["own"]
 
@@ -183,3 +188,94 @@ def test_a_class_that_is_no_rule_is_refused():
     with pytest.raises(TypeError, match="Own lacks the method step."):
         own = dataclass(type("Own", (), {"__annotations__": {"lr": float}, "state_spec": 0}))
         rules.register(paper="", state="", rounds="")(own)
+
+
+@dataclass(frozen=True)
+class Quotient:
+    """g / |g|, which is NaN where g is 0."""
+
+    g: ops.Readable
+
+    def block(self, b):
+        return ops.read(self.g, b) / ops.read(self.g, b).abs()
+
+
+def own_sums(self, p, g, s, t, shard):
+    own = ops.square_sum(g, shard, g)
+    yield (own,)
+    ops.apply_(p, g, shard, lr=self.lr / (1 + own))
+
+
+def size_of_the_run(self, p, g, s, t, shard):
+    (total,) = yield (ops.square_sum(g, shard, g),)
+    ops.apply_(p, g, shard, lr=self.lr / (1 + total / max(len(shard), 1)))
+
+
+def not_everywhere(self, p, g, s, t, shard):
+    if len(shard):  # a rank may have an empty run
+        yield (ops.square_sum(g, shard, g),)
+    ops.apply_(p, g, shard, lr=self.lr)
+
+
+def other_dtype(self, p, g, s, t, shard):
+    s["m"] = s["m"].bfloat16()
+    ops.apply_(p, g, shard, lr=self.lr)
+
+
+def other_state(self, p, g, s, t, shard):
+    s["more"] = s["m"].clone()
+    ops.apply_(p, g, shard, lr=self.lr)
+
+
+KEPT = {}
+
+
+def kept_elsewhere(self, p, g, s, t, shard):
+    m = KEPT.setdefault((id(s["m"]), s["m"].numel()), torch.zeros_like(s["m"]))
+    m.mul_(t > 1)  # another tensor may have had this id
+    ops.lerp_(m, g, 0.5, shard)
+    ops.apply_(p, m, shard, lr=self.lr)
+
+
+def zero_by_zero(self, p, g, s, t, shard):
+    ops.apply_(p, Quotient(g), shard, lr=self.lr)
+
+
+def by_dtype(self, p, g, s, t, shard):
+    ops.apply_(p, g, shard, lr=self.lr * (2 if g.dtype == torch.float16 else 1))
+
+
+def mixed_in_a_batch(self, p, g, s, t, shard):
+    (total,) = yield (ops.square_sum(g, shard, g),)
+    ops.apply_(p, g, shard, lr=self.lr / (1 + total.mean()))
+
+
+def plain_torch(self, p, g, s, t, shard):
+    ops.apply_(p, g, shard, lr=self.lr * g.mean())
+
+
+FAULTS = {
+    own_sums: "is the same on 2 ranks as on one: .* a total is missing or not used",
+    size_of_the_run: "is the same on 2 ranks as on one: .* divides by len",
+    not_everywhere: "yields equally often, and sums of equal sizes, on all ranks: 2 ranks",
+    other_dtype: "keeps the state that state_spec declares: .*is torch.bfloat16 and not torch.f",
+    other_state: "keeps the state that state_spec declares: .*other keys, .*'more'",
+    kept_elsewhere: "resumes with the same bits: .*step keeps something outside its state",
+    zero_by_zero: "stays finite where gradients are zero: shape",
+    by_dtype: "works with torch.float16 weights as with fp32: shape",
+    mixed_in_a_batch: "is the same in a batch as alone: shape",
+    plain_torch: "mean cannot read it: p and g of a rule",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_of_each_kind_is_named(fault):
+    is_batched = fault is mixed_in_a_batch
+    with registered(fault, is_batched) as rule:
+        with pytest.raises((AssertionError, AttributeError), match=FAULTS[fault]):
+            check_rule(rule)
+
+
+def test_another_formula_than_the_references_is_named(page):
+    with pytest.raises(AssertionError, match="HeavyBall lacks a .* equals its reference: shape"):
+        check_rule(page.HeavyBall, reference=lambda params: torch.optim.SGD(params, lr=1e-3))

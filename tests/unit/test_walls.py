@@ -26,13 +26,14 @@ WALLS = {
     "engine": "ops rules distributed optimizer forward backward checkpoint config",
     "commands": "__init__ registration rules optimizer backward config planner engine",
     "planner": "__init__ ops distributed optimizer forward backward config",
+    "testing": "ops rules distributed optimizer",
     "axolotl": "",
     "ms_swift": "optimizer engine",
     "hf": "distributed backward",
     "__init__": "ops distributed optimizer forward backward checkpoint registration hf",
     "registration": "optimizer config engine",
 }
-FOUNDATION = {"contract", "errors", "logs", "hyperparams", "rates", "settings", "versions"}
+FOUNDATION = {"contract", "errors", "logs", "hyperparams", "rates", "settings"}
 
 # The only rooms that may import a package; torch's own distributed package counts as one.
 ONLY = {

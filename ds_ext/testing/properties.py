@@ -1,0 +1,240 @@
+"""The properties that every rule has: each function raises AssertionError if a rule lacks one."""
+
+import contextlib
+import dataclasses
+import io
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+from ds_ext import rules
+from ds_ext.hyperparams import NonNegative
+from ds_ext.ops import sixteen_bit
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import leaves, mapped, saved
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
+from ds_ext.testing.simulation import (
+    EXACT,
+    Ranks,
+    Shape,
+    errors,
+    gradients,
+    weights,
+    with_zeros,
+)
+
+Reference = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+CLOSE = 1e-4  # the largest error in fp32, relative to the update
+
+
+def at(state: Any, path: Sequence[str]) -> Any:
+    """Returns the entry of a nested state under a path of keys."""
+    for key in path:
+        state = state[key]
+    return state
+
+
+def equals_reference(rule: Any, reference: Reference, shapes: Sequence[Shape]) -> None:
+    """Compares a rule with a torch optimizer, on whole parameters in fp64."""
+    before, steps = weights(shapes), gradients(6, shapes)
+    params = [nn.Parameter(p.clone()) for p in before]
+    optimizer, ranks = reference(params), Ranks(rule, before, 1)
+    for grads in steps:
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+        ranks.step(grads)
+    for shape, error in zip(shapes, errors(ranks.params, params, before), strict=True):
+        _require(error <= EXACT, rule, f"equals its reference: shape {shape}, error {error:.1e}")
+
+
+def is_the_same_on_ranks(rule: Any, world: int, shapes: Sequence[Shape], steps: int = 10) -> Ranks:
+    """Compares parameters cut over simulated ranks with whole ones, in fp64; returns the ranks."""
+    before = weights(shapes)
+    whole, ranks = Ranks(rule, before, 1), Ranks(rule, before, world)
+    for grads in gradients(steps, shapes):
+        whole.step(grads)
+        try:
+            ranks.step(grads)
+        except ValueError as reason:
+            what = "yields equally often, and sums of equal sizes, on all ranks"
+            raise AssertionError(_lacks(rule, f"{what}: {world} ranks, {reason}")) from reason
+    for shape, error in zip(shapes, errors(ranks.params, whole.params, before), strict=True):
+        advice = (
+            "a total is missing or not used, or a mean divides by len(p) instead of shard.numel"
+        )
+        what = f"is the same on {world} ranks as on one: shape {shape}, error {error:.1e}, {advice}"
+        _require(error <= EXACT, rule, what)
+    for k, shards in enumerate(zip(*ranks.shards, strict=True)):
+        for path, part in leaves(rule.state_spec(shards[0])):
+            if part.is_shared:
+                first, *others = [at(states[k], path) for states in ranks.states]
+                same = all(torch.equal(first, other) for other in others)
+                _require(same, rule, f"has the same bits of the state {path} on all ranks")
+    return ranks
+
+
+def keeps_its_state_spec(rule: Any, shapes: Sequence[Shape]) -> None:
+    """Compares states after two steps with what ``state_spec`` declares, also on ranks."""
+    for world in (1, 3):
+        ranks = Ranks(rule, weights(shapes, torch.float32), world)
+        for grads in gradients(2, shapes, torch.float32):
+            ranks.step(grads)
+        for states, shards in zip(ranks.states, ranks.shards, strict=True):
+            for state, shard in zip(states, shards, strict=True):
+                _check_state(rule, state, shard, torch.float32)
+
+
+def _check_state(rule: Any, state: Any, shard: Shard, dtype: torch.dtype) -> None:
+    what = f"keeps the state that state_spec declares: shape {shard.shape}, "
+    spec = rule.state_spec(shard)
+    _require(state.keys() <= spec.keys(), rule, f"{what}other keys, {[*state]}")
+    for path, part in leaves(saved(spec)):
+        try:
+            x = at(state, path)
+        except KeyError:
+            raise AssertionError(_lacks(rule, f"{what}{path} is missing")) from None
+        wanted = part.dtype_for(dtype)
+        _require(x.dtype == wanted, rule, f"{what}{path} is {x.dtype} and not {wanted}")
+        is_alike = tuple(x.shape) == part.shape
+        _require(is_alike, rule, f"{what}{path} has the shape {tuple(x.shape)}, not {part.shape}")
+
+
+def resumes(rule: Any, shapes: Sequence[Shape], dtype: torch.dtype = torch.float32) -> None:
+    """Compares the bits of a resumed run with those of one without a break."""
+    steps = gradients(5, shapes, dtype)
+    params, optimizer = _optimizer(rule, weights(shapes, dtype))
+    _step(optimizer, params, steps[:3])
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    others, resumed = _optimizer(rule, params)
+    file.seek(0)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    _step(optimizer, params, steps[3:])
+    _step(resumed, others, steps[3:])
+    for shape, p, other in zip(shapes, params, others, strict=True):
+        what = f"resumes with the same bits: shape {shape} (step keeps something outside its state)"
+        _require(torch.equal(p, other), rule, what)
+
+
+def works_in(rule: Any, dtype: torch.dtype, shapes: Sequence[Shape], most: float) -> None:
+    """Compares 16-bit weights that have masters with fp32 weights, by gradients of equal values."""
+    before = weights(shapes, dtype)
+    steps = gradients(4, shapes, dtype)
+    wide, optimizer = _optimizer(rule, [p.float() for p in before])
+    _step(optimizer, wide, [[g.float() for g in grads] for grads in steps])
+    for mode in ("stochastic", "master"):
+        params, optimizer = _optimizer(rule, before, weight_update=mode)
+        _step(optimizer, params, steps)
+        for shape, p in zip(shapes, params, strict=True):
+            finite = bool(p.isfinite().all())
+            _require(finite, rule, f"works with {dtype} weights: shape {shape}, not finite")
+    found = [_values(p, optimizer) for p in params]
+    for shape, error in zip(shapes, errors(found, wide, before), strict=True):
+        what = f"works with {dtype} weights as with fp32: shape {shape}, error {error:.1e}"
+        _require(error <= most, rule, what)
+
+
+def _values(p: Tensor, optimizer: RuleOptimizer) -> Tensor:
+    """The values of a weight with its master."""
+    flat = Shard.whole((p.numel(),))
+    return sixteen_bit.values(p.detach().view(-1), optimizer.state[p], flat).view(p.shape)
+
+
+def endures_zeros(rule: Any, shapes: Sequence[Shape]) -> None:
+    """Steps by gradients with rows, columns and parameters of zeros, also with the least eps."""
+    for eps in ({}, smallest_eps(type(rule))):
+        params, optimizer = _optimizer(rule, weights(shapes, torch.float32), **eps)
+        for _ in range(2):
+            _step(optimizer, params, map(with_zeros, gradients(2, shapes, torch.float32)))
+            for shape, p in zip(shapes, params, strict=True):
+                found = [p, *tensors(optimizer.state.get(p, {}))]
+                finite = all(bool(x.isfinite().all()) for x in found)
+                what = f"stays finite where gradients are zero: shape {shape}, {eps or 'own eps'}"
+                _require(finite, rule, what)
+                mapped(optimizer.state.get(p, {}), shrunk)  # as after many more steps
+
+
+def equals_itself_in_a_batch(rule: Any, shapes: Sequence[Shape]) -> None:
+    """Compares a batch with parameters that are stepped one by one, in fp32."""
+    before, found = weights(shapes, torch.float32), list[list[Tensor]]()
+    entry = rules.entry_of(type(rule))
+    for batched_if in (entry.batched_if, False):
+        with _registered(dataclasses.replace(entry, batched_if=batched_if)):
+            params, optimizer = _optimizer(rule, before)
+            _step(optimizer, params, gradients(4, shapes, torch.float32))
+            found.append([p.detach() for p in params])
+    for shape, error in zip(shapes, errors(found[0], found[1], before), strict=True):
+        what = f"is the same in a batch as alone: shape {shape}, error {error:.1e}"
+        _require(error <= CLOSE, rule, what)
+
+
+@contextlib.contextmanager
+def _registered(entry: rules.RuleEntry) -> Iterator[None]:
+    """Within it, the registry has another entry for a rule."""
+    name = entry.rule.__name__.lower()
+    kept, rules.REGISTRY[name] = rules.REGISTRY[name], entry
+    try:
+        yield
+    finally:
+        rules.REGISTRY[name] = kept
+
+
+def smallest_eps(rule: type) -> dict[str, Any]:
+    """Returns hyper-parameters with which no small constant keeps a divisor above zero."""
+    hints = get_type_hints(rule, include_extras=True)
+    found: dict[str, Any] = {}
+    for key in {"eps", "eps1", "eps2"} & hints.keys():
+        allows_zero = NonNegative in (hints[key], *get_args(hints[key]))
+        least = 0.0 if allows_zero else 1e-300  # 0 in fp32
+        count = len(get_args(hints[key])) if get_origin(hints[key]) is tuple else 0
+        found[key] = (least,) * count if count else least
+    return found
+
+
+def shrunk(x: Tensor) -> Tensor:
+    """Makes the smallest numbers of a part of a state those that fp32 can hold, or 0."""
+    if x.is_floating_point():
+        x[(x.abs() > 0) & (x.abs() < 1e-25)] = 1e-45
+    return x
+
+
+def tensors(state: Any) -> list[Tensor]:
+    """Returns the floating point tensors of a state, nested in dicts."""
+    found: list[Tensor] = []
+
+    def add(x: Tensor) -> Tensor:
+        if x.is_floating_point():
+            found.append(x)
+        return x
+
+    mapped(state, add)
+    return found
+
+
+def _optimizer(
+    rule: Any, before: Sequence[Tensor], **changed: Any
+) -> tuple[list[nn.Parameter], RuleOptimizer]:
+    """Copies of some weights, and the optimizer that steps them by a rule."""
+    params = [nn.Parameter(p.detach().clone()) for p in before]
+    own = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
+    kind = OPTIMIZERS[rules.entry_of(type(rule)).rule.__name__.lower()]
+    return params, kind(params, **own | changed)
+
+
+def _step(optimizer: RuleOptimizer, params: Sequence[nn.Parameter], steps: Any) -> None:
+    for grads in steps:
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g.to(p.dtype, copy=True)
+        optimizer.step()
+
+
+def _require(holds: bool, rule: Any, what: str) -> None:
+    if not holds:
+        raise AssertionError(_lacks(rule, what))
+
+
+def _lacks(rule: Any, what: str) -> str:
+    return f"{type(rule).__name__} lacks a property of every rule: it {what}."
