@@ -25,7 +25,7 @@ from ds_ext.ops import int8
 from ds_ext.ops.executors.triton import devices
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.optimizer.nonfinite import GradCheck
-from ds_ext.optimizer.plans import BucketPlans
+from ds_ext.optimizer.plans import MAX_PLANS
 from ds_ext.optimizer.updates import ProjectedGrads, RunUpdate
 
 
@@ -88,7 +88,7 @@ class Stepper:
         version = optimizer.version, [(p.dtype, p.device) for p in params]
         before, voted = self._voted.get(key, (None, None))
         if voted is None or before != version:
-            if len(self._voted) >= BucketPlans.MAX_PLANS:
+            if len(self._voted) >= MAX_PLANS:
                 self._voted.clear()
             voted = self._voted_params(params)
             self._voted[key] = version, voted

@@ -104,7 +104,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
     def _prepare_optimizer(self, section: dict[str, Any] | None) -> None:
         """Configures offload, parameter numbers and experts, which only the engine knows."""
         optimizer = self.optimizer
-        optimizer.set_offload(HostOffload.from_config(section or {}))
+        optimizer.offload = HostOffload.from_config(section or {})
         optimizer.index_parameters()  # DeepSpeed may have replaced expert parameters
         pipeline.number_parameters(self.engine, optimizer)
         positions = {p: expert_parallel.stack_position(p) for p in self.layout.names}

@@ -1,7 +1,7 @@
 """Steps buckets of runs by the rules of their param groups, with the ranks in lock-step."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,13 @@ from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import State, mapped
-from ds_ext.optimizer import dtensor_state, param_checks, sections
+from ds_ext.optimizer import dtensor_state, param_checks, sections, state_checks
 from ds_ext.optimizer.bucket_step import BucketStep, WeightNorms, rollback
 from ds_ext.optimizer.groups import GroupIndex
 from ds_ext.optimizer.host_offload import OffloadedBucket
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
-from ds_ext.optimizer.plans import BucketPlans, are_batched
+from ds_ext.optimizer.plans import MAX_PLANS, BucketPlan, are_batched, key_of
 from ds_ext.optimizer.updates import RunUpdate
 
 
@@ -29,7 +29,7 @@ class BucketOptimizer(ParamTable):
 
     def __init__(self) -> None:
         super().__init__()
-        self._plans = BucketPlans()
+        self._plans: dict[tuple[object, ...], BucketPlan] = {}  # of the buckets stepped so far
         self._has_batched_rule = self.are_all_batched = False
         self._is_native: bool | None = None
         self._checked_version: Any = None  # of the last ``check_param_groups``
@@ -151,8 +151,39 @@ class BucketOptimizer(ParamTable):
         if self.offload is not None or any(u.p.device != device for u in updates):
             offloaded = OffloadedBucket(updates, states, self.offload)
             updates, states = offloaded.updates, offloaded.states
-        plan = self._plans.prepare(self, updates, states, self._allows_batches)
+        plan = self._prepared(updates, states)
         return BucketStep(self, plan, updates, states, offloaded, check, self._norms)
+
+    def _prepared(self, updates: Sequence[RunUpdate], states: Sequence[State]) -> BucketPlan:
+        """The plan of a bucket's step, after counting the step in the states of batched runs.
+
+        Makes missing states and checks the others. If it raises ValueError, no state has changed.
+        """
+        device = updates[0].g.device
+        plan, new = self._fitting(updates, states), list[State]()
+        try:
+            for i in range(len(updates)) if plan is None else plan.alone:
+                if not states[i]:
+                    new.append(states[i])
+                    state_checks.make(self, updates[i], states[i])
+                state_checks.check(self, updates[i], states[i], device)
+        except ValueError:
+            for state in new:
+                state.clear()
+            raise
+        if plan is None:
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            plan = BucketPlan(self, updates, states, self._allows_batches(device))
+            self._plans[key_of(updates)] = plan
+        for i in plan.batched:
+            states[i]["step"] += 1
+        return plan
+
+    def _fitting(self, updates: Sequence[RunUpdate], states: Sequence[State]) -> BucketPlan | None:
+        """The plan of a bucket; None if it has none, or one that holds no more."""
+        plan = self._plans.get(key_of(updates))
+        return plan if plan is not None and plan.fits(self, updates, states) else None
 
     def commit_weight_norms(self) -> None:
         """Commits the cached norms of the updated weights.
@@ -183,9 +214,16 @@ class BucketOptimizer(ParamTable):
         """Checks the states of several buckets, before the first one is stepped.
 
         Raises:
-            ValueError: a state does not fit its parameter.
+            ValueError: a parameter cannot be stepped, or a state does not fit its parameter.
         """
-        self._plans.check(self, buckets)
+        for updates in buckets:
+            states = [self.state.get(u.param) or {} for u in updates]
+            plan = self._fitting(updates, states)
+            for i in range(len(updates)) if plan is None else plan.alone:
+                if states[i]:
+                    state_checks.check(self, updates[i], states[i], None)
+                else:
+                    param_checks.refuse_shape(self, updates[i].param, updates[i].shard)
 
     def first_round_checks(self, shards: Mapping[Tensor, Shard]) -> set[Tensor]:
         """Returns the parameters whose gradients the first round can check; equal on all ranks.
@@ -198,8 +236,9 @@ class BucketOptimizer(ParamTable):
         """
         return {
             p
-            for p, shard, rule in self._with_rules(shards)
-            if p not in self.stacks and rules.entry_of(type(rule)).sums_first(rule, shard)
+            for p, shard in shards.items()
+            if p not in self.stacks
+            and rules.entry_of(type(rule := self.rule_of(p))).sums_first(rule, shard)
         }
 
     def in_batches(self, shards: Mapping[Tensor, Shard], device: torch.device) -> set[Tensor]:
@@ -213,19 +252,10 @@ class BucketOptimizer(ParamTable):
             return set()
         return {
             p
-            for p, shard, rule in self._with_rules(shards)
-            if p.device == device and are_batched(self, p, shard, rule, [p.dtype], device)
+            for p, shard in shards.items()
+            if p.device == device
+            and are_batched(self, p, shard, self.rule_of(p), [p.dtype], device)
         }
-
-    def _with_rules(self, shards: Mapping[Tensor, Shard]) -> Iterator[tuple[Tensor, Shard, Any]]:
-        """Yields runs and their rules, with the hyper-parameters that their groups have now."""
-        rule_of: dict[int, Any] = {}
-        group_index_of = self.group_index_of
-        for param, shard in shards.items():
-            i = group_index_of[param]
-            if i not in rule_of:
-                rule_of[i] = self.rule_at(i)
-            yield param, shard, rule_of[i]
 
     @property
     def uses_native(self) -> bool:

@@ -1,5 +1,6 @@
 """The step of a bucket: batches of runs, and runs that are stepped alone."""
 
+import math
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,17 +12,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext import ops, rules
-from ds_ext.distributed.lockstep import Generators, StepGenerator
+from ds_ext.distributed.lockstep import Generators, StepGenerator, advance
 from ds_ext.ops import sixteen_bit, turns
 from ds_ext.ops.executors.tables import AnyNormCache
 from ds_ext.ops.executors.triton import devices
+from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable
 from ds_ext.ops.executors.triton.launch_memory import Memory
+from ds_ext.ops.executors.triton.launcher import GradLimits
 from ds_ext.ops.runs import Runs
 from ds_ext.optimizer import ema, expert_stacks, nonfinite, sections, state_checks
 from ds_ext.optimizer.host_offload import OffloadedBucket
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
-from ds_ext.optimizer.plans import BatchPlan, BucketPlan
+from ds_ext.optimizer.plans import BatchItem, BatchPlan, BucketPlan
 from ds_ext.optimizer.update_stats import MeasuredWeight
 from ds_ext.optimizer.updates import ProjectedGrads, RunUpdate
 from ds_ext.rules import State
@@ -45,7 +48,7 @@ class BatchedStep:
 
     def _collect(self, plan: BatchPlan) -> None:
         """Collects the tensors of the batch."""
-        self.plan, self.batch, self.upper_bounds = plan, plan.batch, plan.upper_bounds
+        self.plan, self.batch = plan, plan.batch
         updates, states = self.bucket
         self.updates = [updates[i] for i in plan.positions]  # of the pieces' parameters
         self.states = [states[i] for i in plan.positions]
@@ -104,24 +107,78 @@ class BatchedStep:
         known = self.batch.passes.added_up()
         return ops.square_sum(g, self.batch, g) if known is None else known
 
-    def restart(self, good: NDArray[np.bool_]) -> StepGenerator:
+    def checked_on_host(self, check: GradCheck) -> StepGenerator:
+        """Yields the rounds of the step; drops gradients that the first round finds bad."""
+        rule = self.begin()
+        sums, own = next(rule), self.squares()
+        *totals, found = yield (*sums, own)
+        good = found.numpy() <= self.plan.upper_bounds
+        if not good.all():
+            check.square = math.inf
+            rule.close()
+            yield from self._restart(good, check)
+            return
+        check.square = (check.square or 0.0) + float(own.numpy().sum(dtype=np.float64))
+        further = advance(rule, tuple(totals))
+        while further is not None:
+            further = advance(rule, (yield further))
+
+    def _restart(self, good: NDArray[np.bool_], check: GradCheck) -> StepGenerator:
         """Undoes the step, and yields the rounds of a step of only the ``good`` parameters."""
-        pieces, stats = [], self.table.update_stats
-        for piece, state, is_good in zip(self.plan.pieces, self.states, good, strict=True):
+        plan, stats, pieces = self.plan, self.table.update_stats, list[BatchItem]()
+        for piece, param, is_good in zip(plan.pieces, self.params, good, strict=True):
             if stats is not None:  # ``begin`` counts the good ones again
                 stats.discount(piece.number)
             if is_good:
                 pieces.append(piece)
             else:
-                rollback(state)
+                check.bad[param] = None
+                rollback(self.bucket[1][piece.position])
         self.batch.passes.detach()  # the plan outlives the step, and would hold its gradients
         self.runs = Runs([])
         if pieces:
-            of, all_states = self.plan, self.bucket[1]
-            self._collect(
-                BatchPlan(of.group_index, pieces, self.rule, of.dtype, all_states, of.device)
+            some = BatchPlan(
+                plan.group_index, pieces, self.rule, plan.dtype, self.bucket[1], plan.device
             )
+            self._collect(some)
             yield from self.begin()
+
+    def checked_on_device(self, memory: Memory, check: GradCheck) -> StepGenerator:
+        """Yields the rounds on a GPU. Kernels skip parameters with bad gradients.
+
+        Args:
+            memory: of the bucket's launches.
+            check: by the first round, by votes, by both or not at all.
+        """
+        by_sums, by_votes = check.ways(self.params)
+        passes = self.batch.passes
+        passes.attach(memory)
+        rule = self.begin()
+        if by_votes:
+            votes = torch.stack([check.votes[param].view(()) for param in self.params])
+            most = np.full(len(votes), nonfinite.MAX_GOOD_VOTES, dtype=np.float32)
+            passes.limits = self._limits(votes, most, check, is_square=False)
+        sums = advance(rule, None)
+        if by_sums:
+            passes.limits = None
+            *totals, found = yield (*(sums or ()), self.squares())
+            passes.limits = self._limits(found, self.plan.upper_bounds, check, is_square=True)
+            sums = advance(rule, tuple(totals))
+        while sums is not None:
+            sums = advance(rule, (yield sums))
+
+    def _limits(
+        self, found: Tensor, bounds: NDArray[np.float32], check: GradCheck, is_square: bool
+    ) -> GradLimits:
+        """The limits of the numbers ``found``, which the device copies to ``check.flags``.
+
+        It copies them before passes have limits, because a pass with limits skips bad gradients.
+        """
+        assert check.flags is not None, "nothing would read the flags of checked gradients"
+        limits = GradLimits(Runs((found,), firsts=np.arange(len(found))), bounds)
+        places = check.flags.places(self.params, bounds, is_square, self.batch.device)
+        cast(KernelTable, self.batch.passes.own).copy_checked_values(limits, places)
+        return limits
 
     def end(self, norms: WeightNorms) -> None:
         """Increments the weights' version counters, and adds the caches of their norms."""
@@ -186,10 +243,9 @@ class BucketStep:
     def _begun(self, step: BatchedStep) -> StepGenerator:
         """The generator of a step, with a check of its gradients if ``check`` contains them."""
         if self.memory is not None:
-            return nonfinite.checked_on_device(step, self.memory, self.check or GradCheck())
-        if self.check is not None and self.check.ways(step.params).by_sums:
-            return nonfinite.checked_on_host(step, self.check)
-        return step.begin()
+            return step.checked_on_device(self.memory, self.check or GradCheck())
+        by_sums = self.check is not None and self.check.ways(step.params)[0]
+        return step.checked_on_host(self.check) if self.check and by_sums else step.begin()
 
     def end(self) -> None:
         """Stores weights and states, after the rules have ended."""

@@ -64,24 +64,18 @@ def _exchange(
     """Replaces weights by averages, bucket by bucket, or restores those in ``copies``."""
     for bucket in plain_step.buckets(params, BUCKET_ELEMENTS):
         for param in bucket:
-            _exchange_one(table, layout, param, copies)
+            run = param.detach().reshape(-1) if layout is None else layout.run(param)
+            copy = copies.pop(param, None)
+            if copy is not None:
+                run.copy_(copy)
+            else:
+                copies[param] = host_offload.store(run.clone(), param.device, table.offload)
+                matrices = expert_stacks.matrices(table.shard(param), table.state[param])
+                for elements, _, state in matrices:
+                    run[elements].copy_(state[ema.EMA])
+            if layout is None and not param.is_contiguous():  # the run is a copy
+                param.copy_(run.view_as(param))
         if layout is not None:
             layout.publish(bucket)
     if layout is not None:
         layout.end_step()
-
-
-def _exchange_one(
-    table: ParamTable, layout: Layout | None, param: Tensor, copies: dict[Tensor, Tensor]
-) -> None:
-    run = table.local_run(param) if layout is None else layout.run(param)
-    copy = copies.pop(param, None)
-    if copy is not None:
-        run.copy_(copy)
-    else:
-        copies[param] = host_offload.store(run.clone(), param.device, table.offload)
-        matrices = expert_stacks.matrices(table.shard(param), table.state[param])
-        for elements, _, state in matrices:
-            run[elements].copy_(state[ema.EMA])
-    if layout is None and not param.is_contiguous():  # the run is a copy
-        param.copy_(run.view_as(param))

@@ -3,12 +3,12 @@
 A gradient is bad if an element is not finite, or so large that sums of squares may overflow. Each
 gradient is checked in one of three ways, and all ranks see the same result:
 
-- In a batch on a CPU, by the first round of its rule (``checked_on_host``). Ranks add their sums of
-  squares to the message of that round. If a gradient is bad, the step of its batch is undone and
-  begun again without it, which takes one more round.
-- In a batch on a GPU, by the same sums, which kernels read on the device (``checked_on_device``).
-  They skip the parameters of bad gradients, so the host does not wait. ``DeviceGradFlags`` tells
-  the host once, at the end of the step.
+- In a batch on a CPU, by the first round of its rule. Ranks add their sums of squares to the
+  message of that round. If a gradient is bad, the step of its batch is undone and begun again
+  without it, which takes one more round.
+- In a batch on a GPU, by the same sums, which kernels read on the device. They skip the parameters
+  of bad gradients, so the host does not wait. ``DeviceGradFlags`` tells the host once, at the end
+  of the step.
 - By votes, which ranks exchange together with the gradients: parameters that are stepped alone,
   stacks of experts, and rules that write before their first round.
 
@@ -17,7 +17,7 @@ The sums cost no read of the gradient if the rule adds up squares anyway; votes 
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,11 +25,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext import ops
-from ds_ext.distributed.lockstep import StepGenerator, advance
-from ds_ext.ops.executors.table_passes import TableBatch
-from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable
-from ds_ext.ops.executors.triton.launch_memory import Memory
-from ds_ext.ops.executors.triton.launcher import GradLimits
 from ds_ext.ops.runs import Runs
 
 # A rank votes 1 for a good gradient, BAD_VOTE for a bad one. The sum over ranks of a good gradient
@@ -108,13 +103,6 @@ class DeviceGradFlags:
         return Flagged(square, bad), read[: len(extra)]
 
 
-class Ways(NamedTuple):
-    """How the gradients of a batch are checked."""
-
-    by_sums: bool
-    by_votes: bool
-
-
 class GradCheck:
     """How to check the gradients of a bucket, and what the host found.
 
@@ -140,88 +128,8 @@ class GradCheck:
         self.square: float | None = None
         self.bad: dict[Tensor, None] = {}
 
-    def ways(self, params: Iterable[Tensor]) -> "Ways":
-        """Returns how to check the gradients of a batch, which are all checked alike."""
-        found = {Ways(p in self.params, p in self.votes) for p in params}
+    def ways(self, params: Iterable[Tensor]) -> tuple[bool, bool]:
+        """Returns whether the gradients of a batch are checked by sums, and by votes."""
+        found = {(p in self.params, p in self.votes) for p in params}
         assert len(found) == 1, "the gradients of a batch are all checked in the same way"
         return found.pop()
-
-
-class CheckedStep(Protocol):
-    """The step of a batch, which can be undone until its second round."""
-
-    params: list[Tensor]
-    batch: TableBatch
-    upper_bounds: Any  # the largest allowed totals of ``squares``, [n]
-
-    def begin(self) -> StepGenerator:
-        """Returns the generator of partial sums."""
-
-    def squares(self) -> Tensor:
-        """Returns the sums of squares of this rank's runs of gradients, [n]."""
-
-    def restart(self, good: NDArray[np.bool_]) -> StepGenerator:
-        """Undoes the step, and yields the rounds of a step of only the ``good`` parameters."""
-
-
-def checked_on_host(step: CheckedStep, check: GradCheck) -> StepGenerator:
-    """Yields the rounds of a step; drops gradients that the first round finds bad."""
-    rule = step.begin()
-    sums, own = next(rule), step.squares()
-    *totals, found = yield (*sums, own)
-    good = found.numpy() <= step.upper_bounds
-    if not good.all():
-        check.square = math.inf
-        rule.close()
-        check.bad |= {p: None for p, fine in zip(step.params, good, strict=True) if not fine}
-        yield from step.restart(good)
-        return
-    check.square = (check.square or 0.0) + float(own.numpy().sum(dtype=np.float64))
-    further = advance(rule, tuple(totals))
-    while further is not None:
-        further = advance(rule, (yield further))
-
-
-def checked_on_device(step: CheckedStep, memory: Memory, check: GradCheck) -> StepGenerator:
-    """Yields the rounds of a batch on a GPU. Kernels skip parameters with bad gradients.
-
-    Args:
-        step: the step, whose parameters are all checked alike.
-        memory: of the bucket's launches.
-        check: by the first round, by votes, by both or not at all.
-    """
-    by_sums, by_votes = check.ways(step.params)
-    passes = step.batch.passes
-    passes.attach(memory)
-    rule = step.begin()
-    if by_votes:  # recorded first, because a pass with limits skips bad gradients
-        limits = _limits_of_votes(step, check.votes)
-        _record(step, limits, check, is_square=False)
-        passes.limits = limits
-    sums = advance(rule, None)
-    if by_sums:
-        passes.limits = None
-        *totals, found = yield (*(sums or ()), step.squares())
-        limits = _limits(found, step.upper_bounds)
-        _record(step, limits, check, is_square=True)
-        passes.limits = limits
-        sums = advance(rule, tuple(totals))
-    while sums is not None:
-        sums = advance(rule, (yield sums))
-
-
-def _limits_of_votes(step: CheckedStep, votes: Mapping[Tensor, Tensor]) -> GradLimits:
-    """The votes on the device, and the largest sum of votes for a good gradient."""
-    found = torch.stack([votes[param].view(()) for param in step.params])
-    return _limits(found, np.full(len(found), MAX_GOOD_VOTES, dtype=np.float32))
-
-
-def _limits(found: Tensor, bounds: Any) -> GradLimits:
-    return GradLimits(Runs((found,), firsts=np.arange(len(found))), bounds)
-
-
-def _record(step: CheckedStep, limits: GradLimits, check: GradCheck, is_square: bool) -> None:
-    """Makes the device copy the checked values to ``check.flags``."""
-    assert check.flags is not None, "nothing would read the flags of gradients checked on a device"
-    places = check.flags.places(step.params, limits.most, is_square, step.batch.device)
-    cast(KernelTable, step.batch.passes.own).copy_checked_values(limits, places)

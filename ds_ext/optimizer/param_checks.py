@@ -1,7 +1,7 @@
 """Checks of parameters and saved groups: ValueError if an optimizer cannot step or load them."""
 
 import itertools
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,7 @@ from ds_ext.distributed.dtensors import is_dtensor
 from ds_ext.distributed.unsupported_wrappers import refuse_flat
 from ds_ext.ops import int8
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import NestedState
-from ds_ext.optimizer import expert_stacks, sections
+from ds_ext.optimizer import sections
 from ds_ext.optimizer.groups import names_of_all_rules
 from ds_ext.optimizer.param_table import ParamTable
 
@@ -130,14 +129,6 @@ def refuse_shape(table: ParamTable, param: Tensor, shard: Shard) -> None:
             f"Create the groups with ds_ext.{own}.for_model(model, ...), or put the parameter into "
             f'a group with "type": "{entry.others}".'
         )
-
-
-def refuse_states(
-    table: ParamTable, states: Mapping[Tensor, NestedState], stacked: Container[Tensor]
-) -> None:
-    """Raises ValueError if a stack's state is not nested by expert, or another state is."""
-    for param, state in states.items():
-        expert_stacks.check_state(type(table).__name__, param, state, param in stacked)
 
 
 def refuse_saved_groups(table: ParamTable, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -135,21 +135,12 @@ class ParamTable:
         """Returns the placement of a DTensor; None for a plain tensor."""
         return self._placements.of(param) if dtensors.is_dtensor(param) else None
 
-    def local_shard(self, param: Tensor) -> Shard:
-        """Returns which elements of a parameter lie in this process."""
-        placement = self.placement(param)
-        return Shard.whole(param.shape) if placement is None else placement.shard(param)
-
-    def local_run(self, param: Tensor) -> Tensor:
-        """Returns the elements of a parameter in this process: a view if they are contiguous."""
-        placement = self.placement(param)
-        return param.detach().reshape(-1) if placement is None else placement.run(param)
-
     def shard(self, param: Tensor) -> Shard:
         """Returns which elements of a parameter this process steps."""
         if self.fused is not None and param in self.fused.shards:
             return self.fused.shard(param)
-        return self.local_shard(param)
+        placement = self.placement(param)
+        return Shard.whole(param.shape) if placement is None else placement.shard(param)
 
     def weights(self, param: Tensor, p: Tensor, shard: Shard) -> Tensor:
         """Returns the weights of a run ``p``, [len(shard)]; in fp32 if the run has a master."""

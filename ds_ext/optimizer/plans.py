@@ -8,7 +8,7 @@ batches, because their partial sums are added up in order. This holds if all ran
 one kind.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,11 +25,12 @@ from ds_ext.ops.runs import Layout, Runs
 from ds_ext.ops.schema import DTYPES
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts, leaves
-from ds_ext.optimizer import ema, expert_stacks, nonfinite, param_checks, sections, state_checks
+from ds_ext.optimizer import ema, expert_stacks, nonfinite, sections
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import State
 
+MAX_PLANS = 4096  # more occur only if each step forms different buckets
 # Of the state tensors that tables read: None is fp32, the others are codes and scales of 8 bits.
 STATE_DTYPES = {None, torch.float32, torch.int8, torch.uint8, torch.int16}
 
@@ -207,86 +208,8 @@ class BucketPlan:
         return True
 
 
-class BucketPlans:
-    """The plans of the buckets stepped so far."""
-
-    MAX_PLANS = 4096  # more occur only if each step forms different buckets
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[object, ...], BucketPlan] = {}  # by parameters and device
-
-    def clear(self) -> None:
-        """Drops all plans, after groups or stacks have changed."""
-        self._made.clear()
-
-    def _fitting(
-        self, table: ParamTable, updates: Sequence[RunUpdate], states: Sequence[State]
-    ) -> BucketPlan | None:
-        """The plan of a bucket; None if it has none, or one that holds no more."""
-        plan = self._made.get(_key(updates))
-        return plan if plan is not None and plan.fits(table, updates, states) else None
-
-    def check(self, table: ParamTable, buckets: Iterable[Sequence[RunUpdate]]) -> None:
-        """Checks the states of several buckets, before the first one is stepped.
-
-        Raises:
-            ValueError: a parameter cannot be stepped, or a state does not fit its parameter.
-        """
-        for updates in buckets:
-            states = [table.state.get(u.param) or {} for u in updates]
-            plan = self._fitting(table, updates, states)
-            for i in range(len(updates)) if plan is None else plan.alone:
-                if states[i]:
-                    state_checks.check(table, updates[i], states[i], None)
-                else:
-                    param_checks.refuse_shape(table, updates[i].param, updates[i].shard)
-
-    def prepare(
-        self,
-        table: ParamTable,
-        updates: Sequence[RunUpdate],
-        states: Sequence[State],
-        allow_batches: Callable[[torch.device], bool],
-    ) -> BucketPlan:
-        """Makes the missing states of a bucket, checks the others, and plans its step.
-
-        Args:
-            table: the table of the optimizer.
-            updates: the bucket's runs, on the device of their gradients.
-            states: their states there.
-            allow_batches: returns whether runs on a device may be stepped in batches.
-
-        Returns:
-            The plan, after counting the step in the states of batched runs.
-
-        Raises:
-            ValueError: a run or its state does not fit its parameter; no state is changed.
-        """
-        device = updates[0].g.device
-        plan = self._fitting(table, updates, states)
-        new: list[State] = []
-        try:
-            for i in range(len(updates)) if plan is None else plan.alone:
-                if not states[i]:
-                    new.append(states[i])
-                    state_checks.make(table, updates[i], states[i])
-                state_checks.check(table, updates[i], states[i], device)
-        except ValueError:
-            for state in new:
-                state.clear()
-            raise
-        if plan is None:
-            if len(self._made) >= self.MAX_PLANS:
-                self._made.clear()
-            plan = BucketPlan(table, updates, states, allow_batches(device))
-            self._made[_key(updates)] = plan
-        for i in plan.batched:
-            states[i]["step"] += 1
-        return plan
-
-
-def _key(updates: Sequence[RunUpdate]) -> tuple[object, ...]:
-    """The parameters of a bucket, and the device of their gradients."""
+def key_of(updates: Sequence[RunUpdate]) -> tuple[object, ...]:
+    """Returns what identifies the plan of a bucket: its parameters, and their gradients' device."""
     return *[id(u.param) for u in updates], updates[0].g.device
 
 

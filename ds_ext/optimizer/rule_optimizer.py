@@ -24,7 +24,6 @@ from ds_ext.optimizer import (
 )
 from ds_ext.optimizer.bucket_optimizer import BucketOptimizer
 from ds_ext.optimizer.groups import checked_hypers, hypers_of
-from ds_ext.optimizer.host_offload import HostOffload
 from ds_ext.optimizer.model_view import ModelView
 from ds_ext.optimizer.update_stats import UpdateStats
 
@@ -146,9 +145,8 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         for param in found - self.stacks.keys():
             if self.state.get(param, {}).get("step") == 0:
                 del self.state[param]
-        param_checks.refuse_states(
-            self, {p: self.state[p] for p in found if self.state.get(p)}, found
-        )
+        for param in (p for p in found if self.state.get(p)):
+            expert_stacks.check_state(type(self).__name__, param, self.state[param], True)
         self.stacks = {p: (first or {}).get(p, 0) for p in found} | self.stacks
         dtensor_state.make(self, [p for p in self.group_of if p in found])
         return self
@@ -171,10 +169,6 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         """Undoes ``attach``, unless another layout was attached since."""
         if self.fused is layout:
             self.fused = self.end_backward = self.before_load = None
-
-    def set_offload(self, offload: HostOffload | None) -> None:
-        """Sets where states lie between steps; None: on the device of their parameter."""
-        self.offload = offload
 
     def measure_updates(self) -> None:
         """Measures the RMS of updates and weights from the next step on."""

@@ -18,7 +18,7 @@ from ds_ext.distributed.layout import Layout
 from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts, mapped, zeros
-from ds_ext.optimizer import dtensor_state, ema, param_checks
+from ds_ext.optimizer import dtensor_state, ema, expert_stacks, param_checks
 from ds_ext.optimizer.groups import GroupRules
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.updates import RunUpdate
@@ -138,7 +138,7 @@ def read(table: ParamTable, state_dict: Mapping[str, Any]) -> dict[Any, State]:
         given = state_dict["state"].get(i)
         if not given:
             continue
-        param_checks.refuse_states(table, {param: given}, table.stacks)
+        expert_stacks.check_state(kind, param, given, param in table.stacks)
         shard = table.shard(param)
         parts = table.state_spec(param, shard, rule)
         state = mapped(dtensor_state.own(table, param, given, parts), lambda x: x)

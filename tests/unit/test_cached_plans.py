@@ -65,7 +65,7 @@ def test_a_plan_of_another_rule_never_fits_again(monkeypatch):
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer.step()
-    ((_, plan),) = optimizer._plans._made.items()
+    ((_, plan),) = optimizer._plans.items()
     updates, states = plain_step.updates(params), [optimizer.state[p] for p in params]
     optimizer.param_groups[0]["lr"] = 0.5
     assert plan.fits(optimizer, updates, states) and plan.rules[0].lr == 0.5

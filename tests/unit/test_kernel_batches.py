@@ -60,7 +60,7 @@ def test_bits_are_those_of_the_parameter_alone(name, way, cut, monkeypatch):
     shapes, world = cut
     both, (optimizer,) = stepped(name, way, True, shapes, world)
     alone, _ = stepped(name, way, False, shapes, world)
-    (plan,) = optimizer._plans._made.values()
+    (plan,) = optimizer._plans.values()
     # a group of 8-bit moments that a cut goes through is stepped alone
     assert plan.batched if name == "flashadamw" else not plan.alone
     assert all(a.equal(b) for a, b in zip(both, alone, strict=True))
@@ -86,7 +86,7 @@ def test_the_host_reads_nothing_and_copies_once_a_batch(name, monkeypatch):
         updates = updates_of(weights, [torch.ones_like(p) for p in weights], 2)
         optimizer.update(updates, lambda total: None)
         optimizer.commit_weight_norms()
-    (plan,) = optimizer._plans._made.values()
+    (plan,) = optimizer._plans.values()
     assert len(copies) == len(plan.batches) <= 3
 
 
@@ -141,7 +141,7 @@ def test_the_plan_counts_what_is_noted_of_weights(name, monkeypatch):
     weights = [nn.Parameter(torch.ones(s, device="meta")) for s in shapes.values()]
     optimizer = OPTIMIZERS[name](weights)
     optimizer.update(updates_of(weights, weights, 3), lambda total: None)
-    batches = [batch for plan in optimizer._plans._made.values() for batch in plan.batches]
+    batches = [batch for plan in optimizer._plans.values() for batch in plan.batches]
     caches = [batch.norm_cache for batch in batches if batch.norm_cache is not None]
     made = (x for cache in caches for x in cache.columns.values())
     planned = memory.cached_norms(optimizer.hypers(), shapes, 3, 3, torch.float32)
@@ -196,13 +196,13 @@ def test_what_kernels_do_not_take_is_stepped_alone(monkeypatch):
     optimizer = OPTIMIZERS["lomo"](weights)
     grads = [torch.ones_like(p) for p in weights]
     optimizer.update(updates_of(weights, grads, 1), None)
-    (plan,) = optimizer._plans._made.values()
+    (plan,) = optimizer._plans.values()
     assert plan.alone == [1, 2] and plan.batched == [0, 3]
     assert all((p == 1 - 1e-3).all() for p in weights)
     optimizer.update_stats = UpdateStats(1)
     optimizer.update(updates_of(weights, grads, 1), None)
     assert optimizer.update_stats.sums()[0, 2] == sum(p.numel() for p in weights)
-    assert len(list(optimizer._plans._made.values())) == 1
+    assert len(list(optimizer._plans.values())) == 1
 
 
 MEASURED = [(name, way) for name in ("adalomo", "lamb", "flashadamw") for way in MODES]

@@ -110,7 +110,7 @@ class Twice:
     def afresh(self):
         """A context in which nothing is known from earlier steps."""
         owners = []
-        for plan in self.optimizer._plans._made.values():
+        for plan in self.optimizer._plans.values():
             for one in plan.batches:
                 owners += [
                     (of, "_launches") for of in (one.batch.passes.own, one.batch.passes.whole)

@@ -274,7 +274,7 @@ def test_what_is_known_of_a_weight_saves_reading_it(name, monkeypatch):
     p.grad = torch.ones_like(p)
     for _ in range(2):
         optimizer.step()
-    (plan,) = optimizer._plans._made.values()
+    (plan,) = optimizer._plans.values()
     known = plan.batches[0].norm_cache._values[0, 0]
     assert known == pytest.approx(float(p.detach().square().sum()), rel=1e-5)
     plan.batches[0].norm_cache._values[0, 0] = 16 * known  # and then it is believed

@@ -323,6 +323,6 @@ def test_no_plan_holds_gradients_after_a_step_with_a_bad_one(monkeypatch):
     paths.use(monkeypatch, "native")
     optimizers = Simulated("adalomo", 2, ((6, 5), (4, 3)))
     assert optimizers.step([torch.full((6, 5), math.inf), torch.ones(4, 3)]) == [0]
-    plans = [plan for rank in optimizers.ranks for plan in rank.optimizer._plans._made.values()]
+    plans = [plan for rank in optimizers.ranks for plan in rank.optimizer._plans.values()]
     batches = [one.batch for plan in plans for one in plan.batches]
     assert batches and all(batch.passes.gradients is None for batch in batches)

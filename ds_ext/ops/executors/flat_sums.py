@@ -7,19 +7,26 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops import schema
-from ds_ext.ops.executors.reference import Reference
 from ds_ext.ops.executors.tables import new_table, supports
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.expressions import accumulator
 from ds_ext.ops.runs import Runs
-from ds_ext.ops.shard import Shard
+
+# Elements that plain torch casts at a time: few bytes at the peak of a step's memory.
+CHUNK = 2**16
 
 
 def square_sums_of(runs: Sequence[Tensor]) -> Tensor:
     """Returns the sums of the squares of flat tensors on one device, at least one, [n]."""
     if _are_read(runs):
         return _by_table("square_sums", runs)
-    return torch.stack([Reference(Shard.whole((len(x),))).square_sums([x], x)[0] for x in runs])
+    return torch.stack([_square_sum(x) for x in runs])
+
+
+def _square_sum(x: Tensor) -> Tensor:
+    """The sum of squares of a flat tensor in plain torch; at most ``CHUNK`` elements are copied."""
+    chunks = (some.to(accumulator(x.dtype)) for some in x.split(CHUNK))
+    return torch.stack([torch.dot(some, some) for some in chunks]).sum()
 
 
 def largest(runs: Sequence[Tensor]) -> Tensor:

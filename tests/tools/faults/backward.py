@@ -17,9 +17,9 @@ FAULTS = (
         "unit/test_device_nonfinite.py -k come",
     ),
     Fault(
-        "optimizer/nonfinite.py",
-        "good = found.numpy() <= step.upper_bounds",
-        "good = own.numpy() <= step.upper_bounds",
+        "optimizer/bucket_step.py",
+        "good = found.numpy() <= self.plan.upper_bounds",
+        "good = own.numpy() <= self.plan.upper_bounds",
         "unit/test_nonfinite.py -k had_not_come",
     ),
     Fault(
@@ -66,9 +66,9 @@ FAULTS = (
         "unit/test_nonfinite.py -k had_not_come",
     ),
     Fault(
-        "optimizer/nonfinite.py",
-        "passes.limits = limits\n        sums",
-        "sums",
+        "optimizer/bucket_step.py",
+        "passes.limits = self._limits(found, self.plan.upper_bounds, check, is_square=True)",
+        "self._limits(found, self.plan.upper_bounds, check, is_square=True)",
         "unit/test_device_nonfinite.py -k had_not_come",
     ),
     Fault(
