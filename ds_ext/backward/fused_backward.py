@@ -76,7 +76,7 @@ class FusedBackward:
             check()
         int8_weights.check_hypers(optimizer)
         self.optimizer = optimizer
-        optimizer.agree_on_native(layout.device, layout.any)
+        optimizer.agree_on_executor(layout.device, layout.any)
         self.layout, self.grad_config, self.is_boundary = layout, grad_config, is_boundary
         self.reader = GradientReader(layout, grad_config)
         self.stepper = receivers.Stepper(optimizer, layout, bool(grad_config.max_value))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import ds_ext
-from ds_ext.commands import check, config, plan, run
+from ds_ext.commands import check, config, plan, run, selftest
 
 
 class Command(NamedTuple):
@@ -24,6 +24,7 @@ COMMANDS = {
     "config": Command(config.HELP, config.DESCRIPTION, config.add_options, config.run),
     "check": Command(check.HELP, check.DESCRIPTION, check.add_options, check.run),
     "run": Command(run.HELP, run.DESCRIPTION, run.add_options, run.run),
+    "selftest": Command(selftest.HELP, selftest.DESCRIPTION, selftest.add_options, selftest.run),
 }
 
 

@@ -238,9 +238,10 @@ class PaddedToGroups:
         )
 
     @property
-    def limit(self) -> int | None:
-        """The most elements of a block; None for the default."""
-        return scratch.SMALL_BLOCK if self.before.device.type == "cpu" else None
+    def limit(self) -> int:
+        """The most elements of a block."""
+        device = self.before.device
+        return scratch.SMALL_BLOCK if device.type == "cpu" else scratch.product_limit(device)
 
     def _cut(self, b: Block) -> tuple[slice, Block, slice]:
         """The elements of a block before the run, in it and after it."""

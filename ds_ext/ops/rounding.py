@@ -26,8 +26,10 @@ def round_to_bf16(x: Tensor, key: int, start: int) -> Tensor:
     Elements count from ``start``. Non-finite values stay as they are. Values beyond the largest
     bf16 become the largest bf16.
     """
-    # The cheapest test on a CPU: without such values, the sum of squares is finite.
-    nonfinite = None if torch.dot(x.view(-1), x.view(-1)).isfinite() else x.clone()
+    # The cheapest test on a CPU: without such values, the sum of squares is finite. On another
+    # device the host would wait for the answer.
+    is_finite = x.device.type == "cpu" and torch.dot(x.view(-1), x.view(-1)).isfinite()
+    nonfinite = None if is_finite else x.clone()
     if nonfinite is not None:
         most = torch.finfo(torch.bfloat16).max
         x.nan_to_num_(0, most, -most).clamp_(-most, most)

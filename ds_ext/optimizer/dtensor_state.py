@@ -35,6 +35,12 @@ def on_all_ranks(table: ParamTable, action: Callable[[], T]) -> T:
     return action() if group is None else consensus.run_on_all_ranks(action, group=group)
 
 
+def is_any(table: ParamTable, flag: bool) -> bool:
+    """Returns whether ``flag`` is true on any rank of DTensors, which all call this function."""
+    group = groups.of_ranks(ranks_of(table.params()))
+    return flag if group is None else any(consensus.gathered(flag, group))
+
+
 @torch.no_grad()
 def make(table: ParamTable, params: Iterable[Tensor]) -> None:
     """Makes the missing states of trained DTensors, so that a checkpoint can load into them.

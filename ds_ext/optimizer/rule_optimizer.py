@@ -1,5 +1,6 @@
 """torch.optim.Optimizer around a rule: param groups, state dicts, and a plain ``step()``."""
 
+import functools
 import inspect
 import itertools
 import weakref
@@ -11,7 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ds_ext import hyperparams, rules
+from ds_ext.distributed.consensus import is_first
 from ds_ext.distributed.layout import Layout
+from ds_ext.logs import logger
+from ds_ext.ops.executors import lone_run
+from ds_ext.ops.executors.triton import devices
 from ds_ext.optimizer import (
     dtensor_state,
     ema,
@@ -20,6 +25,7 @@ from ds_ext.optimizer import (
     param_checks,
     param_groups,
     plain_step,
+    selftest,
     state_checks,
 )
 from ds_ext.optimizer.bucket_optimizer import BucketOptimizer
@@ -44,6 +50,7 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
 
     end_backward: Callable[[], None] | None = None  # see ``attach``
     before_load: Callable[[], None] | None = None
+    _has_agreed = False  # whether plain steps have agreed on their executor
     instances: ClassVar["weakref.WeakSet[RuleOptimizer]"] = weakref.WeakSet()
     hypers: ClassVar[type]  # the rule, with the fields of ``RoundingConfig`` after its own
 
@@ -151,6 +158,27 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         dtensor_state.make(self, [p for p in self.group_of if p in found])
         return self
 
+    def agree_on_executor(self, device: torch.device, is_any: Callable[[bool], bool]) -> None:
+        """Uses native code or kernels only if they are there, and right, on all ranks.
+
+        Args:
+            device: of the parameters.
+            is_any: returns whether its argument is True on any rank. All ranks call it.
+        """
+        if device.type not in devices.DEVICES:
+            self.agree_on_native(device, is_any)
+            return
+        failure = selftest.failure(self, device) if devices.supports(device) else ""
+        if failure:
+            logger.warning(failure)
+        was_on = devices.supports(device)
+        if is_any(bool(failure) or not was_on) and was_on:
+            if not failure and is_first():
+                logger.warning("another rank steps by PyTorch's operations, so all ranks do.")
+            lone_run.disable_kernels()
+            for optimizer in self.instances:
+                optimizer.index_parameters()
+
     def attach(
         self,
         layout: Layout,
@@ -214,6 +242,10 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self.end_backward is None:
+            if not self._has_agreed:
+                self._has_agreed = True
+                for device in sorted({p.device for p in self.group_of}, key=str):
+                    self.agree_on_executor(device, functools.partial(dtensor_state.is_any, self))
             plain_step.step(self)
         else:  # which leaves no gradients
             self.end_backward()

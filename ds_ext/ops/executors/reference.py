@@ -1,8 +1,8 @@
 """The specification of each pass, in plain torch over the run of one parameter.
 
 Rules call the functions of the same names in ``ops.functions``, which describe the arguments. A
-pass reads the run in blocks of at most ``shard.BLOCK`` elements, so a lazy expression needs only
-a few blocks of scratch memory.
+pass reads the run in blocks of at most ``scratch.product_limit`` elements, so a lazy expression
+needs only a few blocks of scratch memory. On a GPU no pass makes the host wait.
 """
 
 from collections.abc import Sequence
@@ -41,16 +41,17 @@ class Reference:
 
     Args:
         shard: the geometry of the run.
+        limit: the most elements of a block; ``shard.BLOCK`` if None.
     """
 
-    def __init__(self, shard: Shard) -> None:
-        self.shard = shard
+    def __init__(self, shard: Shard, limit: int | None = None) -> None:
+        self.shard, self.limit = shard, limit
 
     def square_sums(self, runs: Sequence[Readable], like: Gradient) -> Sequence[Tensor]:
         """Sums of squares of several runs, block by block."""
         dtype = accumulator(like.dtype)
         totals = [torch.zeros((), dtype=dtype, device=like.device) for _ in runs]
-        for b in scratch.blocks(self.shard):
+        for b in scratch.blocks(self.shard, self.limit):
             for x, total in zip(runs, totals, strict=True):
                 v = read(x, b).reshape(-1)
                 total += torch.dot(v, v)
@@ -59,7 +60,7 @@ class Reference:
     def row_col_square_sums(self, x: Readable, like: Gradient) -> tuple[Tensor, Tensor]:
         """Sums over each row and column, 0 outside the run."""
         row, col = _zeros(self.shard, like)
-        for b in scratch.blocks(self.shard):
+        for b in scratch.blocks(self.shard, self.limit):
             square = squared(x, b)
             row[b.mats, b.rows] += square.sum(2)
             col[b.mats, b.cols] += square.sum(1)
@@ -72,7 +73,7 @@ class Reference:
         assert self.shard.holds_rows
         row, col = _zeros(self.shard, like)
         weighted = torch.zeros_like(col)
-        for b in scratch.blocks(self.shard):
+        for b in scratch.blocks(self.shard, self.limit):
             square = squared(x, b)
             sums = square.sum(2)
             row[b.mats, b.rows] = sums
@@ -114,7 +115,7 @@ class Reference:
         make = torch.empty if len(self.shard) == self.shard.numel else torch.zeros
         out = make(self.shard.numel, dtype=accumulator(like.dtype), device=like.device)
         own = out[self.shard.start : self.shard.stop]
-        for b in scratch.blocks(self.shard):
+        for b in scratch.blocks(self.shard, self.limit):
             values = read(x, b)
             torch.mul(values, values, out=part(own, b))
         return out
@@ -138,12 +139,12 @@ class Reference:
 
     def lerp_(self, m: Writable, x: Readable, weight: float) -> None:
         """m ← m + weight · (x − m), for a run."""
-        for b in scratch.blocks(self.shard):
+        for b in scratch.blocks(self.shard, self.limit):
             advance_(m, b, read(x, b), weight)
 
     def square_lerp_(self, v: Tensor, x: Readable, eps: float, weight: float) -> None:
         """v ← v + weight · (x² + eps − v), for a run."""
-        for b in scratch.blocks(self.shard):
+        for b in scratch.blocks(self.shard, self.limit):
             advance_(v, b, squared(x, b).add_(eps), weight)
 
     def apply_(
@@ -156,7 +157,9 @@ class Reference:
         if isinstance(u, Tensor) and not decays and getattr(p, "dtype", None) == u.dtype:
             _subtract_(p, u, lr)  # in one pass
             return
-        for b in scratch.blocks(self.shard, p.limit if isinstance(p, PaddedToGroups) else None):
+        for b in scratch.blocks(
+            self.shard, p.limit if isinstance(p, PaddedToGroups) else self.limit
+        ):
             old = read(p, b)
             if decays:
                 change = torch.mul(old, weight_decay, out=scratch.like(old)).add_(read(u, b))
@@ -189,7 +192,7 @@ class Reference:
         assert self.shard.holds_rows
         row, root = torch.zeros_like(x.row), self.shard.cols**0.5
         sums = row.new_zeros(self.shard.mats, self.shard.cols)
-        for b in scratch.blocks(self.shard):
+        for b in scratch.blocks(self.shard, self.limit):
             values = read(x.x, b)
             square = torch.mul(values, x.col[b.mats], out=output_buffer(values, x.x)).square_()
             before = x.row[b.mats, b.rows].squeeze(-1) * x.scale

@@ -52,6 +52,8 @@ from ds_ext.ops.shard import Shard
 P = ParamSpec("P")
 T = TypeVar("T")
 Method = Callable[Concatenate["TablePasses", P], T]
+# Called with the name of each pass before tables run it, if a self-test asks for them.
+observers: list[Callable[[str], None]] = []
 
 
 def _or_reference(method: Method[P, T]) -> Method[P, T]:
@@ -62,6 +64,8 @@ def _or_reference(method: Method[P, T]) -> Method[P, T]:
 
     @functools.wraps(method)
     def run(self: "TablePasses", *args: P.args, **kwargs: P.kwargs) -> T:
+        for observer in observers:
+            observer(method.__name__)
         try:
             return method(self, *args, **kwargs)
         except Unsupported:
@@ -89,7 +93,7 @@ class TablePasses(BatchTables, Reference):
         BatchTables.__init__(self, batch)
         self.one = one
         if one is not None:
-            Reference.__init__(self, one)
+            Reference.__init__(self, one, scratch.product_limit(batch.device))
         self.takes_matrices = one is None or devices.supports_matrices(one)
 
     @_or_reference

@@ -1,9 +1,9 @@
 """Builds and loads the C++ library: with the wheel, or once per machine at its first use.
 
-Without it, the reference executor makes the passes, and one line in the log says so. A library
-that was built at first use ends with the SHA-256 hash of its other bytes. It is loaded if the hash
-is right and nobody but this user or root can write to it: loading a file that was cut short ends
-the process with SIGBUS.
+Without it, the reference executor makes the passes, and one line in the log says so. A file in the
+cache folder ends with the SHA-256 hash of its other bytes. It is read if the hash is right and
+nobody but this user or root can write to it: loading a library that was cut short ends the process
+with SIGBUS. Results of self-tests are kept in the same way.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of built libraries: ``XDG_CACHE_HOME``/ds_ext, or ~/.cache/ds_ext.
+    """Returns the folder of kept files: ``XDG_CACHE_HOME``/ds_ext, or ~/.cache/ds_ext.
 
     Raises:
         RuntimeError: if this user has no home folder.
@@ -107,7 +107,7 @@ def _built() -> Path:
         raise OSError("there is no C++ compiler (g++, c++ or $CXX)")
     key = [_source(), *FLAGS, platform.machine(), platform.libc_ver()[1], compiler]
     name = f"passes-{hashlib.sha256(chr(0).join(key).encode()).hexdigest()[:16]}.so"
-    path, own = _place(name)
+    path, own = cache_file(name)
     if own is not None:
         # Other processes may build it at the same time: the last one replaces the file.
         with own:
@@ -115,8 +115,12 @@ def _built() -> Path:
     return path
 
 
-def _place(name: str) -> tuple[Path, tempfile.TemporaryDirectory[str] | None]:
-    """The path of a library that others cannot write to; a folder to build it in, if missing."""
+def cache_file(name: str) -> tuple[Path, tempfile.TemporaryDirectory[str] | None]:
+    """Returns the path of a file that others cannot write to.
+
+    If the file is missing or damaged, also a folder to make it in: ``seal`` it there, then replace
+    the path by it.
+    """
     with contextlib.suppress(OSError, RuntimeError):  # no home folder, or not writable
         for folder in (cache_folder(), cache_folder() / f"user-{os.getuid()}"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -134,7 +138,7 @@ def _is_safe(path: Path) -> bool:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a library is there, is complete, and only this user or root can write to it."""
+    """Whether a file is there, is complete, and only this user or root can write to it."""
     if not path.exists() or not _is_safe(path):
         return False
     content = path.read_bytes()
@@ -149,12 +153,17 @@ def _build(compiler: str, path: Path) -> Path:
     )
     if done.returncode:
         raise OSError(f"{compiler} cannot build {SOURCE.name}: {done.stderr.strip()[:500]}")
-    code = path.read_bytes()
+    path.chmod(0o755)
+    return seal(path)
+
+
+def seal(path: Path) -> Path:
+    """Appends the hash of a file, and waits until it is on disk."""
+    content = path.read_bytes()
     with path.open("ab") as file:
-        file.write(hashlib.sha256(code).digest())
+        file.write(hashlib.sha256(content).digest())
         file.flush()
         os.fsync(file.fileno())
-    path.chmod(0o755)
     return path
 
 

@@ -1,18 +1,20 @@
 """The devices and parameters that kernels support."""
 
 import functools
+import os
 
 import torch
 
 from ds_ext.ops.shard import Shard
 
 DEVICES = {"cuda"}  # the supported device types
+SWITCH = "DS_EXT_KERNELS"  # environment variable: 0 selects the reference executor
 MATRICES = 128  # the most matrices of a parameter whose rows and columns kernels add up
 
 
 def supports(device: torch.device) -> bool:
     """Returns whether kernels support the tensors of a device."""
-    return device.type in DEVICES and has_triton()
+    return device.type in DEVICES and are_available()
 
 
 def supports_matrices(shard: Shard) -> bool:
@@ -25,8 +27,10 @@ def supports_matrices(shard: Shard) -> bool:
 
 
 @functools.cache
-def has_triton() -> bool:
-    """Returns whether Triton is installed; imports the kernels and Triton."""
+def are_available() -> bool:
+    """Returns whether kernels are not disabled and Triton is installed; imports both."""
+    if os.environ.get(SWITCH, "1") == "0":
+        return False
     try:
         from ds_ext.ops.executors.triton import kernels  # noqa: F401
     except ImportError:  # a torch without Triton

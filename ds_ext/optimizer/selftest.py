@@ -1,0 +1,395 @@
+"""Compares native code or kernels with the reference executor, by steps of small tensors.
+
+The first time that an optimizer runs on a GPU, ``failure`` checks its rules with their settings in
+a process of their own, so that an access out of bounds ends only that process. The result is kept
+in the cache folder, for each GPU and its software.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ds_ext import rules
+from ds_ext.logs import logger
+from ds_ext.ops.executors import lone_run, table_passes, tables
+from ds_ext.ops.executors.native import bf16_products, library
+from ds_ext.ops.executors.triton import devices
+from ds_ext.ops.shard import Shard
+from ds_ext.optimizer.ema import EmaConfig
+from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
+from ds_ext.optimizer.param_table import ParamTable
+from ds_ext.optimizer.sections import SectionConfig
+from ds_ext.optimizer.updates import RunUpdate
+
+Case = Sequence[Any]  # the name of a rule, its hyper-parameters, a key of DTYPES
+Row = dict[str, Any]
+
+RIGHT, WRONG = "right", "WRONG"
+CHECKED = {"cuda"}  # types of devices on which an optimizer is checked before its first step
+SECONDS = 300  # after which a process that checks is ended
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+IN_16_BITS = ("stochastic", "nearest", "master", "master24")
+MATRICES = ((48, 64), (33, 130))  # rows with and without vectors of 16 bytes
+OTHER_SHAPES = ((3, 16, 40), (300,), (5,))
+RANKS = ((0, 1), (1, 3))  # (rank, ranks): whole parameters, and a run in their middle
+STEPS = 2
+CLOSE = 1e-5  # error relative to the norm of the update, of fp32 weights and masters; of states
+CLOSE_24 = 1e-3  # the same of "master24", whose 8 bits may be rounded either way
+CLOSE_PRODUCTS = 0.1  # the same of products on a CPU whose operands are rounded to bf16
+APART = 1 / 200  # share of 16-bit weights, or codes of states, that may be rounded either way
+# Hyper-parameters with which small tensors show an error; those that are not checked; and those
+# that ask for other forms of passes than the defaults.
+SMALL: dict[str, Any] = {"lr": 1e-2, "rank": 4, "update_proj_gap": 2}
+LEFT_OUT = {f.name for kind in (EmaConfig, SectionConfig) for f in dataclasses.fields(kind)}
+OTHERS = {"relative_step": False, "weight_decay": 0.1, "beta1": 0.9, "momentum": 0.9, "nbits": 32}
+OF_OTHERS = "weights of other ranks"
+CHILD = "DS_EXT_SELFTEST_CHILD"  # environment variable of processes that report to another
+LATE = "it took longer than"
+PACKAGE = Path(__file__).parents[1]
+
+
+class Unavailable(Exception):
+    """A process of its own cannot check the device; the message says why."""
+
+
+def cases_of(table: ParamTable) -> list[Case]:
+    """Returns the cases of an optimizer's param groups: their rules of ds_ext, and their dtypes."""
+    found: list[Case] = []
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    for i, group in enumerate(table.index.groups):
+        rule = table.rule_at(i)
+        hypers = {k: v for k, v in dataclasses.asdict(rule).items() if k not in LEFT_OUT}
+        hypers |= {k: v for k, v in SMALL.items() if hypers.get(k) is not None}
+        is_ours = rules.entry_of(type(rule)).rule.__module__.startswith("ds_ext.")
+        for dtype in dict.fromkeys(p.dtype for p in group["params"] if is_ours):
+            if dtype in names:
+                found.append([type(rule).__name__.lower(), hypers, names[dtype]])
+    return [case for i, case in enumerate(found) if case not in found[:i]]
+
+
+def all_cases(kind: type[Any]) -> list[Case]:
+    """Returns the cases of an optimizer class: dtypes, ways to store weights, forms of passes."""
+    fields = {field.name for field in dataclasses.fields(kind.hypers)}
+    given = {k: v for k, v in SMALL.items() if k in fields}
+    others = given | {k: v for k, v in OTHERS.items() if k in fields}
+    if "relative_step" in fields:
+        del given["lr"]
+    name, cases = kind.__name__.lower(), list[Case]()
+    for dtype in DTYPES:
+        for storage in IN_16_BITS if dtype != "fp32" else ("nearest",):
+            cases.append([name, given | {"weight_update": storage}, dtype])
+        cases.append([name, others, dtype])
+    return cases
+
+
+class Stepped:
+    """One rank's optimizer of small parameters. Sums are this rank's own.
+
+    Args:
+        kind: the optimizer's class.
+        case: its hyper-parameters, and the dtype of weights and gradients.
+        ranks: (rank, number of ranks).
+        device: of the parameters.
+    """
+
+    def __init__(
+        self, kind: type[Any], case: Case, ranks: Sequence[int], device: torch.device
+    ) -> None:
+        _, hypers, dtype = case
+        shapes = MATRICES + OTHER_SHAPES if rules.entry_of(kind.rule).any_shape else MATRICES
+        self._random = torch.Generator("cpu").manual_seed(0)
+        weights = [0.1 * torch.randn(s, generator=self._random, device="cpu") for s in shapes]
+        self.params = [nn.Parameter(w.to(device, DTYPES[dtype])) for w in weights]
+        self.optimizer = kind(self.params, **hypers)
+        self.shards: dict[Tensor, Shard] = {
+            p: Shard.of_rank(tuple(p.shape), *ranks) for p in self.params
+        }
+        in_batches = self.optimizer.in_batches(self.shards, device)
+        # Kernels can check the gradients of batches.
+        self.is_checked = devices.supports(device) and in_batches == self.shards.keys()
+
+    def run_of(self, p: Tensor, values: Tensor) -> Tensor:
+        """Returns this rank's run of the values of a parameter."""
+        return values.detach().view(-1)[self.shards[p].start :][: len(self.shards[p])]
+
+    def step(self, checked: bool = False, bad: Tensor | None = None) -> list[Tensor]:
+        """Steps all parameters, and returns those whose gradients kernels found bad.
+
+        Args:
+            checked: whether kernels check the gradients.
+            bad: the parameter whose gradient has a NaN in the middle of its run.
+        """
+        updates = []
+        for p, shard in self.shards.items():
+            g = torch.randn(p.shape, generator=self._random, device="cpu").to(p.device, p.dtype)
+            if p is bad:
+                g.view(-1)[shard.start + len(shard) // 2] = math.nan
+            updates.append(RunUpdate(p, self.run_of(p, p), self.run_of(p, g), shard))
+        flags, check = DeviceGradFlags(len(updates)), None
+        if checked:  # as backward does on a GPU, with this rank's own votes
+            first = self.optimizer.first_round_checks(self.shards)
+            votes = {u.param: torch.where(u.g.sum().isfinite(), 1.0, 2.0**20) for u in updates}
+            votes = {p: vote for p, vote in votes.items() if p not in first}
+            check = GradCheck(first, votes, flags)
+        self.optimizer.update(updates, lambda total: None, check)
+        self.optimizer.commit_weight_norms()
+        found = [*flags.read()[0].bad] if checked else []
+        self.optimizer.rollback_step(found)
+        return found
+
+    def run(self) -> "Stepped":
+        """Makes all steps; kernels check the gradients of all but the first, if they can."""
+        for i in range(STEPS):
+            self.step(self.is_checked and i > 0)
+        return self
+
+    def tensors(self, p: Tensor) -> dict[str, Tensor]:
+        """Copies of a parameter's state, of its weights with masters, and of other ranks' ones."""
+        state = {k: v for k, v in self.optimizer.state.get(p, {}).items() if k != "master"}
+        found = {key: torch.as_tensor(x).clone() for key, x in _leaves("", state)}
+        held = self.optimizer.weights(p, self.run_of(p, p), self.shards[p])
+        others = p.detach().flatten().clone()
+        self.run_of(p, others).zero_()
+        return found | {"weights": held.clone(), OF_OTHERS: others}
+
+    def all(self) -> list[dict[str, Tensor]]:
+        """Returns ``tensors`` of all parameters."""
+        return [*map(self.tensors, self.params)]
+
+
+def _leaves(key: str, x: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors and numbers in nested dicts, with their keys."""
+    if isinstance(x, Mapping):
+        for name, one in x.items():
+            yield from _leaves(f"{key}.{name}".lstrip("."), one)
+    elif x is not None:
+        yield key, x
+
+
+@torch.no_grad()
+def check(kind: type[Any], case: Case, ranks: Sequence[int], device: torch.device) -> Row:
+    """Returns whether steps equal the reference's, and how far apart they are.
+
+    A second run must have the bits of the first. A NaN must change no bit of its parameter, and
+    keep no other from its step.
+    """
+    passes, entry = dict[str, None](), rules.entry_of(kind.rule)
+
+    def note(name: str) -> None:
+        if name not in passes:
+            passes[name] = None
+            _tell("pass", name)
+
+    table_passes.observers.append(note)
+    try:
+        tested, again = (Stepped(kind, case, ranks, device).run() for _ in range(2))
+        found = tested.all()
+        wrong = {
+            "other bits in a second run": not _same(found, again.all()),
+            "a NaN in a gradient": tested.is_checked and not _skips_nan(tested, again),
+        }
+    finally:
+        table_passes.observers.remove(note)
+    with lone_run.reference_only():
+        judge = Stepped(kind, case, ranks, device)
+        before = judge.all()
+        expected = judge.run().all()
+    storage = case[1].get("weight_update", "stochastic")
+    close, limit = CLOSE_24 if storage == "master24" else CLOSE, cast(float | None, None)
+    if device.type == "cpu" and not entry.is_batched and bf16_products.is_available():
+        close = CLOSE_PRODUCTS
+    is_wide = case[2] == "fp32" or storage.startswith("master") or close == CLOSE_PRODUCTS
+    error = 0.0
+    for key in dict.fromkeys(itertools.chain(*expected)):
+        a, b, old = ([x[key] for x in of if key in x] for of in (found, expected, before))
+        limit, scale = 0.0 if key == OF_OTHERS else close, b
+        if key == "weights":
+            limit = close if is_wide else None
+            scale = [y.double() - w for y, w in zip(b, old, strict=True)]
+            errors = (_norm(x, y) / (_norm(u) or 1) for x, y, u in zip(a, b, scale, strict=True))
+            error = max(errors)
+        wrong[key] = len(a) != len(b) or not _is_near(a, b, scale, limit)
+    named = [key for key, is_wrong in wrong.items() if is_wrong]
+    verdict = f"{WRONG}: {', '.join(named)}" if named else RIGHT
+    return row_of(case, ranks) | {"error": error, "verdict": verdict, "passes": [*passes]}
+
+
+def row_of(case: Case, ranks: Sequence[int]) -> Row:
+    """Returns the first columns of a row."""
+    name, hypers, dtype = case
+    how = hypers.get("weight_update", "stochastic")
+    where = f"{ranks[0]} of {ranks[1]}"
+    return {"optimizer": name, "dtype": dtype, "weight_update": how, "rank": where}
+
+
+def _skips_nan(hit: Stepped, clean: Stepped) -> bool:
+    """Whether kernels step all but the parameter whose gradient has a NaN, and report it."""
+    param = hit.params[0]
+    before = hit.tensors(param)
+    clean.step(checked=True)
+    bad = hit.step(checked=True, bad=param)
+    found, expected = hit.all(), clean.all()
+    is_kept = _same([found[0]], [before]) and not _same([expected[0]], [before])
+    return is_kept and _same(found[1:], expected[1:]) and [*map(id, bad)] == [id(param)]
+
+
+def _same(a: Iterable[Mapping[str, Tensor]], b: Iterable[Mapping[str, Tensor]]) -> bool:
+    """Whether states and weights of parameters have the same bits."""
+    return all(
+        x.keys() == y.keys() and all(map(torch.equal, x.values(), y.values()))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def _is_near(
+    a: Sequence[Tensor], b: Sequence[Tensor], scale: Sequence[Tensor], limit: float | None
+) -> bool:
+    """Whether tensors are equal within ``limit`` of the norm of ``scale``.
+
+    Of codes, and of weights without a limit, a few may be rounded to a neighbour.
+    """
+    if limit is None or not b[0].is_floating_point():
+        apart = sum(int((x != y).sum()) for x, y in zip(a, b, strict=True))
+        return apart <= APART * sum(x.numel() for x in a)
+    return all(_norm(x, y) <= limit * _norm(u) for x, y, u in zip(a, b, scale, strict=True))
+
+
+def _norm(a: Tensor, b: Tensor | float = 0.0) -> float:
+    """The norm of a difference, in fp64."""
+    return float((a.double() - b).norm())
+
+
+def _tell(kind: str, what: object) -> None:
+    """Prints a line of JSON for the process that has started this one, if one has."""
+    if os.environ.get(CHILD):
+        print(json.dumps([kind, what]), flush=True)
+
+
+def check_all(kinds: Mapping[str, type[Any]], cases: Iterable[Case], device: torch.device) -> None:
+    """Checks cases in this process, and prints rows for the process in ``in_child``."""
+    try:
+        torch.zeros(1, device=device)
+    except Exception as error:  # the GPU serves one process only, or has no memory left
+        return _tell("unavailable", str(error).partition("\n")[0])
+    for case, ranks in itertools.product(cases, RANKS):
+        _tell("case", [case, ranks])
+        _tell("row", check(kinds[case[0]], case, ranks, device))
+
+
+def in_child(cases: Sequence[Case], device: torch.device) -> list[Row]:
+    """Returns the rows of cases, checked in a new process until it ends or the time is over.
+
+    Raises:
+        Unavailable: a new process cannot use the device.
+    """
+    paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {"PYTHONPATH": os.pathsep.join(paths), CHILD: "1"}
+    env["CUDA_LAUNCH_BLOCKING"] = "1"  # the last pass that began is the one that failed
+    command = [sys.executable, "-m", "ds_ext", "selftest", "--device", str(device)]
+    command += ["--cases", json.dumps(cases)]
+    try:
+        done = subprocess.run(command, env=os.environ | env, capture_output=True, timeout=SECONDS)
+        out, why = done.stdout, f"the process ended with status {done.returncode}"
+        if done.returncode > 0:
+            why += ": " + done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:200]
+    except subprocess.TimeoutExpired as error:
+        out, why = error.stdout or b"", f"{LATE} {SECONDS} s"
+    except OSError as error:
+        raise Unavailable(str(error)) from None
+    rows: list[Row] = []
+    case, passes = [cases[0], RANKS[0]], list[str]()
+    for line in out.decode(errors="replace").splitlines():
+        with suppress(ValueError):  # other lines, and one that was cut short
+            kind, what = json.loads(line if line.startswith('["') else "")
+            if kind == "unavailable":
+                raise Unavailable(what)
+            if kind == "case":
+                case, passes = what, []
+            elif kind == "pass":
+                passes.append(what)
+            elif kind == "row":
+                rows.append(what)
+    if len(rows) < len(cases) * len(RANKS):
+        last = f"{WRONG}: in {passes[-1] if passes else 'no pass'}, {why}"
+        rows.append(row_of(*case) | {"error": math.inf, "verdict": last, "passes": passes})
+    return rows
+
+
+def require_executor(device: torch.device) -> None:
+    """Raises ValueError if only the reference can step tensors of a device."""
+    if not tables.supports(device):
+        switch = library.SWITCH if device.type == "cpu" else devices.SWITCH
+        raise ValueError(
+            f"there is nothing to check on {device}: PyTorch's operations step its parameters, "
+            f"because {switch} is 0, or there is no C++ compiler (on a CPU) or Triton (on a GPU)."
+        )
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """Returns the device and the software that results depend on."""
+    found = {"device": str(device), "driver": "none", "torch": torch.__version__}
+    if device.type == "cuda":
+        found["device"] = torch.cuda.get_device_name(device)
+        found["CUDA"] = str(torch.version.cuda or torch.version.hip)
+        with suppress(OSError):
+            found["driver"] = Path("/proc/driver/nvidia/version").read_text().split("\n")[0]
+    for name in ("triton", "ds_ext"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def failure(table: ParamTable, device: torch.device) -> str:
+    """Returns what is wrong with the kernels of an optimizer; "" if they are right or unchecked.
+
+    Checks them in a new process unless the result is kept in the cache folder.
+    """
+    cases = cases_of(table) if device.type in CHECKED else []
+    if not cases:
+        return ""
+    software = versions(device)
+    sources = sorted([*PACKAGE.glob("ops/**/*.py"), *PACKAGE.glob("rules/*.py")])
+    key = [json.dumps([software, cases]).encode(), *(path.read_bytes() for path in sources)]
+    name = f"selftest-{hashlib.sha256(b''.join(key)).hexdigest()[:16]}.json"
+    path, own = library.cache_file(name)
+    if own is None:
+        rows = json.loads(path.read_bytes()[: -library.HASH_BYTES])
+    else:
+        began, names = time.monotonic(), ", ".join(sorted({case[0] for case in cases}))
+        with own:
+            try:
+                rows = in_child(cases, device)
+            except Unavailable as error:
+                logger.info("kernels of %s not checked on %s: %s", names, device, error)
+                return ""
+            if not any(LATE in row["verdict"] for row in rows):  # a slow machine, perhaps
+                new = Path(own.name) / name
+                new.write_text(json.dumps(rows))
+                library.seal(new).replace(path)
+        seconds = time.monotonic() - began
+        logger.info("kernels of %s checked on %s in %.0f s: %s", names, device, seconds, path)
+    wrong = [row for row in rows if row["verdict"] != RIGHT]
+    if not wrong:
+        return ""
+    row = wrong[0]
+    return (
+        f"the kernels of {row['optimizer']} are not right on this GPU, so PyTorch's operations "
+        f"step all parameters on all ranks, slower: {row['dtype']}, {row['weight_update']!r}, rank "
+        f"{row['rank']}: {row['verdict']} (passes: {', '.join(row['passes'])}). {software}. Please "
+        "open an issue of ds_ext with this line and the table of `python -m ds_ext selftest`. "
+        f"The result is kept: delete {path} to check again."
+    )

@@ -1,0 +1,243 @@
+"""The check of kernels before their first use: faults, crashes and hangs leave the reference."""
+
+import json
+import logging
+import math
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import ds_ext
+from ds_ext.commands.cli import main
+from ds_ext.ops.executors import lone_run
+from ds_ext.ops.executors.native import native_table
+from ds_ext.ops.executors.triton import devices
+from ds_ext.optimizer import OPTIMIZERS, selftest
+from ds_ext.optimizer.selftest import RIGHT
+from tests import worlds
+from tests.common import needs, paths
+from tests.common.cli import refused
+
+CPU = torch.device("cpu")
+# What a process of a self-test runs first: kernels step tensors of the CPU, and few of them.
+AS_IF_ON_A_GPU = """
+import os
+os.environ["TRITON_INTERPRET"] = "1"
+import torch
+torch.set_num_threads(1)
+from ds_ext.ops.executors.triton import devices, launches
+from ds_ext.optimizer import selftest
+devices.DEVICES = {"cpu"}
+selftest.MATRICES, selftest.OTHER_SHAPES = ((6, 20),), ((9,),)
+"""
+CRASHES = "launches.launch_kernel = lambda *of: os.abort()"
+HANGS = "import time; launches.launch_kernel = lambda *of: time.sleep(60)"
+HAS_NO_ROOM = "torch.zeros = None"
+# Trains by kernels that are not checked, by those that are, and by the reference.
+TRAINS = """
+import sitecustomize, torch, ds_ext
+from ds_ext.optimizer import selftest
+from ds_ext.ops.executors.triton import devices
+
+def losses():
+    torch.manual_seed(0)
+    model, x, found = torch.nn.Linear(20, 6), torch.randn(8, 20), []
+    optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
+    ds_ext.fuse_into_backward(model, optimizer)
+    for _ in range(3):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+unchecked = losses()
+selftest.CHECKED = {"cpu"}
+checked = losses()
+assert not devices.supports(torch.device("cpu"))
+print(unchecked[0] == checked[0], unchecked == checked, checked == losses())
+"""
+
+
+@pytest.fixture
+def child(monkeypatch, tmp_path):
+    """Lets processes that ``in_child`` starts use kernels on the CPU, after some code."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def prepare(code=""):
+        (tmp_path / "sitecustomize.py").write_text(AS_IF_ON_A_GPU + code)
+        monkeypatch.setattr(selftest, "PACKAGE", tmp_path / "ds_ext")  # whose parent comes first
+        monkeypatch.setenv("PYTHONPATH", str(worlds.ROOT))
+
+    return prepare
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Kernels step tensors of the CPU, and are checked first, as on a GPU."""
+    for switch in ("DS_EXT_KERNELS", "DS_EXT_NATIVE"):
+        monkeypatch.setenv(switch, "1")
+    paths.use(monkeypatch, "kernels")
+    monkeypatch.setattr(selftest, "CHECKED", {"cpu"})
+    yield
+    monkeypatch.undo()
+    lone_run._set({})
+
+
+def lomo():
+    p = nn.Parameter(torch.ones(6, 20))
+    p.grad = torch.full_like(p, 0.5)
+    return ds_ext.LOMO([p], lr=1.0), p
+
+
+@needs.triton
+def test_an_optimizer_is_checked_once_and_the_result_kept(child, kernels, caplog, tmp_path):
+    child()
+    with caplog.at_level(logging.INFO, logger="ds_ext"):
+        for _ in range(2):
+            optimizer, p = lomo()
+            optimizer.step()
+            assert (p == 0.5).all() and devices.supports(CPU)
+    (line,) = caplog.messages
+    (file,) = (tmp_path / "cache" / "ds_ext").iterdir()
+    assert line.startswith("kernels of lomo checked on cpu in ") and line.endswith(str(file))
+    file.write_bytes(file.read_bytes()[:-1])  # cut short: checked again
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="ds_ext"):
+        lomo()[0].step()
+    assert caplog.messages[0].startswith("kernels of lomo checked") and devices.supports(CPU)
+
+
+@needs.triton
+@pytest.mark.parametrize(
+    "code, seconds, told",
+    [
+        (CRASHES, 300, "in apply_, the process ended with status -6"),
+        (HANGS, 6, "it took longer than 6 s"),
+    ],
+)
+def test_a_crash_or_hang_leaves_the_reference(
+    code, seconds, told, child, kernels, caplog, monkeypatch
+):
+    child(code)
+    monkeypatch.setattr(selftest, "SECONDS", seconds)
+    before, _ = lomo()
+    before._has_agreed = True
+    before.step()  # an optimizer that kernels have stepped goes on
+    optimizer, p = lomo()
+    optimizer.step()
+    (warning,) = (r.message for r in caplog.records if r.levelno == logging.WARNING)
+    assert "the kernels of lomo are not right" in warning and told in warning
+    assert torch.__version__ in warning and "open an issue" in warning
+    assert not devices.supports(CPU) and os.environ["DS_EXT_KERNELS"] == "0"
+    before.step()
+    assert (p == 0.5).all() and (before.param_groups[0]["params"][0] == 0).all()
+
+
+@needs.triton
+def test_a_gpu_that_a_second_process_cannot_use_is_not_checked(child, kernels, caplog):
+    child(HAS_NO_ROOM)
+    with caplog.at_level(logging.INFO, logger="ds_ext"):
+        lomo()[0].step()
+    (line,) = caplog.messages
+    assert "not checked" in line and devices.supports(CPU)
+
+
+@needs.triton
+def test_a_fault_in_a_kernel_is_found_and_training_has_the_losses_of_the_reference(tmp_path):
+    shutil.copytree(
+        selftest.PACKAGE, tmp_path / "ds_ext", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    kernel = tmp_path / "ds_ext/ops/executors/triton/kernels/elementwise.py"
+    right = kernel.read_text()
+    wrong = right.replace("new = old - number(t, LR) * u", "new = old - 1.01 * number(t, LR) * u")
+    assert wrong != right
+    kernel.write_text(wrong)
+    (tmp_path / "sitecustomize.py").write_text(AS_IF_ON_A_GPU)
+    cache = {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(tmp_path), "DS_EXT_KERNELS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINS],
+        env=os.environ | cache,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["True", "False", "True"], done.stdout + done.stderr
+    (warning,) = (line for line in done.stderr.splitlines() if "not right" in line)
+    assert "lomo" in warning and "WRONG: weights" in warning and "(passes: apply_)" in warning
+
+
+def fall_back(failing):
+    """Builds the hooks on a rank, whose kernels are wrong if it is ``failing``."""
+    fails = torch.distributed.get_rank() == failing
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("DS_EXT_KERNELS", "1")
+        paths.use(monkeypatch, "kernels")
+        monkeypatch.setattr(selftest, "failure", lambda *of: "wrong" if fails else "")
+        model = nn.Linear(5, 4)
+        ds_ext.fuse_into_backward(model, ds_ext.LOMO(model.parameters()))
+        found = devices.supports(CPU)
+    lone_run._set({})
+    return found
+
+
+@needs.triton
+@pytest.mark.parametrize("failing, uses_kernels", [(1, False), (None, True)])
+def test_ranks_fall_back_together(failing, uses_kernels):
+    assert worlds.run(2, fall_back, failing) == [uses_kernels] * 2
+
+
+def test_switches_select_the_reference(monkeypatch):
+    monkeypatch.setattr(devices, "DEVICES", {"cuda"})
+    monkeypatch.setenv("DS_EXT_KERNELS", "0")
+    monkeypatch.setenv("DS_EXT_NATIVE", "0")
+    lone_run._set({})
+    assert not devices.supports(torch.device("cuda")) and not native_table.is_available()
+    monkeypatch.undo()
+    lone_run._set({})
+    assert devices.supports(torch.device("cuda")) == needs.TRITON
+
+
+def test_the_command_prints_a_table(capsys):
+    assert main(["selftest", "--device", "cpu", "--optimizer", "LOMO"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"device cpu, driver none, torch {torch.__version__}")
+    assert "| lomo | bf16 | 10 | 0.0e+00 | right |" in printed
+
+
+def test_the_command_refuses_what_it_cannot_check(capsys, monkeypatch):
+    assert "--optimizer is 'LOMOO'" in refused(capsys, "selftest", "--optimizer", "LOMOO")
+    assert "--device moon" in refused(capsys, "selftest", "--device", "moon")
+    paths.use(monkeypatch, "ops")
+    assert "nothing to check on cpu" in refused(capsys, "selftest", "--device", "cpu")
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS])
+def test_cases_cover_dtypes_storages_and_forms(name):
+    cases = selftest.all_cases(OPTIMIZERS[name])
+    assert len(cases) == 1 + 4 + 4 + 3 and json.loads(json.dumps(cases)) == cases
+    for _, hypers, _ in cases:
+        OPTIMIZERS[name].check(hypers)
+    p = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+    (case,) = selftest.cases_of(OPTIMIZERS[name]([p], weight_update="master24"))
+    assert case[0] == name and case[1]["weight_update"] == "master24" and case[2] == "bf16"
+    OPTIMIZERS[name].check(json.loads(json.dumps(case))[1])
+
+
+def test_a_wrong_pass_of_native_code_is_seen(monkeypatch):
+    case = ["lomo", {"lr": 0.1}, "fp32"]
+    row = selftest.check(ds_ext.LOMO, case, (1, 3), CPU)
+    assert row["verdict"] == RIGHT and row["passes"] == ["apply_"] and row["error"] == 0
+    run = native_table.NativeTable.run
+
+    def wrong(table, name, columns, *args, **kwargs):
+        run(table, name, columns | {"lr": columns["lr"] * 1.001}, *args, **kwargs)
+
+    monkeypatch.setattr(native_table.NativeTable, "run", wrong)
+    row = selftest.check(ds_ext.LOMO, case, (1, 3), CPU)
+    assert row["verdict"] == "WRONG: weights" and math.isclose(row["error"], 1e-3, rel_tol=1e-2)
