@@ -56,10 +56,7 @@ class Buckets:
         size: the maximum elements of a bucket. A bucket below ``MIN_FILL`` accepts one larger
             parameter. Parameters without a gradient on other ranks may wait longer.
         comm_dtype: returns the dtype that a gradient is reduced in, None for its own.
-        look: called before the first gradient of a backward pass.
-        wanted: returns whether to take a parameter's gradient; others stay in ``grad``.
-        begin: returns the receiver, at the first gradient of a backward pass.
-        owner: the owner of the parameters.
+        owner: the owner of the parameters. Gradients that it does not accept stay in ``grad``.
         overlap: reduces and steps a bucket while the next one fills. Where the host would have to
             wait for the reduction, the bucket is delivered when the next one is full.
     """
@@ -70,20 +67,14 @@ class Buckets:
         layout: Layout,
         size: int,
         comm_dtype: Callable[[Tensor], torch.dtype | None],
-        look: Callable[[], None],
-        wanted: Callable[[Tensor], bool],
-        begin: Callable[[], Receiver],
         owner: GradientOwner,
         overlap: bool = False,
     ) -> None:
         self.layout = layout
         self.size = size
         self.comm_dtype = comm_dtype
-        self.look = look
-        self.has_looked = False  # since the last forward or backward pass began
-        self.wanted = wanted
-        self.begin = begin
         self.owner = owner
+        self.has_followed = False  # edits of groups, since the last forward or backward pass began
         self.overlap = overlap
         self.streams = SideStreams(layout.device, overlap)
         self.sent: InFlightBucket | None = None  # the bucket that is being reduced
@@ -137,17 +128,17 @@ class Buckets:
 
         Called before each forward pass.
         """
-        self.has_looked = False
+        self.has_followed = False
         if self.left:
-            self.look()
-            taken_up = set(filter(self.wanted, self.left))
+            self.owner.optimizer.follow_groups()
+            taken_up = set(filter(self.owner.accepts, self.left))
             self.left -= taken_up
             self._drop_gradients(taken_up)
         new = [p for p in self.layout.names if p.requires_grad and p not in self.trained]
         for param in new:
             owners.claim(param, self.owner, self.layout.name(param))
         self.trained.update(new)
-        names = ", ".join(self.layout.name(p) for p in new if not self.wanted(p))
+        names = ", ".join(self.layout.name(p) for p in new if not self.owner.accepts(p))
         if names and self.layout.rank == 0:
             logger.warning("trainable but not given to the optimizer, not updated: %s", names)
 
@@ -188,14 +179,14 @@ class Buckets:
             if owners.owner(param) not in (None, self.owner):
                 return  # another model trains it
             self.attach()
-        if not self.has_looked:
-            self.look()
-            self.has_looked = True
+        if not self.has_followed:
+            self.owner.optimizer.follow_groups()
+            self.has_followed = True
         grad, param.grad = param.grad, None
         if self.joining and param in self.joining:
             joining = self.joining.pop(param)
             grad = joining if grad is None else grad + joining
-        if not self.wanted(param):
+        if not self.owner.accepts(param):
             param.grad = grad
             self.left.add(param)
             return
@@ -293,7 +284,7 @@ class Buckets:
         if not grads:
             return
         receiver = self._find_receiver()
-        if not receiver.adds_up:
+        if not receiver.accepts_parts:
             for param in [p for p in grads if p in in_parts]:  # in the order of all ranks
                 self._hold(param, grads.pop(param))
         if grads:
@@ -312,7 +303,7 @@ class Buckets:
             with self.streams.stepping():
                 self._find_receiver().receive(parts)
         self.receiver = None
-        self.has_looked = False
+        self.has_followed = False
         self.streams.make_current_wait()
 
     def discard(self, params: Collection[Tensor] | None = None) -> None:
@@ -331,7 +322,7 @@ class Buckets:
                 self.sent.reducing.arrived()  # the reduction writes to its memory until then
         self.uses.forget(now=self.receiver is not None)
         self.abandon()
-        self.has_looked = False
+        self.has_followed = False
         self.streams.make_current_wait()
 
     def abandon(self) -> None:
@@ -346,13 +337,13 @@ class Buckets:
         self.small = {}
 
     def begin_with(self, receiver: Receiver) -> None:
-        """Begins a backward pass with this receiver, not the one of ``begin``."""
+        """Begins a backward pass with this receiver, not the owner's."""
         self.receiver = receiver
 
     def _find_receiver(self) -> Receiver:
         """The receiver of this pass, even if this rank has had no gradient in it."""
         if self.receiver is None:
-            self.receiver = self.begin()
+            self.receiver = self.owner.make_receiver()
         return self.receiver
 
     def pieces(self, params: list[Tensor]) -> list[list[Tensor]]:

@@ -28,7 +28,6 @@ from ds_ext.backward.buckets import Buckets
 from ds_ext.backward.grad_scaling import GradientReader
 from ds_ext.backward.gradient_config import GradientConfig
 from ds_ext.backward.norm_prepass import NormPrepass
-from ds_ext.backward.partial_grads import ModuleCalls
 from ds_ext.backward.reduced_grad import Receiver, ReducedGrad
 from ds_ext.backward.results import StepResult, collect_metrics
 from ds_ext.backward.single_use import single_use
@@ -96,12 +95,10 @@ class FusedBackward:
             layout,
             grad_config.bucket_size_for(layout),
             comm_dtype,
-            look=optimizer.follow_groups,
-            wanted=self._wanted,
-            begin=self._begin,
-            overlap=grad_config.overlap,
-            owner=self,
+            self,
+            grad_config.overlap,
         )
+        self.uses = self.buckets.uses
         self.prepass = NormPrepass(module, layout.device)
         optimizer.attach(layout)
         self.is_replaced = False  # whether another owner has taken the parameters over
@@ -315,15 +312,6 @@ class FusedBackward:
         self._rollback_skipped()
         return self.state.norm_so_far()
 
-    def leaf(self, param: Tensor) -> Tensor:
-        """Returns the leaf that stands for a parameter in the graph of a loss."""
-        return self.layout.leaf(param)
-
-    @property
-    def uses(self) -> ModuleCalls:
-        """The calls of the model's modules since the last backward pass."""
-        return self.buckets.uses
-
     @property
     def is_begun(self) -> bool:
         """Whether gradients have come since the last step."""
@@ -342,8 +330,8 @@ class FusedBackward:
         padded = {p: nn.functional.pad(x, (0, size_of[p] - len(x))) for p, x in kept.items()}
         self._begin_step({p: ReducedGrad(x) for p, x in padded.items()})
 
-    def _wanted(self, param: Tensor) -> bool:
-        """Whether the optimizer has the parameter. Raises ValueError if it cannot step it."""
+    def accepts(self, param: Tensor) -> bool:
+        """Returns whether the optimizer has a parameter. ValueError if it cannot step it."""
         is_ours = param in self.optimizer.group_of
         if is_ours and param.is_complex():
             param_checks.refuse_complex(self.optimizer, [param])
@@ -354,9 +342,9 @@ class FusedBackward:
         if self.grad_config.policy != "fused" or self.state.must_keep or self.state.keeps:
             return True
         receiver = self.buckets.receiver
-        return (receiver is not None and receiver.adds_up) or not self.is_boundary()
+        return (receiver is not None and receiver.accepts_parts) or not self.is_boundary()
 
-    def _begin(self) -> Receiver:
+    def make_receiver(self) -> Receiver:
         """Returns the receiver of the backward pass that begins."""
         self.layout.refuse_resized()
         self.optimizer.check_param_groups()

@@ -25,13 +25,6 @@ class Hook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-def is_hook(hook: object) -> bool:
-    """Returns whether a module's hook is a ``Hook``, or the function that a copy has instead."""
-    return isinstance(hook, Hook) or isinstance(
-        getattr(hook, "__self__", None), contextlib.nullcontext
-    )
-
-
 def check_leaf_inputs(leaf: nn.Module, inputs: tuple[object, ...]) -> None:
     """Checks that the backward hook of a ZeRO-3 leaf module will find its parameters' gradients.
 

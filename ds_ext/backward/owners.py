@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_ext.backward.gradient_config import GradientConfig
 from ds_ext.backward.partial_grads import ModuleCalls
+from ds_ext.backward.reduced_grad import Receiver
 from ds_ext.distributed import consensus
 from ds_ext.distributed.groups import Group
 from ds_ext.distributed.layout import Layout
@@ -31,13 +32,13 @@ class GradientOwner(Protocol):
     optimizer: RuleOptimizer
     layout: Layout
     grad_config: GradientConfig
+    uses: ModuleCalls  # calls of its model's modules since the last backward pass
 
-    @property
-    def uses(self) -> ModuleCalls:
-        """The calls of its model's modules since the last backward pass."""
+    def accepts(self, param: Tensor) -> bool:
+        """Returns whether to take a parameter's gradient."""
 
-    def leaf(self, param: Tensor) -> Tensor:
-        """Returns the leaf that stands for a parameter in graphs: itself, if not gathered there."""
+    def make_receiver(self) -> Receiver:
+        """Returns the receiver of a backward pass, at its first gradient."""
 
     def rerun(self, loss: Tensor) -> contextlib.AbstractContextManager[None]:
         """A context for a backward pass of ``loss`` that is run once more afterwards."""
@@ -182,7 +183,7 @@ def may_reach_others(by: GradientOwner) -> bool:
 def _reaches_others(by: GradientOwner) -> bool:
     """Whether the graph of the backward pass in progress contains leaves of other owners."""
     return any(
-        torch._C._will_engine_execute_node(_node(other.leaf(param)))
+        torch._C._will_engine_execute_node(_node(other.layout.leaf(param)))
         for other in live()
         if other is not by
         for param in other.optimizer.group_of
@@ -207,7 +208,7 @@ def stepping(leaves: Iterable[Tensor]) -> list[GradientOwner]:
     return [
         by
         for by in live()
-        if any(owner(p) is by and id(by.leaf(p)) in found for p in by.optimizer.group_of)
+        if any(owner(p) is by and id(by.layout.leaf(p)) in found for p in by.optimizer.group_of)
     ]
 
 

@@ -16,7 +16,13 @@ from ds_ext import ops
 from ds_ext.backward import projected_grads
 from ds_ext.backward.gradient_config import GradientConfig
 from ds_ext.backward.int8_weights import step_key
-from ds_ext.backward.reduced_grad import ReducedGrad, ReducedGrads, VotedParams, compact_copy
+from ds_ext.backward.reduced_grad import (
+    Receiver,
+    ReducedGrad,
+    ReducedGrads,
+    VotedParams,
+    compact_copy,
+)
 from ds_ext.backward.step_state import StepState
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement
@@ -172,10 +178,8 @@ class Stepper:
         return list(found.values())
 
 
-class Stepping:
+class Stepping(Receiver):
     """Steps parameters by gradients that were not measured; skips those with bad gradients."""
-
-    adds_up = False
 
     def __init__(self, stepper: Stepper, state: StepState) -> None:
         self.stepper, self.state = stepper, state
@@ -198,17 +202,11 @@ class Stepping:
         self.state.use_up(bad)
 
 
-class SteppingMeasured:
-    """Steps parameters by gradients that an earlier pass has measured: all of them, or none."""
-
-    adds_up = False
+class SteppingMeasured(Receiver):
+    """Steps by gradients that an earlier pass has measured and checked: all of them, or none."""
 
     def __init__(self, stepper: Stepper, state: StepState) -> None:
         self.stepper, self.state = stepper, state
-
-    def voted_params(self, params: Sequence[Tensor]) -> VotedParams:
-        """Returns no parameters, because an earlier pass has checked all gradients."""
-        return VotedParams()
 
     def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:
         """Steps by the runs, unless a gradient of the step is bad."""
@@ -216,17 +214,11 @@ class SteppingMeasured:
             self.stepper.step(grads, self.state)
 
 
-class Measuring:
-    """Measures the norm of gradients, and uses them for nothing else."""
-
-    adds_up = False
+class Measuring(Receiver):
+    """Measures the norm of gradients. The sums of squares show which are bad."""
 
     def __init__(self, state: StepState) -> None:
         self.state = state
-
-    def voted_params(self, params: Sequence[Tensor]) -> VotedParams:
-        """Returns none: the sums of squares show which gradients are bad."""
-        return VotedParams()
 
     def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:
         """Adds the runs to the norm."""
@@ -234,17 +226,16 @@ class Measuring:
         self.state.record(grads)
 
 
-class Accumulating:
-    """Adds gradients to the kept ones, in ``dtype``; None: the accumulator's dtype."""
+class Accumulating(Receiver):
+    """Adds gradients to the kept ones, in ``dtype``; None: the accumulator's dtype.
 
-    adds_up = True
+    Their sums of squares show at the step which are bad.
+    """
+
+    accepts_parts = True
 
     def __init__(self, state: StepState, dtype: torch.dtype | None) -> None:
         self.kept, self.dtype = state.kept, dtype
-
-    def voted_params(self, params: Sequence[Tensor]) -> VotedParams:
-        """Returns none: the sums of squares show at the step which gradients are bad."""
-        return VotedParams()
 
     def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:
         """Adds the runs to the kept ones."""
@@ -255,13 +246,13 @@ class Accumulating:
                 self.kept[param] = compact_copy(grad, self.dtype or ops.accumulator(grad.g.dtype))
 
 
-class Projecting:
+class Projecting(Receiver):
     """Adds the projections of gradients to the kept ones; keeps gradients without a projection.
 
     A projection is renewed from the first gradient of a step, which the ranks therefore vote on.
     """
 
-    adds_up = True
+    accepts_parts = True
 
     def __init__(self, stepper: Stepper, state: StepState, dtype: torch.dtype | None) -> None:
         self.stepper, self.state, self.dtype = stepper, state, dtype

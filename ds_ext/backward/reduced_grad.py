@@ -1,7 +1,8 @@
 """This rank's runs of gradients, and the protocol of their receivers."""
 
+import abc
 from collections.abc import Mapping, Sequence, Set
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,14 +35,16 @@ class VotedParams(NamedTuple):
     device: Set[Tensor] = frozenset()  # kernels read the votes
 
 
-class Receiver(Protocol):
+class Receiver(abc.ABC):
     """Receives the runs of a backward pass bucket by bucket, in the same order on all ranks."""
 
-    adds_up: bool  # whether it accepts a gradient in parts
+    accepts_parts = False  # whether it takes a gradient in parts
 
     def voted_params(self, params: Sequence[Tensor]) -> VotedParams:
-        """Returns the parameters of a bucket whose gradients the ranks vote on."""
+        """Returns the parameters of a bucket whose gradients the ranks vote on: by default none."""
+        return VotedParams()
 
+    @abc.abstractmethod
     def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:
         """Receives this rank's runs of summed gradients, which it may keep and write to."""
 

@@ -5,7 +5,6 @@ others. Each is installed once, when a model is first stepped from hooks. A scri
 ``clip_grad_norm_`` before that. The wrapper therefore replaces the inner function that it calls.
 """
 
-import copy
 import functools
 import inspect
 import math
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ds_ext.backward import error_texts, foreign_grads, gradient_config, module_hooks, owners
+from ds_ext.backward import error_texts, foreign_grads, gradient_config, owners
 from ds_ext.backward.autograd_graph import nodes
 
 _lock = threading.Lock()
@@ -38,8 +37,6 @@ def _watch() -> None:
         function = getattr(nn.utils, name)
         cell = function.__closure__[function.__code__.co_freevars.index("func")]
         cell.cell_contents = _clipping(cell.cell_contents)
-    recursive: Any = torch.jit._recursive
-    recursive.get_hook_stubs = _scripting(recursive.get_hook_stubs)
     scaler: Any = torch.amp.GradScaler
     scaler.scale = _scaling(scaler.scale)
     module: Any = nn.Module
@@ -124,20 +121,6 @@ def _scaling(scale: Callable[..., Any]) -> Callable[..., Any]:
                 '"fp16" or "torch_autocast" in its config, which scales the loss.'
             )
         return scale(self, outputs)
-
-    return call
-
-
-def _scripting(get_hook_stubs: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-    """Makes ``torch.jit.script`` ignore our hooks."""
-
-    @functools.wraps(get_hook_stubs)
-    def call(module: nn.Module) -> Any:
-        without = copy.copy(module)
-        for kind in ("_forward_hooks", "_forward_pre_hooks"):
-            hooks = getattr(module, kind).items()
-            setattr(without, kind, {k: hook for k, hook in hooks if not module_hooks.is_hook(hook)})
-        return get_hook_stubs(without)
 
     return call
 

@@ -245,20 +245,6 @@ def test_a_fused_model_that_nobody_holds_is_freed(how):
     assert [weight() for weight in left] == [None] * len(left)
 
 
-def test_torchscript_of_a_fused_model_has_none_of_our_hooks(monkeypatch):
-    # zero.Init of an earlier test leaves DeepSpeed's there, which torch 2.15 cannot script.
-    monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)
-    model = make()
-    _, optimizer = fuse(model)
-    x = torch.randn(3, 6)
-    for each in (model, copy.deepcopy(model)):
-        assert torch.equal(torch.jit.script(each)(x), model(x))
-    before = weights(model)
-    loss_of(model).backward()
-    optimizer.step()
-    assert not equal(model.parameters(), before)
-
-
 def test_an_owner_that_the_garbage_collector_deletes_while_owners_are_listed_waits_for_nothing():
     """As an engine whose ``__del__`` removes its hooks."""
 
