@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ds_ext.distributed.groups import Group
-from ds_ext.distributed.rank_failure import explained
+from ds_ext.distributed.rank_failure import explained, wait_for
 from ds_ext.errors import CheckpointError, LostRankError
 
 T = TypeVar("T")
@@ -177,13 +177,13 @@ def alike(numbers: tuple[int, ...], group: Group = None) -> Callable[[], bool]:
     most = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
     with explained():
         work = dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    wait = wait_for([work.wait])
 
-    def wait() -> bool:
-        with explained():
-            work.wait()
+    def are_alike() -> bool:
+        wait()
         return bool(most[0] == -most[1])
 
-    return wait
+    return are_alike
 
 
 def _difference(a: Any, b: Any, where: str = "") -> str:

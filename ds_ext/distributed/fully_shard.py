@@ -10,14 +10,12 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_ext.distributed import dtensors, groups
-from ds_ext.distributed.groups import Group, communicates, size_of
+from ds_ext.distributed.groups import Group, size_of
 from ds_ext.distributed.layout import Agreement, Layout, complete
-from ds_ext.distributed.rank_failure import explained
 
 
 def uses_fsdp2(model: nn.Module) -> bool:
@@ -27,10 +25,7 @@ def uses_fsdp2(model: nn.Module) -> bool:
 
 def group_of(model: nn.Module) -> Group:
     """Returns the group of all ranks that have a part of a model."""
-    ranks: set[int] = set()
-    for param in filter(dtensors.is_dtensor, model.parameters()):
-        ranks |= {*param.device_mesh.mesh.flatten().tolist()}
-    return groups.of_ranks(tuple(sorted(ranks))) if len(ranks) > 1 else None
+    return groups.of_ranks(dtensors.ranks_of(model.parameters()))
 
 
 class FSDP2Layout(Layout):
@@ -114,22 +109,10 @@ class FSDP2Layout(Layout):
         """Returns that all gradients are ready, because torch has reduced them."""
         return lambda: complete(waiting)
 
-    def reduce(
-        self, flats: Mapping[Tensor, Tensor], votes: Tensor | None
-    ) -> tuple[dict[Tensor, Tensor], Tensor | None, Callable[[], None]]:
-        """Returns the reduced gradients unchanged, and begins to add up votes on them."""
-        group = self.placements[0].statistics_group if self.is_uniform else self.group
-        if votes is None or not communicates(group):
-            return dict(flats), votes, lambda: None
-        self.bytes_sent += votes.nbytes
-        with explained():
-            work = dist.all_reduce(votes, group=group, async_op=True)
-
-        def wait() -> None:
-            with explained():
-                work.wait()
-
-        return dict(flats), votes, wait
+    @property
+    def voters(self) -> Group:
+        """The ranks that vote on gradients."""
+        return self.placements[0].statistics_group if self.is_uniform else self.group
 
 
 def _refuse_plain(names: Mapping[Tensor, str]) -> None:

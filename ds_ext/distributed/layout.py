@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_ext.distributed import groups
 from ds_ext.distributed.groups import Group, communicates, everyone, size_of
-from ds_ext.distributed.placement import Placement, broadcast
-from ds_ext.distributed.rank_failure import explained
+from ds_ext.distributed.placement import Placement, Summed, broadcast
+from ds_ext.distributed.rank_failure import explained, wait_for
 from ds_ext.ops import int8, turns
 from ds_ext.ops.shard import Shard
 
@@ -220,10 +220,10 @@ class Layout:
         self.bytes_sent += counts.nbytes
         with explained():
             work = dist.all_reduce(counts, group=self.host_group, async_op=True)
+        wait = wait_for([work.wait])
 
         def answer() -> Agreement:
-            with explained():
-                work.wait()
+            wait()
             all_ended = int(counts[0, -1]) == self.world
             found, more = counts[:, :-1]
             is_ready = found >= (1 if all_ended else self.world)
@@ -242,30 +242,26 @@ class Layout:
 
         With a uniform placement, votes are sent with the gradients, else by a separate all-reduce.
         """
+        votes_beside = self.is_uniform and isinstance(self.placements[0], Summed)
         runs: dict[Tensor, Tensor] = {}
         waits = []
         for placement, params in self.by_placement(flats):
             sent = [flats[p] for p in params]
-            if votes is not None and self.is_uniform:
+            if votes is not None and votes_beside:
                 sent.append(votes.repeat(placement.num_shards))
             reduced, wait = placement.reduce(sent)
-            if votes is not None and self.is_uniform:
+            if votes is not None and votes_beside:
                 votes = reduced.pop()
             runs |= zip(params, reduced, strict=True)
             waits.append(wait)
-        if votes is not None and not self.is_uniform:
+        if votes is not None and not votes_beside and communicates(self.voters):
             self.bytes_sent += votes.nbytes
             with explained():
                 waits.append(dist.all_reduce(votes, group=self.voters, async_op=True).wait)
 
-        def wait_for_all() -> None:
-            with explained():
-                for wait in waits:
-                    wait()
-
         if len(self.placements) > 1:
             runs = {p: runs[p] for p in flats}
-        return runs, votes, wait_for_all
+        return runs, votes, wait_for(waits)
 
     @property
     def voters(self) -> Group:
@@ -281,11 +277,15 @@ class Layout:
         sums = sums.clone()
         if len(self.placements) == 1:
             self.placements[0].all_reduce(sums)
-        else:
-            self.bytes_sent += sums.nbytes
-            with explained():
-                dist.all_reduce(sums, group=self.everyone)
-        return sums
+            return sums
+        return self._all_reduce(sums, self.everyone)
+
+    def _all_reduce(self, x: Tensor, group: Group) -> Tensor:
+        """Adds up ``x`` in place over the ranks of a group, and returns it."""
+        self.bytes_sent += x.nbytes
+        with explained():
+            dist.all_reduce(x, group=group)
+        return x
 
     def total_of_params(self, sums: Tensor) -> Tensor:
         """Returns the totals of sums of each parameter, over the ranks that have it."""
@@ -297,10 +297,7 @@ class Layout:
         if not communicates(group):
             return flag
         votes = torch.tensor(float(flag), dtype=torch.float32, device=self.device)
-        self.bytes_sent += votes.nbytes
-        with explained():
-            dist.all_reduce(votes, group=group)
-        return bool(votes)
+        return bool(self._all_reduce(votes, group))
 
     def take_bytes_sent(self) -> int:
         """Returns the bytes passed to collectives since the last call."""

@@ -6,6 +6,7 @@ each stage sums its gradient over its own ranks, then ``PipelineLayout.tied`` su
 stages, and every stage makes the same step.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
@@ -17,7 +18,6 @@ from ds_ext import ops
 from ds_ext.distributed.groups import Group
 from ds_ext.distributed.layout import Layout, ParamInfo
 from ds_ext.distributed.placement import Placement, broadcast
-from ds_ext.distributed.rank_failure import explained
 
 
 class Tie(NamedTuple):
@@ -87,18 +87,11 @@ class PipelineLayout(Layout):
 
     def total(self, sums: Tensor) -> Tensor:
         """Returns the total over all stages of sums of runs, divided by their ``num_replicas``."""
-        return self._summed(sums, self.everyone)
+        return self._all_reduce(sums.clone(), self.everyone)
 
     def total_of_params(self, sums: Tensor) -> Tensor:
         """Returns the totals of sums of each parameter of this stage, over its ranks."""
-        return self._summed(sums, self.group)
-
-    def _summed(self, sums: Tensor, group: Group) -> Tensor:
-        sums = sums.clone()
-        self.bytes_sent += sums.nbytes
-        with explained():
-            dist.all_reduce(sums, group=group)
-        return sums
+        return self._all_reduce(sums.clone(), self.group)
 
     def tied(self, kept: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Adds up kept gradients of tied weights over their stages; some stages may have none.
@@ -112,11 +105,9 @@ class PipelineLayout(Layout):
         found = {}
         for group, params in self.ties:
             there = torch.tensor([p in kept for p in params], dtype=torch.int32, device=self.device)
-            with explained():
-                dist.all_reduce(there, group=group)
-            for param in (p for p, has in zip(params, there.tolist(), strict=True) if has):
+            has = self._all_reduce(there, group).tolist()
+            for param in itertools.compress(params, has):
                 found[param] = self._tied_run(param, kept.get(param), group)
-            self.bytes_sent += there.nbytes
         return found
 
     def _tied_run(self, param: Tensor, own: Tensor | None, group: dist.ProcessGroup) -> Tensor:
@@ -126,11 +117,7 @@ class PipelineLayout(Layout):
             placement = self.of[param]
             size = placement.padded_numel(param) // placement.num_shards
             own = torch.zeros(size, dtype=dtype, device=self.device)
-        own = own.to(dtype)
-        self.bytes_sent += own.nbytes
-        with explained():
-            dist.all_reduce(own, group=group)
-        return own
+        return self._all_reduce(own.to(dtype), group)
 
     @property
     def tied_params(self) -> Set[Tensor]:

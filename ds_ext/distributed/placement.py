@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ext.distributed.groups import Group, communicates, size_of
-from ds_ext.distributed.rank_failure import explained
+from ds_ext.distributed.rank_failure import explained, wait_for
 from ds_ext.ops import int8
 from ds_ext.ops.shard import Shard, TensorParallelSplit
 
@@ -194,13 +194,7 @@ class Summed(Placement, abc.ABC):
         self.bytes_sent += sum(flat.nbytes for flat in flats)
         with explained():
             waits = [self._begin_sum(alike) for alike in by_dtype(flats)]
-
-        def wait() -> None:
-            with explained():
-                for wait_for_sum in waits:
-                    wait_for_sum()
-
-        return [self._own_part(flat) for flat in flats], wait
+        return [self._own_part(flat) for flat in flats], wait_for(waits)
 
     @abc.abstractmethod
     def _begin_sum(self, flats: list[Tensor]) -> Callable[[], object]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch.distributed as dist
 
@@ -32,3 +32,14 @@ def explained() -> Iterator[None]:
             "shows the cause. Saved checkpoints are unchanged: restart from the newest complete "
             f"one. The error of the connection: {str(error).partition(chr(10))[0]}"
         ) from error
+
+
+def wait_for(waits: Iterable[Callable[[], object]]) -> Callable[[], None]:
+    """Returns a function that runs the waits of collectives, with ``explained`` errors."""
+
+    def wait_for_all() -> None:
+        with explained():
+            for wait in waits:
+                wait()
+
+    return wait_for_all
