@@ -76,7 +76,7 @@ def prepare(path: Path) -> Draft:
         draft = Draft(path, place, aside, locks.hold(_lock_of(aside)))
         aside.mkdir()
         for new in place.parent.glob("*/" + COMPLETE):
-            _finish(new.parent)
+            _finish_killed(new.parent)
         for lock in place.parent.glob(INCOMPLETE + "*.lock"):
             if locks.is_abandoned(lock, lock.with_suffix(""), now=aside.stat().st_mtime):
                 _remove(lock.with_suffix(""))
@@ -125,9 +125,11 @@ def commit(draft: Draft, manifest: dict[str, Any], is_latest: bool) -> None:
             )
     _write(aside / MANIFEST, manifests.text(manifest))
     with locks.exclusive(place.parent):
-        _finish(place)  # another job may have been killed meanwhile
+        _finish_killed(place)  # another job may have been killed meanwhile
         if (place / COMPLETE).is_dir() and any((place / COMPLETE).iterdir()):
-            raise CheckpointError(f"{path / COMPLETE} is no checkpoint of ds_ext: move it.")
+            raise CheckpointError(
+                f"{path / COMPLETE} is no checkpoint of ds_ext, or other files are newer: move it."
+            )
         aside.rename(place / COMPLETE if place.exists() else place)
         _sync(place if (place / COMPLETE).exists() else place.parent)
         _finish(place)
@@ -135,6 +137,12 @@ def commit(draft: Draft, manifest: dict[str, Any], is_latest: bool) -> None:
         folder = path.parents[len(Path(manifest["tag"]).parts) - 1]
         with locks.exclusive(folder):
             _write(folder / "latest", manifest["tag"])
+
+
+def _finish_killed(place: Path) -> None:
+    """Does what a killed job has not, unless another program has saved there since."""
+    if manifests.later_file(place) is None:
+        _finish(place)
 
 
 def _finish(place: Path) -> None:

@@ -66,6 +66,16 @@ def locate(path: Path, name: str) -> Path:
     return new if os.path.isfile(new) else path / name
 
 
+def later_file(path: Path) -> Path | None:
+    """Returns a file that another program saved after a killed job left ``COMPLETE``, or None."""
+    left = path / COMPLETE / MANIFEST
+    if not left.is_file():
+        return None
+    last = left.stat().st_mtime + 60  # clocks of hosts may differ
+    files = (file for file in path.glob("*_states.pt") if file.is_file())
+    return next((file for file in files if file.stat().st_mtime > last), None)
+
+
 def latest(folder: Path) -> str | None:
     """Returns the text of the file ``latest``, a tag; None if nothing was ever saved."""
     file = folder / "latest"
@@ -91,6 +101,11 @@ def read(path: Path) -> dict[str, Any]:
         damaged = True
     if damaged:
         raise CheckpointError(f"{path / MANIFEST} is damaged.")
+    if later := later_file(path):
+        raise CheckpointError(
+            f"{later} was saved after {path / COMPLETE}, which a killed save left: delete that "
+            f"folder, and {MANIFEST} beside it, to load the later checkpoint."
+        )
     if version != VERSION:
         age = "a newer" if version > VERSION else "an older"
         raise CheckpointError(

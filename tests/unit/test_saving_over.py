@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -280,6 +281,32 @@ def test_a_killed_move_is_finished_by_a_save_under_another_tag(tmp_path, monkeyp
     assert (tmp_path / "run/.complete").is_dir()
     save(tmp_path, "other", 3)
     assert steps_of(tmp_path, "run") == 2 and not leftovers(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"]
+)
+@pytest.mark.parametrize("moved", range(2))
+def test_a_later_save_of_deepspeed_is_not_hidden_by_a_killed_move(
+    tmp_path, monkeypatch, name, moved
+):
+    """DeepSpeed's own optimizers write into the folder of the tag."""
+    save(tmp_path, "run", 1)
+    moving_files(monkeypatch, tmp_path, "run", 2, moved)
+    (tmp_path / "run/mp_rank_00_model_states.pt").unlink(missing_ok=True)
+    later = tmp_path / "run" / name
+    later.write_text("DeepSpeed's own")
+    os.utime(tmp_path / "run/.complete/ds_ext.json", (time.time() - 3600,) * 2)
+    with pytest.raises(CheckpointError, match=f"{name} was saved after"):
+        steps_of(tmp_path, "run")
+    assert manifests.newest_checkpoint(tmp_path) is None
+    save(tmp_path, "other", 3)
+    with pytest.raises(CheckpointError, match="move it"):
+        save(tmp_path, "run", 4)
+    assert later.read_text() == "DeepSpeed's own"
+    shutil.rmtree(tmp_path / "run/.complete")
+    save(tmp_path, "run", 5)
+    assert steps_of(tmp_path, "run") == 5
 
 
 @pytest.mark.parametrize("inside", ["ds_ext.json", "notes.txt"])
