@@ -62,7 +62,7 @@ def fuse_into_backward(
     optimizer = _unwrapped(optimizer)
     if not isinstance(optimizer, RuleOptimizer):
         raise TypeError(
-            f"fuse_into_backward: the optimizer is {_type_name(optimizer)}. Only optimizers of "
+            f"fuse_into_backward: the optimizer is of {type(optimizer)}. Only optimizers of "
             "ds_ext, such as ds_ext.AdaLomo(model.parameters()), can step inside backward."
         )
     require_group_of_launcher("fuse_into_backward")
@@ -149,10 +149,6 @@ def _unwrapped(optimizer: Any) -> Any:
     while type(optimizer).__module__.startswith("accelerate."):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-def _type_name(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _check_gradients(optimizer: RuleOptimizer, layout: Layout) -> None:

@@ -86,7 +86,6 @@ def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     Raises:
         ValueError: the message names the unsupported setting, and a remedy.
     """
-    hook_cleanup.refuse_gradient_hooks(engine)
     hook_cleanup.refuse_partitions(engine)
     world = dist.get_world_size(engine.seq_data_parallel_group)
     trainer_checks.refuse_same_data(world // int(engine.sequence_parallel_size))

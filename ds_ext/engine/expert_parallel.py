@@ -14,7 +14,6 @@ from deepspeed.checkpoint import constants
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from ds_ext.distributed.groups import Group
 from ds_ext.engine.parameters import deepspeed_parameter
@@ -47,20 +46,6 @@ def expert_data_parallel_group(param: Tensor) -> Group:
     return cast(Group, groups._get_expert_data_parallel_group(name))
 
 
-def gradient_factor(param: Tensor, tensor_size: int) -> int:
-    """Returns the factor by which an expert's gradient is too large.
-
-    Tensor-parallel ranks have the same tokens. Each rank sends a part of them to the experts, and
-    then all gather the outputs. The gradient of the outputs is equal on all these ranks. In
-    backward, AutoEP sums it over them, and deepspeed.moe takes it from one rank.
-
-    Args:
-        param: a parameter of an expert.
-        tensor_size: the number of tensor-parallel ranks.
-    """
-    return 1 if stack_position(param) is None else tensor_size
-
-
 def global_names(found: Mapping[Tensor, str], module: nn.Module) -> dict[Tensor, str]:
     """Returns parameter names that number each expert within the whole model.
 
@@ -79,11 +64,6 @@ def global_names(found: Mapping[Tensor, str], module: nn.Module) -> dict[Tensor,
             for i, expert in enumerate(experts):
                 made |= {p: f"{prefix}{first + i}.{n}" for n, p in expert.named_parameters()}
     return made
-
-
-def expert_parallel_groups() -> set[dist.ProcessGroup]:
-    """Returns the expert-parallel groups, whose ranks exchange tokens."""
-    return set(groups._get_expert_parallel_group_dict().values())
 
 
 def stack_position(param: Tensor) -> tuple[int, tuple[int, ...]] | None:
@@ -121,12 +101,12 @@ def readable_by_name() -> Iterator[None]:
     """Context in which AutoEP can look up transformers' recorded outputs by class name.
 
     Since transformers 5.23 their registry accepts only models as keys. DeepSpeed 0.19.8 passes the
-    name of a class, which raises TypeError. The original registry does not change: AutoEP removes
-    its entries again after it has installed the model's hooks.
+    name of a class, which raises TypeError. The registry itself does not change: AutoEP removes its
+    entries again after it has installed the model's hooks.
     """
     module = sys.modules.get(_MODULE)
     registry = getattr(module, _REGISTRY, None)
-    if registry is None or _is_readable(registry):
+    if registry is None:
         yield
         return
     setattr(module, _REGISTRY, _Registry(registry))
@@ -134,10 +114,3 @@ def readable_by_name() -> Iterator[None]:
         yield
     finally:
         setattr(module, _REGISTRY, registry)
-
-
-def _is_readable(registry: dict[str, Any]) -> bool:
-    try:
-        return registry.get("", registry) is registry
-    except TypeError:
-        return False

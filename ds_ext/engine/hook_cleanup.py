@@ -1,8 +1,5 @@
 """Removes hooks that DeepSpeed's engines leave on a model, and detects leftover hooks."""
 
-from collections.abc import Iterable
-from typing import Any
-
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
@@ -29,33 +26,22 @@ def hide_from_copies(engine: DeepSpeedEngine) -> None:
         hooks[handle.id] = Hook(hooks[handle.id])
 
 
-def refuse_gradient_hooks(engine: DeepSpeedEngine) -> None:
-    """Checks that no DeepSpeed optimizer still has hooks on the model's gradients.
-
-    Raises:
-        ValueError: an optimizer has such hooks.
-    """
+def refuse_other_engines(engine: DeepSpeedEngine) -> None:
+    """Raises ValueError if another engine, whose optimizer is not ours, has hooks on the model."""
+    hooks = [*engine.module._forward_pre_hooks.values()]
     for param in engine.module.parameters():
-        _refuse((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
-
-
-def refuse_module_hooks(engine: DeepSpeedEngine) -> None:
-    """Checks that no other engine still gathers the model's parameters.
-
-    Raises:
-        ValueError: another engine does.
-    """
-    _refuse(engine.module._forward_pre_hooks.values())
+        hooks += (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()
+    if any(getattr(hook, "__qualname__", "").startswith(_THEIRS) for hook in hooks):
+        raise ValueError(
+            "the model still has the hooks of another DeepSpeed engine, whose optimizer is not "
+            "ds_ext's: call destroy() of that engine first."
+        )
 
 
 def refuse_partitions(engine: DeepSpeedEngine) -> None:
-    """Checks that parameters are not partitioned below ZeRO stage 3.
-
-    Raises:
-        ValueError: a parameter is partitioned.
-    """
+    """Raises ValueError if parameters are partitioned below ZeRO stage 3."""
     stage = int(engine.zero_optimization_stage())
-    if stage < 3 and any(hasattr(p, "ds_tensor") for p in engine.module.parameters()):
+    if stage < 3 and _is_partitioned(engine.module):
         raise ValueError(
             f"zero_optimization.stage = {stage}: the model's parameters are partitioned, by "
             "deepspeed.zero.Init or by an engine at stage 3: set stage 3, or load the model anew."
@@ -63,12 +49,8 @@ def refuse_partitions(engine: DeepSpeedEngine) -> None:
 
 
 def refuse_zero3(model: nn.Module) -> None:
-    """Checks that ``fuse_into_backward`` gets a model that ZeRO-3 has not partitioned.
-
-    Raises:
-        ValueError: ZeRO-3 has partitioned it.
-    """
-    if any(hasattr(p, "ds_tensor") for p in model.parameters()):
+    """Raises ValueError if ZeRO-3 has partitioned the model of ``fuse_into_backward``."""
+    if _is_partitioned(model):
         raise ValueError(
             "fuse_into_backward: ZeRO-3 has partitioned this model, which only a DeepSpeed engine "
             "can train: pass the optimizer to deepspeed.initialize, or load the model anew without "
@@ -76,9 +58,5 @@ def refuse_zero3(model: nn.Module) -> None:
         )
 
 
-def _refuse(hooks: Iterable[Any]) -> None:
-    if any(getattr(hook, "__qualname__", "").startswith(_THEIRS) for hook in hooks):
-        raise ValueError(
-            "the model still has the hooks of another DeepSpeed engine, whose optimizer is not "
-            "ds_ext's: call destroy() of that engine first."
-        )
+def _is_partitioned(model: nn.Module) -> bool:
+    return any(hasattr(p, "ds_tensor") for p in model.parameters())

@@ -83,9 +83,9 @@ def share_time_limit(layout: Layout) -> None:
     assert everyone is not None
     distributed: Any = dist  # torch 2.15 adds set_timeout, and warns about the older name
     set_timeout = getattr(distributed, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    tensor_parallel = groups._TENSOR_MODEL_PARALLEL_GROUP
-    model_parallel = expert_parallel.expert_parallel_groups() | ({tensor_parallel} - {None})
-    for group in layout.groups | model_parallel:
+    model_parallel = {*groups._get_expert_parallel_group_dict().values()}  # they exchange tokens
+    model_parallel.add(groups._TENSOR_MODEL_PARALLEL_GROUP)
+    for group in (layout.groups | model_parallel) - {None}:
         limit = everyone._get_backend(layout.device).options._timeout
         set_timeout(limit, group)
 
@@ -110,8 +110,12 @@ def _with_experts(
             own = expert_parallel.expert_data_parallel_group(param)
         if own is group or (tensor_size == 1 and size_of(own) == size_of(group)):
             return dense(param)
-        # These experts get tokens from all ranks, so their gradients come from all losses.
-        return experts(own, losses * expert_parallel.gradient_factor(param, tensor_size))
+        # These experts get tokens from all ranks, so their gradients come from all losses. Tensor-
+        # parallel ranks have the same tokens. Each sends a part of them to the experts, and all
+        # gather the outputs, whose gradients are equal: AutoEP sums these over the ranks, and
+        # deepspeed.moe takes them from one rank.
+        is_autoep = expert_parallel.stack_position(param) is not None
+        return experts(own, losses * (tensor_size if is_autoep else 1))
 
     return placement_of
 

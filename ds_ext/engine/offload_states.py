@@ -49,10 +49,11 @@ class OffloadedStates:
             raise ValueError(
                 f"offload_states: device is {device!r}; allowed: OffloadDeviceEnum.cpu."
             )
-        kinds = {k for k in _KINDS if k not in self.kinds and (include is None or k in include)}
+        asked = {kind for kind in OffloadStateTypeEnum if include is None or kind in include}
+        asked.discard(OffloadStateTypeEnum.contiguous_grad_buffer)  # there is none
         pinned = pin_memory and torch.cuda.is_available()
-        self._move(kinds, lambda x: _on_host(x, pinned))
-        self.kinds |= kinds
+        self._move(asked - self.kinds, lambda x: _on_host(x, pinned))
+        self.kinds |= asked
 
     def reload(self) -> None:
         """Moves all offloaded tensors back to the device."""
@@ -87,14 +88,6 @@ def _kind_of(key: str) -> OffloadStateTypeEnum:
     """The kind of the state with this key."""
     kinds = OffloadStateTypeEnum
     return kinds.hp_params if key == "master" else kinds.optim_states
-
-
-_KINDS = (
-    OffloadStateTypeEnum.optim_states,
-    OffloadStateTypeEnum.hp_params,
-    OffloadStateTypeEnum.lp_params,
-    OffloadStateTypeEnum.lp_grads,
-)
 
 
 def _on_host(x: Tensor, pinned: bool) -> Tensor:

@@ -135,6 +135,7 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
     def _configure_zero_optimizer(self, optimizer: RuleOptimizer) -> ZeroAdapter:
         pipeline.on_all_stages(self, lambda: engine_checks.validate(self, optimizer))
         owners.take_over(p for p in self.module.parameters() if p.requires_grad)
+        hook_cleanup.refuse_other_engines(self)
         return ZeroAdapter(self, optimizer)
 
     def _get_shared_params(self) -> Any:

@@ -28,7 +28,7 @@ from ds_ext.distributed.desync import OrderCheck
 from ds_ext.distributed.groups import Group
 from ds_ext.distributed.layout import Agreement, Layout, complete
 from ds_ext.distributed.placement import Placement, Sharded
-from ds_ext.engine import hook_cleanup, int8_partitions, replica_groups
+from ds_ext.engine import int8_partitions, replica_groups
 from ds_ext.engine.parameters import deepspeed_parameter
 from ds_ext.engine.replica_groups import ReplicaGroups
 from ds_ext.optimizer import host_offload
@@ -181,9 +181,8 @@ def partition(engine: DeepSpeedEngine, cut: ReplicaGroups) -> DeepSpeedZeRoOfflo
         cut: the groups of ranks that hold one replica, and the same part.
 
     Raises:
-        ValueError: another engine still gathers the parameters, or the groups do not match.
+        ValueError: the groups do not match those of an earlier partition.
     """
-    hook_cleanup.refuse_module_hooks(engine)
     replica_groups.refuse_other_groups(engine.module.named_parameters(), cut)
     # Partition parameters that an earlier engine kept gathered. This engine may not update them.
     for param in engine.module.parameters():
