@@ -81,17 +81,21 @@ class Buckets:
         self.receiver: Receiver | None = None  # the receiver of this backward pass
         self.waiting: dict[Tensor, Tensor | None] = {}  # flat and padded; None: no gradient
         self.elements = 0  # that no exchange of ready gradients covers yet
-        self.small: dict[Tensor, int] = {}  # those of them that wait for the end: see SMALL
+        self.deferred: dict[Tensor, int] = {}  # those of them that wait for the end: see SMALL
         self.asked: Callable[[], Agreement] | None = None  # waits for their answer
         self.asks_ahead = self.streams.are_used and not layout.agrees_at_once
-        self.joining: dict[Tensor, Tensor] = {}  # gradients that autograd may add to
-        self.aside: dict[Tensor, None] | None = None  # parameters not to be taken yet
+        self.extra_grads: dict[Tensor, Tensor] = {}  # gradients that autograd may add to
+        self.postponed: dict[Tensor, None] | None = None  # parameters not to be taken yet
         self.parts: dict[Tensor, ReducedGrad] = {}  # of parameters whose gradient comes in parts
         leaves = layout.leaves(module)
         self.leaf_params = {p for params in leaves.values() for p in params}
         self.uses = ModuleCalls(module, leaves | layout.units(), layout.brings_gradients)
-        self.size_of = {p: placement.padded_numel(p) for p, placement in layout.of.items()}
-        self.counted = {p: placement.max_padded_numel(p) for p, placement in layout.of.items()}
+        self.size_of = {
+            p: placement.padded_numel(p) for p, placement in layout.placement_of.items()
+        }
+        self.counted = {
+            p: placement.max_padded_numel(p) for p, placement in layout.placement_of.items()
+        }
         self.reduction = Reduction(layout, self.streams, self.size_of, comm_dtype, self.leaf_params)
         self.trained: set[Tensor] = set()  # parameters that have been seen to be trainable
         self.hooks = [module.register_forward_pre_hook(Hook(self.attach)), *layout.hook()]
@@ -100,7 +104,7 @@ class Buckets:
             self.hooks.append(leaf.register_forward_pre_hook(Hook(check_leaf_inputs)))
         self.hooks += [self._hooked(p) for p in layout.names if may_be_trained(p)]
         # Parameters without a group. Their gradient stays in ``grad``.
-        self.left: set[Tensor] = set()
+        self.not_stepped: set[Tensor] = set()
         self._drop_gradients(layout.names)
 
     def _hooked(self, param: Tensor) -> torch.utils.hooks.RemovableHandle:
@@ -129,10 +133,10 @@ class Buckets:
         Called before each forward pass.
         """
         self.has_followed = False
-        if self.left:
+        if self.not_stepped:
             self.owner.optimizer.follow_groups()
-            taken_up = set(filter(self.owner.accepts, self.left))
-            self.left -= taken_up
+            taken_up = set(filter(self.owner.accepts, self.not_stepped))
+            self.not_stepped -= taken_up
             self._drop_gradients(taken_up)
         new = [p for p in self.layout.names if p.requires_grad and p not in self.trained]
         for param in new:
@@ -149,31 +153,33 @@ class Buckets:
 
     def holds(self) -> bool:
         """Returns whether gradients have come that are not delivered."""
-        return bool(self.waiting or self.joining or self.parts or self.sent)
+        return bool(self.waiting or self.extra_grads or self.parts or self.sent)
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[list[Tensor]]:
         """A context that leaves gradients in ``grad`` as parts, and lists their parameters."""
-        outer, self.aside = self.aside, {}
+        outer, self.postponed = self.postponed, {}
         left: list[Tensor] = []
         try:
             yield left
         finally:
-            left += self.aside
-            self.aside = outer
+            left += self.postponed
+            self.postponed = outer
 
     @torch.no_grad()
     def join(self, param: Tensor, grad: Tensor) -> None:
         """Adds a gradient to the one that autograd computes in this pass, if any."""
-        self.joining[param] = self.joining[param] + grad if param in self.joining else grad
+        self.extra_grads[param] = (
+            self.extra_grads[param] + grad if param in self.extra_grads else grad
+        )
 
     def take(self, param: Tensor) -> None:
         """The hook: moves a parameter's gradient into the bucket; ``grad`` may be None."""
         if torch.is_grad_enabled():  # it is not in hooks, unless by ``create_graph``
             with torch.no_grad():
                 return self.take(param)
-        if self.aside is not None:
-            self.aside[param] = None
+        if self.postponed is not None:
+            self.postponed[param] = None
             return
         if param not in self.trained:
             if owners.owner(param) not in (None, self.owner):
@@ -183,12 +189,12 @@ class Buckets:
             self.owner.optimizer.follow_groups()
             self.has_followed = True
         grad, param.grad = param.grad, None
-        if self.joining and param in self.joining:
-            joining = self.joining.pop(param)
+        if self.extra_grads and param in self.extra_grads:
+            joining = self.extra_grads.pop(param)
             grad = joining if grad is None else grad + joining
         if not self.owner.accepts(param):
             param.grad = grad
-            self.left.add(param)
+            self.not_stepped.add(param)
             return
         size = self.counted[param]
         if not size:
@@ -199,7 +205,7 @@ class Buckets:
                 self.flush()
             self.elements += size
             if size <= SMALL * self.size:
-                self.small[param] = size
+                self.deferred[param] = size
             before = None
         else:
             before = self.waiting[param]  # of another checkpointed segment
@@ -223,7 +229,7 @@ class Buckets:
 
     def _own(self, param: Tensor, grad: Tensor) -> Tensor:
         """A gradient, flat and padded to equal parts for all ranks, in writable memory."""
-        placement = self.layout.of[param]
+        placement = self.layout.placement_of[param]
         grad = placement.gradient(param, grad)
         # Autograd may pass a view of a gradient that other nodes still have to read.
         is_aliased = placement.is_summed and has_other_users(grad)
@@ -247,10 +253,10 @@ class Buckets:
             Whether backward has ended on all ranks.
         """
         self._reduce_ready()
-        elements = sum(self.small.values())
+        elements = sum(self.deferred.values())
         if ended or elements >= MIN_FILL * self.size:
-            self.small, elements = {}, 0
-        more = {p: self.uses.in_parts(p) for p in self.waiting if p not in self.small}
+            self.deferred, elements = {}, 0
+        more = {p: self.uses.in_parts(p) for p in self.waiting if p not in self.deferred}
         self.asked, self.elements = self.layout.agree(more, ended), elements
         return (ended or not self.asks_ahead) and self._reduce_ready()
 
@@ -293,7 +299,7 @@ class Buckets:
     @torch.no_grad()
     def finish(self) -> None:
         """Ends a backward pass: delivers gradients that wait on any rank, or came in parts."""
-        for param in list(self.joining):
+        for param in list(self.extra_grads):
             self.take(param)
         while not self.flush(ended=True):
             pass
@@ -313,9 +319,9 @@ class Buckets:
             self._receive()
             for param in params:
                 self.waiting.pop(param, None)
-                self.small.pop(param, None)
+                self.deferred.pop(param, None)
                 self.parts.pop(param, None)
-                self.joining.pop(param, None)
+                self.extra_grads.pop(param, None)
             return
         if self.sent is not None:
             with self.streams.stepping():
@@ -333,8 +339,8 @@ class Buckets:
         if self.sent is not None:
             self.streams.hold(self.sent, is_stepped=False)
         self.sent = self.receiver = self.asked = None
-        self.waiting, self.elements, self.joining, self.parts = {}, 0, {}, {}
-        self.small = {}
+        self.waiting, self.elements, self.extra_grads, self.parts = {}, 0, {}, {}
+        self.deferred = {}
 
     def begin_with(self, receiver: Receiver) -> None:
         """Begins a backward pass with this receiver, not the owner's."""

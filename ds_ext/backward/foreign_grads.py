@@ -135,7 +135,7 @@ def _guard(leaf: Tensor) -> Callable[[], None]:
     return undo
 
 
-def watch() -> None:
+def install_patches() -> None:
     """Wraps ``retain_grad()`` and ``torch.autograd.backward``. Call it once.
 
     A segment of reentrant checkpointing has its own graph and backward pass.

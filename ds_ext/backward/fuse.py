@@ -93,7 +93,7 @@ def fuse_into_backward(
         group = _group_of_cut(model, group)
     devices = sorted({str(p.device) for p in model.parameters()})
     kind = {"optimizer": type(optimizer).__name__, "device count": len(devices)}
-    consensus.agree(kind | consensus.facts(model, optimizer), group)
+    consensus.require_equal(kind | consensus.facts(model, optimizer), group)
     param_checks.refuse_all_frozen(optimizer)
     if len(devices) > 1:
         raise ValueError(

@@ -89,7 +89,9 @@ class FusedBackward:
         self.norm: float | None = None
         self.skipped = self.skipped_steps = 0
         self.metrics: dict[str, float] = {}
-        self.is_asked = False  # whether the next backward pass is of a loss of this model
+        self.own_loss_is_running = (
+            False  # whether the next backward pass is of a loss of this model
+        )
         self.buckets = Buckets(
             module,
             layout,
@@ -104,7 +106,7 @@ class FusedBackward:
         self.is_replaced = False  # whether another owner has taken the parameters over
         self._on_replaced = on_replaced or self.buckets.remove
         self._on_discarded, self._rerun_context = on_discarded, rerun_context
-        torch_calls.watch()
+        torch_calls.install_patches()
         if grad_config.measure_updates:
             self.measure_updates()
         try:
@@ -160,7 +162,7 @@ class FusedBackward:
 
     def backward(self, loss: Tensor) -> None:
         """Runs ``loss`` backward: once, or twice where gradients are clipped exactly."""
-        self.is_asked = True
+        self.own_loss_is_running = True
         self.measure_norm(loss)
         loss.backward()
 
@@ -198,10 +200,10 @@ class FusedBackward:
             self.buckets.abandon()
             self.buckets.uses.forget(now=False)
             self._begin_step()
-            self.is_asked = False
+            self.own_loss_is_running = False
             raise
         self.state.used_up.clear()
-        self.state.is_measured = self.is_asked = True
+        self.state.is_measured = self.own_loss_is_running = True
 
     def _run_prepass(self, loss: Tensor) -> None:
         """Runs ``loss`` backward to compute the norm; leaves gradients of others unchanged."""
@@ -230,7 +232,7 @@ class FusedBackward:
         self.check_owner()
         self.buckets.finish()
         self.buckets.uses.clear()
-        self.is_asked = False
+        self.own_loss_is_running = False
 
     @torch.no_grad()
     def end_step(self) -> StepResult | None:
@@ -284,7 +286,7 @@ class FusedBackward:
     def drop_step(self) -> None:
         """Drops the step in progress without a warning, on all ranks. Its updates stay."""
         self._rollback_skipped()
-        had_begun, self.is_asked = self.is_begun, False
+        had_begun, self.own_loss_is_running = self.is_begun, False
         self.buckets.discard()
         self._begin_step()
         if self.optimizer.update_stats is not None:
@@ -326,7 +328,9 @@ class FusedBackward:
 
     def begin_with(self, kept: Mapping[Tensor, Tensor]) -> None:
         """Begins a step with runs of gradients of earlier micro-batches."""
-        size_of = {p: self.buckets.size_of[p] // self.layout.of[p].num_shards for p in kept}
+        size_of = {
+            p: self.buckets.size_of[p] // self.layout.placement_of[p].num_shards for p in kept
+        }
         padded = {p: nn.functional.pad(x, (0, size_of[p] - len(x))) for p, x in kept.items()}
         self._begin_step({p: ReducedGrad(x) for p, x in padded.items()})
 
@@ -349,7 +353,7 @@ class FusedBackward:
         self.layout.refuse_resized()
         self.optimizer.check_param_groups()
         state = self.state
-        is_of_others = not self.is_asked and owners.may_reach_others(self)
+        is_of_others = not self.own_loss_is_running and owners.may_reach_others(self)
         if is_of_others or self._keeps():
             self.stepper.log_kept(self.grad_config)
             if self.grad_config.policy == "projected":

@@ -124,7 +124,7 @@ class GradientConfig:
             return gpu_bucket_size(widest, min(consensus.gathered(free, layout.host_group)))
         if layout.world > 1:
             return BUCKET_SIZE
-        sizes = [placement.max_padded_numel(p) for p, placement in layout.of.items()]
+        sizes = [placement.max_padded_numel(p) for p, placement in layout.placement_of.items()]
         return min(BUCKET_SIZE_ALONE, max(sizes, default=1))
 
     def cost(self, elements: int) -> str:

@@ -69,16 +69,16 @@ _owners: Any = WeakTensorKeyDictionary()  # parameter: weak reference to its Own
 # unlike that of a set. Each change and each copy is one operation of a dictionary with integers as
 # keys, which runs no other Python code. A lock instead would hang a thread whose garbage collector
 # deletes an engine while the thread holds it.
-_live: "dict[int, weakref.ref[GradientOwner]]" = {}
+_owners_by_number: "dict[int, weakref.ref[GradientOwner]]" = {}
 _numbers = itertools.count()
 
 
-def live() -> list[GradientOwner]:
+def all_owners() -> list[GradientOwner]:
     """Returns all owners, of any thread, in the order in which they claimed parameters.
 
     Owners that one loss uses end their backward passes in this order, by collectives.
     """
-    found = [reference() for reference in _live.copy().values()]
+    found = [reference() for reference in _owners_by_number.copy().values()]
     return [by for by in found if by is not None]
 
 
@@ -99,7 +99,7 @@ def refuse_second(optimizer: BucketOptimizer) -> None:
     Raises:
         RuntimeError: an engine or ``fuse_into_backward`` steps them, with another optimizer.
     """
-    if not _live:
+    if not _owners_by_number:
         return
     others = [by.optimizer for by in of(optimizer.group_of) if by.optimizer is not optimizer]
     if others:
@@ -124,15 +124,15 @@ def claim(param: Tensor, by: GradientOwner, name: str) -> None:
             "fuse_into_backward returned)."
         )
     _owners[param] = weakref.ref(by)
-    if by not in live():
-        _live[next(_numbers)] = weakref.ref(by)
+    if by not in all_owners():
+        _owners_by_number[next(_numbers)] = weakref.ref(by)
 
 
 def release(params: Iterable[Tensor], by: GradientOwner) -> None:
     """Removes the owner of those ``params`` that ``by`` owns."""
-    for number, reference in _live.copy().items():
+    for number, reference in _owners_by_number.copy().items():
         if reference() in (by, None):
-            _live.pop(number, None)
+            _owners_by_number.pop(number, None)
     for param in params:
         if owner(param) is by:
             del _owners[param]
@@ -184,7 +184,7 @@ def _reaches_others(by: GradientOwner) -> bool:
     """Whether the graph of the backward pass in progress contains leaves of other owners."""
     return any(
         torch._C._will_engine_execute_node(_node(other.layout.leaf(param)))
-        for other in live()
+        for other in all_owners()
         if other is not by
         for param in other.optimizer.group_of
         if param.requires_grad and owner(param) is other
@@ -207,7 +207,7 @@ def stepping(leaves: Iterable[Tensor]) -> list[GradientOwner]:
     found = {id(leaf) for leaf in leaves}
     return [
         by
-        for by in live()
+        for by in all_owners()
         if any(owner(p) is by and id(by.layout.leaf(p)) in found for p in by.optimizer.group_of)
     ]
 
@@ -220,7 +220,7 @@ def others_used(by: GradientOwner) -> list[GradientOwner]:
     """
     return [
         other
-        for other in live()
+        for other in all_owners()
         if other is not by and other.uses.used_at and other.uses.thread == by.uses.thread
     ]
 

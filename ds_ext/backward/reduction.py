@@ -148,7 +148,10 @@ class Reduction:
     def _bound(self, param: Tensor, flat: Tensor) -> float:
         """The largest magnitude whose sum over the ranks, and its squares, are finite."""
         squares = (torch.finfo(ops.accumulator(flat.dtype)).max / max(1, flat.numel())) ** 0.5
-        return float(min(torch.finfo(flat.dtype).max, squares)) / self.layout.of[param].grad_divisor
+        return (
+            float(min(torch.finfo(flat.dtype).max, squares))
+            / self.layout.placement_of[param].grad_divisor
+        )
 
 
 def _of_each(op: Callable[[Sequence[Tensor]], Tensor], flats: Iterable[Tensor]) -> list[Tensor]:

@@ -22,15 +22,15 @@ from ds_ext.backward.autograd_graph import nodes
 _lock = threading.Lock()
 
 
-def watch() -> None:
+def install_patches() -> None:
     """Installs the wrappers; further calls change nothing."""
     with _lock:
-        _watch()
+        _install_patches()
 
 
 @functools.cache
-def _watch() -> None:
-    foreign_grads.watch()
+def _install_patches() -> None:
+    foreign_grads.install_patches()
     autograd: Any = torch.autograd
     autograd.backward, autograd.grad = map(_explaining, (autograd.backward, autograd.grad))
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
@@ -138,7 +138,7 @@ def _explaining(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
         is_outermost = torch._C._current_graph_task_id() == -1
-        updated = [by for by in owners.live() if by.has_updated] if is_outermost else []
+        updated = [by for by in owners.all_owners() if by.has_updated] if is_outermost else []
         try:
             return run(*args, **kwargs)
         except RuntimeError as error:

@@ -148,7 +148,7 @@ def facts(
     }
 
 
-def agree(told: Mapping[str, Any], group: Group = None) -> None:
+def require_equal(told: Mapping[str, Any], group: Group = None) -> None:
     """Raises ValueError on all ranks if they differ in a fact. The message names the difference."""
     digest = hashlib.sha256(repr(told).encode()).hexdigest()
     if len(set(gathered(digest, group))) == 1:
@@ -165,7 +165,7 @@ def agree(told: Mapping[str, Any], group: Group = None) -> None:
                 )
 
 
-def alike(numbers: tuple[int, ...], group: Group = None) -> Callable[[], bool]:
+def begin_comparison(numbers: tuple[int, ...], group: Group = None) -> Callable[[], bool]:
     """Begins to compare numbers over the ranks, by a message of 16 bytes.
 
     Returns a function that waits and returns whether all are equal. Ranks compare a 62-bit hash,

@@ -70,7 +70,7 @@ class OrderCheck:
 
     def _begin_comparison(self, numbers: tuple[int, ...], words: Callable[[], list[str]]) -> None:
         self._end_comparison()  # the comparison before
-        self.asked = consensus.alike(numbers, self.group), words
+        self.asked = consensus.begin_comparison(numbers, self.group), words
 
     def _end_comparison(self) -> None:
         """Waits for the comparison in progress; raises RuntimeError if the ranks differ."""

@@ -70,8 +70,8 @@ class Layout:
         self.names = names
         self.params = list(names)
         self.number_of = {p: i for i, p in enumerate(names)}
-        self.of = {param: placement_of(param) for param in names}
-        self.placements = list(dict.fromkeys(self.of.values()))
+        self.placement_of = {param: placement_of(param) for param in names}
+        self.placements = list(dict.fromkeys(self.placement_of.values()))
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = size_of(group)
         # Whether this rank knows the gradients of all ranks, so that ``agree`` waits for no message
@@ -82,7 +82,7 @@ class Layout:
         self.host_group = groups.for_hosts(group, self.device)
         for placement in self.placements:
             placement.connect(functools.partial(groups.with_own_queue, device=self.device))
-        self.shards = with_turns({p: of.shard(p) for p, of in self.of.items()})
+        self.shards = with_turns({p: of.shard(p) for p, of in self.placement_of.items()})
         self.everyone = everyone()  # the ranks that hold a part of the model
         self.bytes_sent = 0
         self.shapes = [p.shape for p in self.params]
@@ -132,7 +132,7 @@ class Layout:
 
     def run(self, param: Tensor) -> Tensor:
         """Returns this rank's run of the weight, [len(shard)], which is updated in place."""
-        return self.of[param].run(param)
+        return self.placement_of[param].run(param)
 
     def refuse_resized(self) -> None:
         """Raises RuntimeError if a trained parameter was given data of another shape.
@@ -162,7 +162,7 @@ class Layout:
             return [(self.placements[0], some)] if some else []
         found: dict[Placement, list[Tensor]] = {placement: [] for placement in self.placements}
         for param in params:
-            found[self.of[param]].append(param)
+            found[self.placement_of[param]].append(param)
         return [(placement, some) for placement, some in found.items() if some]
 
     def broadcast(self, module: nn.Module) -> None:

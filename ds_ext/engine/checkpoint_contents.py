@@ -42,8 +42,8 @@ def owned(layout: Layout) -> dict[Tensor, OwnedRun]:
             plain_name(name),
             held.absent if held else layout.run(p),
             layout.shard(p),
-            layout.of[p].shard_index,
-            layout.of[p].num_shards,
+            layout.placement_of[p].shard_index,
+            layout.placement_of[p].num_shards,
             expert_parallel.stack_position(p),
         )
     return found

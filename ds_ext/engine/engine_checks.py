@@ -54,13 +54,13 @@ def check_ranks(model: Any, client: Any, config: DeepSpeedConfig) -> None:
     """
     facts = _facts(model, client, config)
     if not isinstance(model, PipelineModule):
-        consensus.agree(facts)
+        consensus.require_equal(facts)
         return
     own = ("parameter", "parameter group")
     of_stage: dict[str, Any] = {key: facts.pop(key) for key in own if key in facts}
-    consensus.agree(facts)
+    consensus.require_equal(facts)
     group = model.mpu().get_data_parallel_group()
-    consensus.run_on_all_ranks(lambda: consensus.agree(of_stage, group), ValueError)
+    consensus.run_on_all_ranks(lambda: consensus.require_equal(of_stage, group), ValueError)
 
 
 def _facts(model: Any, client: Any, config: DeepSpeedConfig) -> dict[str, Any]:

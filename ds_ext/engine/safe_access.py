@@ -223,7 +223,7 @@ class Access:
             )
         if param not in state.kept or not param.requires_grad:
             return None
-        factor = fused.reader.unscale(fused.layout.of[param])  # kept gradients are sums
+        factor = fused.reader.unscale(fused.layout.placement_of[param])  # kept gradients are sums
         g = state.kept[param].g[: len(fused.layout.shard(param))]
         return self._run(
             param,
@@ -236,7 +236,7 @@ class Access:
     ) -> LocalPart:
         """A part with a value for each element of this rank's run."""
         layout = self.fused.layout
-        shard, placement = layout.shard(param), layout.of[param]
+        shard, placement = layout.shard(param), layout.placement_of[param]
         held = placement.tensor_parallel_shards.get(param)
         return LocalPart(
             layout.name(param),
@@ -252,7 +252,7 @@ class Access:
     def _state(self, param: Tensor, key: str) -> LocalPart | None:
         """A state; None for a parameter that is not trained."""
         optimizer, layout = self.fused.optimizer, self.fused.layout
-        name, shard, placement = layout.name(param), layout.shard(param), layout.of[param]
+        name, shard, placement = layout.name(param), layout.shard(param), layout.placement_of[param]
         if param not in optimizer.group_of:
             return None
         if placement.tensor_parallel_shards.get(param) is not None:
@@ -312,7 +312,7 @@ def attach(fused: FusedBackward) -> None:
         "get_full_hp_grad": "get_fp32_grad_for_param",
         "set_full_hp_grad": "set_fp32_grad_for_param",
     }
-    for param, placement in fused.layout.of.items():
+    for param, placement in fused.layout.placement_of.items():
         found: dict[str, object] = {"_z3_optimizer": access}
         if not isinstance(placement, Zero3Placement):
             bound = {name: _Method(access, method, param) for name, method in methods.items()}

@@ -105,7 +105,7 @@ def _path(engine: DeepSpeedEngine, save_dir: str, tag: str | None) -> Path:
     path = folder.checkpoint_path(
         save_dir, f"global_step{engine.global_steps}" if tag is None else tag
     )
-    consensus.agree({"checkpoint path": str(path)})
+    consensus.require_equal({"checkpoint path": str(path)})
     return path
 
 

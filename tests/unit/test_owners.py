@@ -264,7 +264,7 @@ def test_an_owner_that_the_garbage_collector_deletes_while_owners_are_listed_wai
             owners.claim(torch.zeros(1), Owner(), "weight")
             gc.set_threshold(allocations)
             gc.enable()
-            owners.live()
+            owners.all_owners()
             gc.set_threshold(*threshold)
         gc.collect()
 
@@ -273,4 +273,4 @@ def test_an_owner_that_the_garbage_collector_deletes_while_owners_are_listed_wai
     thread.start()
     thread.join(30)
     assert not thread.is_alive() and released
-    assert not any(isinstance(owner, Owner) for owner in owners.live())
+    assert not any(isinstance(owner, Owner) for owner in owners.all_owners())

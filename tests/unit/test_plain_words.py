@@ -133,12 +133,12 @@ TOLD = {
 @pytest.mark.parametrize("name", TOLD)
 def test_errors_name_what_was_written(name):
     action, words = TOLD[name]
-    others = owners.live()  # engines that an earlier test has left
+    others = owners.all_owners()  # engines that an earlier test has left
     with pytest.raises((ValueError, RuntimeError)) as caught:
         try:
             action()
         finally:
-            for owner in owners.live():
+            for owner in owners.all_owners():
                 if owner not in others:
                     owner.give_way()
     told = str(caught.value)

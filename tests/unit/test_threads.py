@@ -116,7 +116,7 @@ def test_a_model_is_owned_when_its_owner_is_complete():
 
     def looking(self, *args):
         attach(self, *args)
-        for each in owners.live():
+        for each in owners.all_owners():
             seen.append((each.uses, each.leaf, each.unfinished()))
 
     model = make(0, "plain")
