@@ -124,6 +124,7 @@ TABLE: dict[str, dict[str, str]] = {
         "tree_unflatten": "puts pieces of them into arguments again",
     },
     "torch.distributed.distributed_c10d": {
+        "_get_default_store": "ranks announce in it that they save",
         "_hash_ranks_to_str": "names groups, alike on all ranks",
         "_set_pg_timeout": "gives our groups the timeout of DeepSpeed's",
         "_world": "which groups still exist",

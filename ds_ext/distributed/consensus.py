@@ -5,9 +5,10 @@ that can fail on one rank therefore runs in ``run_on_all_ranks``. A rank that fa
 error in place of the value that the other ranks gather next.
 """
 
+import contextlib
 import hashlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,12 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ds_ext import logs
 from ds_ext.distributed.groups import Group
 from ds_ext.distributed.rank_failure import explained, wait_for
 from ds_ext.errors import CheckpointError, LostRankError
 
 T = TypeVar("T")
 MESSAGE = 16  # bytes that each rank sends to compare
+PATIENCE = 30.0  # seconds after which a rank says whom it waits for
 
 
 def several(group: Group = None) -> bool:
@@ -31,6 +34,46 @@ def several(group: Group = None) -> bool:
 def is_first() -> bool:
     """Returns whether this is the first rank, which logs for all."""
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+@contextlib.contextmanager
+def announced(function: str) -> Iterator[None]:
+    """Context of a function that all ranks call: warns if some have not called it after a while.
+
+    A rank that is late may still come, so this is no error. Ranks count their calls in the store of
+    the default process group, because the next collective of a rank that is late may be another.
+    """
+    if not several():
+        yield
+        return
+    store = dist.distributed_c10d._get_default_store()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    counts = [f"ds_ext/calls of {function}/{r}" for r in range(world)]
+    own = store.add(counts[rank], 1)
+
+    def warn() -> None:
+        absent = [r for r, count in enumerate(counts) if store.add(count, 0) < own]
+        if absent:
+            logs.logger.warning(
+                f"rank {rank} has waited in {function} for {PATIENCE:g} s: "
+                f"{_named(absent)} {'have' if len(absent) > 1 else 'has'} not called it. All ranks "
+                f'must call {function}, not only rank 0 (remove "if rank == 0"). It goes on when '
+                "they call it, and ends with an error at the process group's time limit."
+            )
+
+    timer = threading.Timer(PATIENCE, warn)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _named(ranks: list[int]) -> str:
+    """Ranks in words, at most four of them."""
+    more = f" and {len(ranks) - 4} more" * (len(ranks) > 4)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:4]))}{more}"
 
 
 class _Failure(NamedTuple):
@@ -118,7 +161,7 @@ def _of_ranks(text: str, ranks: list[int], size: int) -> str:
     """A message, with the ranks that raised it unless all ``size`` ranks did."""
     if len(ranks) == size:
         return text
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
+    return f"{_named(ranks)}: {text}"
 
 
 def _kind(error: Exception) -> type[Exception]:

@@ -36,7 +36,8 @@ def raises_on_all_ranks(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return consensus.run_on_all_ranks(lambda: function(*args, **kwargs))
+        with consensus.announced(function.__name__):
+            return consensus.run_on_all_ranks(lambda: function(*args, **kwargs))
 
     return cast(F, call)
 

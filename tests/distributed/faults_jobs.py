@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from functools import partial
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ import torch
 import torch.distributed as dist
 
 import ds_ext
+from ds_ext import logs
 from ds_ext.checkpoint import manifests
+from ds_ext.distributed import consensus
 from ds_ext.optimizer import RuleOptimizer
 from tests import worlds
 from tests.common.ranks import shared_folder
@@ -270,6 +273,33 @@ def differ() -> dict[str, Any]:
         results[name] = message(case), time.monotonic() - began
         dist.barrier()
     return results
+
+
+def late(folder: str) -> dict[str, list[str]]:
+    """What a rank logs while the other is late in saving; while both are slow inside a call."""
+    engine, told = start(KIND, 3), dict[str, list[str]]()
+    rank, patience = dist.get_rank(), consensus.PATIENCE
+    consensus.PATIENCE = 0.5
+
+    def logged(name: str, delay: float, call: Any) -> None:
+        handler = BufferingHandler(1000)
+        logs.logger.addHandler(handler)
+        time.sleep(delay)
+        call()
+        logs.logger.removeHandler(handler)
+        told[name] = [record.getMessage() for record in handler.buffer]
+
+    def slow() -> None:
+        with consensus.announced("slow"):
+            time.sleep(1.0)
+            dist.barrier()
+
+    try:
+        logged("late", 2.0 * rank, lambda: engine.save_checkpoint(folder, tag="a"))
+        logged("together", 0.0, slow)
+    finally:
+        consensus.PATIENCE = patience
+    return told
 
 
 def plain() -> None:

@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from ds_ext import newest_checkpoint
 from tests import worlds
 from tests.common.choose import params
 from tests.common.updates import error
@@ -78,6 +79,16 @@ def test_a_lost_rank_is_told_without_an_engine_too():
     other, victim = worlds.fresh(2, faults_jobs.plain, timeout=60)
     assert (other.code, victim.code) == (1, -9)
     assert LOST in other.output and other.seconds < 30
+
+
+def test_a_rank_says_which_ranks_do_not_save(tmp_path):
+    first, second = worlds.run(2, faults_jobs.late, str(tmp_path))
+    (warning,) = (text for text in first["late"] if "waited" in text)
+    assert warning.startswith("rank 0 has waited in save_checkpoint for 0.5 s: rank 1 has not call")
+    assert 'not only rank 0 (remove "if rank == 0")' in warning
+    others = [*second["late"], *first["together"], *second["together"]]
+    assert not [text for text in others if "waited" in text]
+    assert newest_checkpoint(tmp_path).tag == "a"
 
 
 FILES = [
