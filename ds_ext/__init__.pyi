@@ -30,6 +30,7 @@ class Adafactor(RuleOptimizer):
         lr: only with relative_step=False; 0 steps nothing.
         eps: added to g², least RMS(p).
         clip_threshold: largest RMS of the update.
+        decay_rate: beta2 is 1 - t ** decay_rate.
         beta1: momentum; None keeps none.
         weight_decay: decoupled, times the step size.
         scale_parameter: step size relative to RMS(p).
@@ -68,6 +69,7 @@ class AdaLomo(RuleOptimizer):
         lr: relative to RMS(p).
         eps: added to g², least RMS(p).
         clip_threshold: largest RMS of the update.
+        decay_rate: beta2 is 1 - t ** decay_rate.
         weight_decay: decoupled, times lr · RMS(p).
         ema_decay: of the moving average of the weights; 0: no average.
         ema_dtype: of the average; "bf16" is rounded stochastically.
@@ -95,6 +97,9 @@ class AdamW(RuleOptimizer):
 
     Args:
         params: parameters, or groups of them.
+        lr: learning rate.
+        betas: decay of the averages of g and of g².
+        eps: added to the divisor.
         weight_decay: decoupled, times lr.
         nbits: bits of a moment's element.
         min_8bit_size: fewer moments than these stay fp32.
@@ -125,10 +130,13 @@ class APOLLO(RuleOptimizer):
 
     Args:
         params: parameters, or groups of them.
+        lr: learning rate.
         rank: dimensions of the projected gradient.
         update_proj_gap: steps between renewals of the projection.
         scale: an update is multiplied by its root.
         scale_type: a factor for each channel, or one for the tensor.
+        betas: decay of the averages of R and of R².
+        eps: added to the divisor.
         weight_decay: decoupled, times lr.
         seed: of the random bits of "stochastic".
         ema_decay: of the moving average of the weights; 0: no average.
@@ -159,10 +167,13 @@ class APOLLOMini(RuleOptimizer):
 
     Args:
         params: parameters, or groups of them.
+        lr: learning rate.
         rank: dimensions of the projected gradient.
         update_proj_gap: steps between renewals of the projection.
         scale: an update is multiplied by its root.
         scale_type: a factor for each channel, or one for the tensor.
+        betas: decay of the averages of R and of R².
+        eps: added to the divisor.
         weight_decay: decoupled, times lr.
         seed: of the random bits of "stochastic".
         ema_decay: of the moving average of the weights; 0: no average.
@@ -193,6 +204,7 @@ class CAME(RuleOptimizer):
 
     Args:
         params: parameters, or groups of them.
+        lr: learning rate.
         betas: momentum, g², residual.
         eps: added to g², to the residual.
         clip_threshold: largest RMS of an update before momentum.
@@ -223,6 +235,9 @@ class FlashAdamW(RuleOptimizer):
 
     Args:
         params: parameters, or groups of them.
+        lr: learning rate.
+        betas: decay of the averages of g and of g².
+        eps: added to the divisor.
         weight_decay: decoupled, times lr.
         ema_decay: of the moving average of the weights; 0: no average.
         ema_dtype: of the average; "bf16" is rounded stochastically.
@@ -247,14 +262,19 @@ class FlashAdamW(RuleOptimizer):
 class GaLoreAdamW(RuleOptimizer):
     """AdamW on gradients projected to a low rank (arXiv 2403.03507).
 
+    Plain AdamW steps groups with ``rank=None``, and parameters that are not matrices.
+
     Args:
         params: parameters, or groups of them.
+        lr: learning rate.
         rank: dimensions of the projected gradient; null: plain AdamW.
         update_proj_gap: steps between renewals of the basis.
         scale: of a projected update.
         proj_type: the side projected: std the short one, reverse_std the long one.
+        betas: decay of the averages of g and of g².
         eps: null, as the authors': 1e-6, and 1e-8 with 8-bit moments.
         weight_decay: decoupled, times lr.
+        correct_bias: divides by 1 - betas ** t.
         nbits: bits of a moment's element.
         min_8bit_size: fewer moments than these stay fp32.
         ema_decay: of the moving average of the weights; 0: no average.
@@ -290,7 +310,10 @@ class LAMB(RuleOptimizer):
     Args:
         params: parameters, or groups of them.
         lr: relative to the norm of the weights.
+        betas: decay of the averages of g and of g².
+        eps: added to the divisor.
         weight_decay: a part of the update, before its norm is taken.
+        bias_correction: divides by 1 - betas ** t.
         min_coeff: least norm ratio; DeepSpeed's FusedLamb: 0.01.
         max_coeff: largest norm ratio; DeepSpeed's FusedLamb: 10.
         ema_decay: of the moving average of the weights; 0: no average.
@@ -321,6 +344,7 @@ class Lion(RuleOptimizer):
 
     Args:
         params: parameters, or groups of them.
+        lr: learning rate.
         betas: decay in the update, in the stored momentum.
         weight_decay: decoupled, times lr.
         nbits: bits of a moment's element.
@@ -349,6 +373,7 @@ class LOMO(RuleOptimizer):
 
     Args:
         params: parameters, or groups of them.
+        lr: learning rate.
         weight_decay: decoupled, times lr.
         ema_decay: of the moving average of the weights; 0: no average.
         ema_dtype: of the average; "bf16" is rounded stochastically.
@@ -373,10 +398,16 @@ class Muon(RuleOptimizer):
 
     Args:
         params: parameters, or groups of them.
+        lr: learning rate.
+        momentum: decay of the average of g.
+        nesterov: steps by g and the average together.
         weight_decay: decoupled, times lr.
+        ns_coefficients: of each step; a single triple, or the last of a list, serves all further steps.
         ns_steps: steps of the Newton-Schulz iteration.
         ns_dtype: of its matrix products; sums are fp32.
         eps: least norm.
+        adjust_lr_fn: lr's factor: sqrt(max(1, rows / cols)), or 0.2 · sqrt(max(rows, cols)).
+        beta2: NorMuon: divides rows by an RMS that decays at this rate; null: Muon.
         nbits: bits of a moment's element.
         split: rows of each part; "auto": from the model's config.
         heads: each head is a part; with `split`, its sizes are of one head.
@@ -416,6 +447,7 @@ class SCALE(RuleOptimizer):
 
     Args:
         params: parameters, or groups of them.
+        lr: learning rate.
         norm_axis: what is divided by its RMS.
         momentum: its decay rate; 0: none.
         eps: least RMS of a row or column.
@@ -456,12 +488,14 @@ class SinkGD(RuleOptimizer):
 
     Args:
         params: parameters, or groups of them.
+        lr: learning rate, times alpha.
         iterations: of normalizing rows, then columns.
         alpha: times lr: x has an RMS of 1, larger than Adam's update.
         eps: least norm of a row or column.
         weight_decay: decoupled, times lr · alpha.
         base_width: columns of the matrices that lr was tuned for; 0: any.
         width_exponent: lr is multiplied by (base_width / columns) to this power.
+        spectral: largest singular value of an update before lr: any, 1, or sqrt(rows / columns).
         spectral_iterations: power iterations per step to estimate it.
         split: rows of each part; "auto": from the model's config.
         heads: each head is a part; with `split`, its sizes are of one head.

@@ -6,6 +6,8 @@ enter: the JSON config, an optimizer's constructor, param groups, and values fro
 
 import difflib
 import functools
+import inspect
+import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import fields
 from types import NoneType
@@ -52,6 +54,39 @@ Scaling = Annotated[Literal["channel", "tensor"], Field(description='"channel" o
 def names(rule: type) -> tuple[str, ...]:
     """Returns the names of a rule's hyper-parameters, in order."""
     return tuple(f.name for f in fields(rule))
+
+
+class Documentation:
+    """A class's ``__doc__``: that of its rule, and its hyper-parameters with their comments.
+
+    The source is read when the documentation is.
+    """
+
+    def __get__(self, _: object, optimizer: Any) -> str:
+        """Returns the text, in the form of Google."""
+        rule = optimizer.hypers
+        comments = meanings(rule)
+        lines = [f"    {name}: {comments[name]}." for name in names(rule) if name in comments]
+        first = ["Args:", "    params: parameters, or groups of them."]
+        return "\n".join([inspect.cleandoc(optimizer.rule.__doc__ or ""), "", *first, *lines])
+
+
+def meanings(rule: type) -> dict[str, str]:
+    """Returns the comments beside or above the fields of a dataclass and its bases, by field."""
+    found: dict[str, str] = {}
+    for base in rule.__mro__:
+        try:
+            source = inspect.getsource(base)
+        except (OSError, TypeError):  # made at run time, or written in C
+            continue
+        for above, name, beside in _FIELD.findall(source):
+            comment = beside or " ".join(line.strip(" #") for line in above.splitlines())
+            if comment:
+                found.setdefault(name, comment)
+    return found
+
+
+_FIELD = re.compile(r"(?m)^((?:    # .+\n)*)    (\w+): [^#\n]+?(?:  # (.+))?$")
 
 
 def check(rule: type, given: Mapping[str, Any], where: str = "optimizer.params") -> dict[str, Any]:

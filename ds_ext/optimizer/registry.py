@@ -4,6 +4,7 @@ import functools
 from collections.abc import Iterator, Mapping
 
 from ds_ext import rules
+from ds_ext.hyperparams import Documentation
 from ds_ext.optimizer.rule_optimizer import RuleOptimizer
 from ds_ext.rules import all_rules as all_rules  # registers them
 
@@ -11,7 +12,7 @@ from ds_ext.rules import all_rules as all_rules  # registers them
 @functools.cache
 def _optimizer_of(rule: type[rules.Rule]) -> type[RuleOptimizer]:
     """The optimizer that steps by ``rule``, under the rule's name."""
-    body = {"rule": rule, "__doc__": rule.__doc__, "__module__": "ds_ext"}
+    body = {"rule": rule, "__doc__": Documentation(), "__module__": "ds_ext"}
     return type(rule.__name__, (RuleOptimizer,), body)
 
 

@@ -41,7 +41,7 @@ class Adafactor:
     lr: NonNegative | None = None  # only with relative_step=False; 0 steps nothing
     eps: tuple[NonNegative, NonNegative] = (1e-30, 1e-3)  # added to g², least RMS(p)
     clip_threshold: Positive = 1.0  # largest RMS of the update
-    decay_rate: Negative = -0.8
+    decay_rate: Negative = -0.8  # beta2 is 1 - t ** decay_rate
     beta1: Fraction | None = None  # momentum; None keeps none
     weight_decay: NonNegative = 0.0  # decoupled, times the step size
     scale_parameter: bool = True  # step size relative to RMS(p)

@@ -38,7 +38,7 @@ class AdaLomo:
     lr: NonNegative = 1e-3  # relative to RMS(p)
     eps: tuple[NonNegative, NonNegative] = (1e-30, 1e-3)  # added to g², least RMS(p)
     clip_threshold: Positive = 1.0  # largest RMS of the update
-    decay_rate: Negative = -0.8
+    decay_rate: Negative = -0.8  # beta2 is 1 - t ** decay_rate
     weight_decay: NonNegative = 0.0  # decoupled, times lr · RMS(p)
 
     def state_spec(self, shard: Shard) -> Parts:

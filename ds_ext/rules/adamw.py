@@ -34,9 +34,9 @@ from ds_ext.rules.base import Rounds, State, register
 class AdamW:
     """Adam with decoupled weight decay, as torch.optim.AdamW (arXiv 1711.05101)."""
 
-    lr: NonNegative = 1e-3
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    eps: Positive = 1e-8
+    lr: NonNegative = 1e-3  # learning rate
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay of the averages of g and of g²
+    eps: Positive = 1e-8  # added to the divisor
     weight_decay: NonNegative = 1e-2  # decoupled, times lr
     nbits: Bits = 32  # bits of a moment's element
     min_8bit_size: Size = 4096  # fewer moments than these stay fp32

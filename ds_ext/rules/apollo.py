@@ -53,13 +53,13 @@ STATE = (
 class APOLLO:
     """Scales the gradient's channels as Adam would scale them (arXiv 2412.05270)."""
 
-    lr: NonNegative = 1e-3
+    lr: NonNegative = 1e-3  # learning rate
     rank: Count = 256  # dimensions of the projected gradient
     update_proj_gap: Count = 200  # steps between renewals of the projection
     scale: Positive = 1.0  # an update is multiplied by its root
     scale_type: Scaling = "channel"  # a factor for each channel, or one for the tensor
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    eps: Positive = 1e-6
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay of the averages of R and of R²
+    eps: Positive = 1e-6  # added to the divisor
     weight_decay: NonNegative = 0.0  # decoupled, times lr
     seed: Size = 0  # of the projections
 

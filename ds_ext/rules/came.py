@@ -37,7 +37,7 @@ from ds_ext.rules.base import Rounds, State, register
 class CAME:
     """Adafactor with momentum and a confidence factor (arXiv 2307.02047)."""
 
-    lr: NonNegative = 2e-4
+    lr: NonNegative = 2e-4  # learning rate
     betas: tuple[Fraction, Fraction, Fraction] = (0.9, 0.999, 0.9999)  # momentum, g², residual
     eps: tuple[NonNegative, NonNegative] = (1e-30, 1e-16)  # added to g², to the residual
     clip_threshold: Positive = 1.0  # largest RMS of an update before momentum

@@ -32,9 +32,9 @@ from ds_ext.rules.base import Rounds, State, register
 class FlashAdamW:
     """AdamW with moments of 8 bits, companded (arXiv 2602.23349)."""
 
-    lr: NonNegative = 1e-3
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    eps: Positive = 1e-8
+    lr: NonNegative = 1e-3  # learning rate
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay of the averages of g and of g²
+    eps: Positive = 1e-8  # added to the divisor
     weight_decay: NonNegative = 1e-2  # decoupled, times lr
 
     def state_spec(self, shard: Shard) -> Parts:

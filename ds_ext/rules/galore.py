@@ -81,15 +81,15 @@ class GaLoreAdamW:
     Plain AdamW steps groups with ``rank=None``, and parameters that are not matrices.
     """
 
-    lr: NonNegative = 1e-3
+    lr: NonNegative = 1e-3  # learning rate
     rank: Count | None = 128  # dimensions of the projected gradient; null: plain AdamW
     update_proj_gap: Count = 200  # steps between renewals of the basis
     scale: Positive = 0.25  # of a projected update
     proj_type: Side = "std"  # the side projected: std the short one, reverse_std the long one
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay of the averages of g and of g²
     eps: Positive | None = None  # null, as the authors': 1e-6, and 1e-8 with 8-bit moments
     weight_decay: NonNegative = 0.0  # decoupled, times lr
-    correct_bias: bool = True
+    correct_bias: bool = True  # divides by 1 - betas ** t
     nbits: Bits = 32  # bits of a moment's element
     min_8bit_size: Size = 4096  # fewer moments than these stay fp32
 

@@ -25,10 +25,10 @@ class LAMB:
     """Adam with its update scaled to the norm of the weights (arXiv 1904.00962)."""
 
     lr: NonNegative = 1e-3  # relative to the norm of the weights
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    eps: Positive = 1e-6
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay of the averages of g and of g²
+    eps: Positive = 1e-6  # added to the divisor
     weight_decay: NonNegative = 0.0  # a part of the update, before its norm is taken
-    bias_correction: bool = True
+    bias_correction: bool = True  # divides by 1 - betas ** t
     min_coeff: NonNegative | None = None  # least norm ratio; DeepSpeed's FusedLamb: 0.01
     max_coeff: Positive | None = None  # largest norm ratio; DeepSpeed's FusedLamb: 10
 

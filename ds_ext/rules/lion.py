@@ -29,7 +29,7 @@ from ds_ext.rules.base import Rounds, State, register
 class Lion:
     """The sign of a momentum, the same step for every weight (arXiv 2302.06675)."""
 
-    lr: NonNegative = 1e-4
+    lr: NonNegative = 1e-4  # learning rate
     betas: tuple[Fraction, Fraction] = (0.9, 0.99)  # decay in the update, in the stored momentum
     weight_decay: NonNegative = 0.0  # decoupled, times lr
     nbits: Bits = 32  # bits of a moment's element

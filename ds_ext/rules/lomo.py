@@ -17,7 +17,7 @@ from ds_ext.rules.base import Rounds, State, register
 class LOMO:
     """Gradient descent without state: p ← p(1 − lr·wd) − lr·g (arXiv 2306.09782)."""
 
-    lr: NonNegative = 1e-3
+    lr: NonNegative = 1e-3  # learning rate
     weight_decay: NonNegative = 0.0  # decoupled, times lr
 
     def state_spec(self, shard: Shard) -> Parts:

@@ -81,9 +81,9 @@ TERMS = {"bf16": (1, 2), "fp32": (3, 3)}
 class Muon:
     """Momentum with all singular values near 1 (arXiv 2502.16982)."""
 
-    lr: NonNegative = 1e-3
-    momentum: Fraction = 0.95
-    nesterov: bool = True
+    lr: NonNegative = 1e-3  # learning rate
+    momentum: Fraction = 0.95  # decay of the average of g
+    nesterov: bool = True  # steps by g and the average together
     weight_decay: NonNegative = 0.1  # decoupled, times lr
     # of each step; a single triple, or the last of a list, serves all further steps
     ns_coefficients: Coefficients = (3.4445, -4.7750, 2.0315)

@@ -46,7 +46,7 @@ from ds_ext.rules.base import Rounds, State, register
 class SCALE:
     """Gradient descent with normalized rows or columns (arXiv 2506.16659)."""
 
-    lr: NonNegative = 1e-3
+    lr: NonNegative = 1e-3  # learning rate
     norm_axis: Axis = "row"  # what is divided by its RMS
     momentum: Fraction = 0.0  # its decay rate; 0: none
     eps: Positive = 1e-8  # least RMS of a row or column

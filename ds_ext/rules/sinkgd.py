@@ -58,7 +58,7 @@ from ds_ext.rules.base import Rounds, State, Sums, register
 class SinkGD:
     """Gradient descent with normalized rows and columns, without state (arXiv 2502.06742)."""
 
-    lr: NonNegative = 1e-3
+    lr: NonNegative = 1e-3  # learning rate, times alpha
     iterations: Count = 5  # of normalizing rows, then columns
     alpha: NonNegative = 0.05  # times lr: x has an RMS of 1, larger than Adam's update
     eps: Positive = 1e-8  # least norm of a row or column

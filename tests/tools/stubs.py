@@ -1,12 +1,11 @@
 """ds_ext/__init__.pyi: the optimizers' classes, which are made at run time, for editors.
 
-``make readme`` writes it. A class's docstring lists its hyper-parameters with the comments beside
-their fields.
+``make readme`` writes it.
 """
 
 import ast
 import inspect
-import re
+import textwrap
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -35,22 +34,14 @@ def text() -> str:
 def _class(optimizer: type[RuleOptimizer]) -> str:
     """An optimizer with its written signature."""
     types = get_type_hints(optimizer.hypers)
-    comments = _comments(optimizer.hypers)
-    arguments, documented = [], []
+    arguments = []
     for name, parameter in inspect.signature(optimizer.hypers).parameters.items():
         default = "" if parameter.default is parameter.empty else f" = {_quoted(parameter.default)}"
         arguments.append(f"        {name}: {_written(types[name])}{default},")
-        if name in comments:
-            documented.append(f"        {name}: {comments[name]}.")
     return "\n".join(
         [
             f"class {optimizer.__name__}(RuleOptimizer):",
-            f'    """{inspect.cleandoc(optimizer.__doc__ or "").splitlines()[0]}',
-            "",
-            "    Args:",
-            "        params: parameters, or groups of them.",
-            *documented,
-            '    """',
+            textwrap.indent(f'"""{optimizer.__doc__}\n"""', "    "),
             "",
             "    def __init__(",
             "        self,",
@@ -74,16 +65,3 @@ def _written(hint: Any) -> str:
     if isinstance(hint, type) and not get_args(hint):
         return "None" if hint is NoneType else hint.__name__
     return str(hint).replace("typing.", "").replace("'", '"')
-
-
-def _comments(hypers: type) -> dict[str, str]:
-    """The comments beside the fields of a dataclass and its bases, by field."""
-    found: dict[str, str] = {}
-    for base in hypers.__mro__:
-        try:
-            source = inspect.getsource(base)
-        except (OSError, TypeError):  # made at run time, or written in C
-            continue
-        for name, comment in re.findall(r"(?m)^    (\w+): .*?  # (.+)$", source):
-            found.setdefault(name, comment)
-    return found
