@@ -34,6 +34,7 @@ from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.hyperparams import Count, Fraction, NonNegative, Positive, Scaling, Size
+from ds_ext.ops.joint import Joint
 from ds_ext.ops.normal import normals
 from ds_ext.ops.shard import Block, Shard
 from ds_ext.ops.state import Part, Parts
@@ -86,17 +87,13 @@ class APOLLO:
         (n_sq,) = yield (ops.pad(self.row_square_sums(adam, r[own]), own, g_sq),)
 
         r_sq = self.row_square_sums(r.view(-1), r)
-        if self.scale_type == "tensor":
-            n_sq, r_sq = n_sq.sum(0, keepdim=True), r_sq.sum(0, keepdim=True)
-        a = n_sq.sqrt() / (r_sq.sqrt() + TINY)
-        norm = (a.square() * g_sq).sum().sqrt()
-        limit = (norm / (s["n"] + TINY)).clamp(min=GROWTH) / GROWTH
-        limit = limit.where(s["n"] > 0, 1.0)
-        s["n"].copy_(norm / limit)
+        del r, adam  # the joint operation waits for other matrices
         factor = (1 - beta2**t) ** 0.5 / (1 - beta1**t) * self.scale**0.5
         factor *= 1 - self.lr * self.weight_decay  # weight decay follows the update
-        u = _scaled(g, a * (factor / limit), shard)
-        ops.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
+        limited = _Limited(factor, self.scale_type == "tensor")
+        a, n = yield Joint(limited, n_sq, r_sq, g_sq, s["n"])
+        s["n"].copy_(n)
+        ops.apply_(p, _scaled(g, a, shard), shard, lr=self.lr, weight_decay=self.weight_decay)
 
     def row_square_sums(self, x: ops.Readable, like: Tensor) -> Tensor:
         """Returns the sums of the squares of each channel of ``x``, of the size of ``like``."""
@@ -136,6 +133,31 @@ class APOLLOMini(APOLLO):
     rank: Count = 1  # dimensions of the projected gradient
     scale: Positive = 128.0  # an update is multiplied by its root
     scale_type: Scaling = "tensor"  # a factor for each channel, or one for the tensor
+
+
+@dataclass(frozen=True)
+class _Limited:
+    """The joint operation that makes the factors of channels from sums of squares."""
+
+    factor: float  # of all updates
+    is_by_tensor: bool  # whether all channels of a matrix have one factor
+
+    def __call__(self, n_sq: Tensor, r_sq: Tensor, g_sq: Tensor, n: Tensor) -> tuple[Tensor, ...]:
+        """Returns the factors and the norms of limited updates.
+
+        Args:
+            n_sq: of N, by channel, [matrices, channels].
+            r_sq: of R, likewise.
+            g_sq: of G, likewise.
+            n: the norms of the previous updates, [matrices].
+        """
+        if self.is_by_tensor:
+            n_sq, r_sq = n_sq.sum(1, keepdim=True), r_sq.sum(1, keepdim=True)
+        a = n_sq.sqrt() / (r_sq.sqrt() + TINY)
+        norm = (a.square() * g_sq).sum(1).sqrt()
+        limit = (norm / (n + TINY)).clamp(min=GROWTH) / GROWTH
+        limit = limit.where(n > 0, 1.0)
+        return a * (self.factor / limit).unsqueeze(1), norm / limit
 
 
 def _is_tall(shard: Shard) -> bool:
