@@ -233,12 +233,15 @@ class BucketStep:
             self.memory = Memory(updates[0].g.device, plan.memory_sizes)
             self.generators = Generators(self.memory.contiguous_span)
         self.generators += map(self._begun, self.batches)
+        if plan.turned is None:
+            plan.turned = [u.shard for u in with_turns(table, [updates[i] for i in plan.alone])]
         self.alone: list[RunUpdate] = []
-        if plan.alone:
-            self.alone = with_turns(table, [updates[i] for i in plan.alone])
-        for u, i in zip(self.alone, plan.alone, strict=True):
+        for i, shard in zip(plan.alone, plan.turned, strict=True):
+            u = updates[i]._replace(shard=shard)
             assert check is None or u.param not in check.params, "rounds check only batches"
-            self.generators += begin_rules(table, u, states[i])
+            rule = plan.rules[table.group_index_of[u.param]]
+            self.generators += begin_rules(table, u, states[i], rule)
+            self.alone.append(u)
 
     def _begun(self, step: BatchedStep) -> StepGenerator:
         """The generator of a step, with a check of its gradients if ``check`` contains them."""
@@ -287,19 +290,22 @@ def _sharing(table: ParamTable, u: RunUpdate) -> turns.SharedParam:
     return turns.SharedParam(u.shard.turn, len(shard.starts), tuple(works))
 
 
-def begin_rules(table: ParamTable, u: RunUpdate, state: State | None = None) -> list[StepGenerator]:
+def begin_rules(
+    table: ParamTable, u: RunUpdate, state: State | None = None, rule: Any = None
+) -> list[StepGenerator]:
     """Begins a parameter's step: counts it in the state, which is made if there is none.
 
     Args:
         table: the table of the optimizer.
         u: the run to step.
         state: the run's state, if it is a copy of that in ``table.state``; written in place.
+        rule: the rule, if the caller has read the param group.
 
     Returns:
         The generators to run to their end: one, or one for each expert and section.
     """
     state = table.state[u.param] if state is None else state
-    rule = table.rule_of(u.param)
+    rule = table.rule_of(u.param) if rule is None else rule
     if not state:
         state_checks.make(table, u, state)
     state["step"] += 1

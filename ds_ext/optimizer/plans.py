@@ -146,6 +146,7 @@ class BucketPlan:
 
     Attributes:
         alone, batched: positions of the runs that are stepped alone, and in batches.
+        turned: the shards of the runs that are stepped alone, with their turns; set by a step.
         rules: the rules of the bucket's param groups by position, as of the last ``fits``.
         uses_kernels: whether batches are stepped on a GPU.
         memory_sizes: the largest sizes of ``Memory`` that steps of the bucket have used.
@@ -162,6 +163,7 @@ class BucketPlan:
         device = updates[0].g.device
         self.uses_kernels = allow_batches and devices.supports(device)
         self.alone: list[int] = []
+        self.turned: list[Shard] | None = None
         self.batched: list[int] = []
         found: dict[tuple[Any, ...], list[BatchItem]] = {}
         groups = {table.group_index_of[u.param] for u in updates}

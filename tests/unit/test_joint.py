@@ -18,6 +18,8 @@ SETTINGS = {
     "muon in fp32": {"lr": 0.02, "ns_dtype": "fp32"},
     "normuon": {"lr": 0.02, "beta2": 0.95},
     "muon in 8 bits": {"lr": 0.02, "nbits": 8},
+    "apollo": {"lr": 0.02, "rank": 4, "scale": 8.0},
+    "apollo by tensor": {"lr": 0.02, "rank": 4, "scale_type": "tensor"},
 }
 
 
@@ -66,7 +68,7 @@ def calls_of(name, shape, matrices):
     return calls.made
 
 
-@pytest.mark.parametrize("name, most", [("muon", 12)])
+@pytest.mark.parametrize("name, most", [("muon", 12), ("apollo", 10), ("galoreadamw", 6)])
 def test_another_matrix_of_a_bucket_takes_few_operations_of_torch(name, most):
     few, many = (calls_of(name, (32, 48), n) for n in (2, 22))
     assert (many - few) / 20 <= most
