@@ -34,7 +34,6 @@ OVER_RUNS = {
     "square_sums",
     "row_col_sums",
     "weighted_sums",
-    "scattered_squares",
     "normalize_whole_rows",
 }
 OVER_RUNS |= {"normalize_whole_rows", "lerp", "square_lerp", "apply"}
@@ -110,7 +109,6 @@ def count(
     dtype: torch.dtype | None = None,
     storage: tuple[str, torch.dtype] | None = None,
     decays: bool = False,
-    fresh: bool = False,
 ) -> None:
     """Adds the elements that a pass on ``n`` elements reads and writes to ``found``.
 

@@ -23,7 +23,6 @@ from ds_ext.ops.expressions import plus as plus
 from ds_ext.ops.expressions import read as read
 from ds_ext.ops.expressions import times as times
 from ds_ext.ops.expressions import write_ as write_
-from ds_ext.ops.functions import advance_1x1_ as advance_1x1_
 from ds_ext.ops.functions import apply_ as apply_
 from ds_ext.ops.functions import blocks as blocks
 from ds_ext.ops.functions import count_beyond as count_beyond
@@ -33,10 +32,8 @@ from ds_ext.ops.functions import lerp_ as lerp_
 from ds_ext.ops.functions import normalize_columns as normalize_columns
 from ds_ext.ops.functions import normalize_rows as normalize_rows
 from ds_ext.ops.functions import normalize_whole_rows as normalize_whole_rows
-from ds_ext.ops.functions import own_run as own_run
 from ds_ext.ops.functions import pad as pad
 from ds_ext.ops.functions import row_col_square_sums as row_col_square_sums
-from ds_ext.ops.functions import scattered_squares as scattered_squares
 from ds_ext.ops.functions import square_lerp_ as square_lerp_
 from ds_ext.ops.functions import square_sum as square_sum
 from ds_ext.ops.functions import square_sums as square_sums

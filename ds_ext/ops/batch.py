@@ -42,27 +42,23 @@ class Batch:
         device: torch.device = CPU,
     ) -> None:
         self.shards, self.device = shards, device
-        self.is_matrix, self.holds_rows, self.is_1x1 = geometry_class(shards[0])
+        self.is_matrix, self.holds_rows = geometry_class(shards[0])
         assert all(geometry_class(s) == geometry_class(shards[0]) for s in shards), (
             "a batch of several kinds"
         )
-        self.is_whole = all(len(s) == s.numel and s.split is None for s in shards)
         self.row_firsts, self.all_rows = _offsets([s.mats * s.rows for s in shards])
         self.col_firsts, self.all_cols = _offsets([s.mats * s.cols for s in shards])
-        self.firsts, self.elements = _offsets([s.numel for s in shards])
         sizes = [(s.numel, s.rows, s.cols) for s in shards]
         sizes_of_each = torch.tensor(sizes, dtype=torch.float32, device=CPU).t().contiguous()
         self.numel, self.rows, self.cols = sizes_of_each.to(device).unbind()
         self.whole_geometries = [(0, s.numel, s.mats, s.rows, s.cols) for s in shards]
         boxes = [_box(s) for s in shards]
         self.geometries = [geometry for geometry, *_ in boxes]
-        self.starts = np.array([start for start, *_ in self.geometries], dtype=np.int64)
         # The elements of each parameter's tensors: runs, groups of their 8-bit moments, statistics.
         self.run_sizes = tuple(len(s) for s in shards)
         self.group_sizes = tuple(-(-n // SCALE_GROUP) for n in self.run_sizes)
         self.row_sizes = tuple(s.mats * s.rows for s in shards)
         self.col_sizes = tuple(s.mats * s.cols for s in shards)
-        self.sizes = tuple(s.numel for s in shards)
         self.noise_firsts = [s.start for s in shards] if firsts is None else firsts
         row_skips = np.array([row for _, row, _ in boxes])
         col_skips = np.array([col for *_, col in boxes])
@@ -93,9 +89,9 @@ class Batch:
         return (square_sum / self.numel).sqrt()
 
 
-def geometry_class(shard: Shard) -> tuple[bool, bool, bool]:
+def geometry_class(shard: Shard) -> tuple[bool, bool]:
     """Returns the properties that parameters of one batch share; the same on all ranks."""
-    return shard.is_matrix, shard.holds_rows, shard.is_1x1
+    return shard.is_matrix, shard.holds_rows
 
 
 def may_join(shard: Shard) -> bool:

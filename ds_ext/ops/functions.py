@@ -157,26 +157,6 @@ def factors_(
     return _passes(shard, row).factors_(row, col, sums, eps, beta, clip)
 
 
-def scattered_squares(x: Readable, shard: Geometry, like: Gradient) -> Tensor:
-    """Returns the squares of a run at its place in the whole parameter, 0 elsewhere, [numel]."""
-    return _passes(shard, like).scattered_squares(x, like)
-
-
-def advance_1x1_(
-    row: Tensor, col: Tensor, squares: Tensor, eps: float, beta: float, shard: Geometry
-) -> Tensor:
-    """v ← beta · v + (1 − beta) · (x² + eps) for 1 x 1 matrices; returns the sum of x² / v, [].
-
-    The statistics ``row`` and ``col``, [numel, 1], both hold v. ``squares`` are [numel].
-    """
-    return _passes(shard, row).advance_1x1_(row, col, squares, eps, beta)
-
-
-def own_run(v: Tensor, shard: Geometry) -> Tensor:
-    """Returns the run's part of ``v``, a vector over the whole parameter, [len(shard)]."""
-    return _passes(shard, v).own_run(v)
-
-
 def lerp_(m: Writable, x: Readable, weight: float, shard: Geometry) -> None:
     """m ← m + weight · (x − m), for a run.
 

@@ -194,8 +194,6 @@ PASSES = (
         "row_col_sums",
         "weighted_sums",
         "factors",
-        "advance_1x1",
-        "scattered_squares",
     ),
     *("lerp", "square_lerp", "apply"),
     *("normalize_whole_rows", "normalize_rows", "normalize_columns"),
@@ -203,9 +201,8 @@ PASSES = (
 # The forms that some passes support; other passes support all forms.
 READ_BY = {"weighted_sums": {"IS_RUN"}, "normalize_whole_rows": {"IS_QUOTIENT"}}
 ADD_WEIGHTS = {"square_sums", "apply"}  # passes that can add ``decay`` times the weights
-# Arguments that all parameters of a call share. fresh: the memory for row and column sums is
-# uninitialized.
-CALL = ("pass", "form", "dtype", "storage", "decays", "fresh")
+# Arguments that all parameters of a call share.
+CALL = ("pass", "form", "dtype", "storage", "decays")
 
 STORED = [(format_, dtype) for format_, dtypes in STORAGE.items() for dtype in dtypes]
 

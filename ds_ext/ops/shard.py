@@ -188,12 +188,7 @@ class Shard:
     @functools.cached_property
     def statistics(self) -> int:
         """The number of row and column sums of the parameter."""
-        return self.numel if self.is_1x1 else self.mats * (self.rows + self.cols)
-
-    @functools.cached_property
-    def is_1x1(self) -> bool:
-        """Whether the parameter is a stack of 1 x 1 matrices, as in 1 x 1 convolutions."""
-        return self.mats > 1 and self.rows == self.cols == 1
+        return self.mats * (self.rows + self.cols)
 
     @functools.cached_property
     def holds_rows(self) -> bool:

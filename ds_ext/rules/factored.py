@@ -40,17 +40,8 @@ def state_spec(shard: Shard) -> dict[str, Part]:
 
 
 def sums(x: ops.Readable, shard: Shard, like: ops.Gradient) -> tuple[Tensor, ...]:
-    """Returns the partial sums that ``divide_`` needs: row and column sums of x².
-
-    For matrices with one element both are x², so only one tensor is returned.
-    """
-    if not shard.is_matrix:
-        return ()
-    return (
-        (ops.scattered_squares(x, shard, like),)
-        if shard.is_1x1
-        else ops.row_col_square_sums(x, shard, like)
-    )
+    """Returns the partial sums that ``divide_`` needs: row and column sums of x²."""
+    return ops.row_col_square_sums(x, shard, like) if shard.is_matrix else ()
 
 
 def divide_(
@@ -66,18 +57,8 @@ def divide_(
 
     If ``sums`` has a third tensor, from ``weighted_square_sums``, ``clip`` bounds the RMS.
     """
-    if shard.is_1x1:
-        return _divide_1x1_(x, v, sums, eps, beta, shard)[0]
     factors = ops.factors_(v["row"], v["col"], sums, eps, beta, clip, shard)
     return ops.Quotient(x, *factors)
-
-
-def _divide_1x1_(
-    x: ops.Readable, v: Moment, sums: Sums, eps: float, beta: float, shard: Shard
-) -> tuple[ops.RunQuotient, Tensor]:
-    """``divide_`` for matrices with one element; also returns the quotient's sum of squares, []."""
-    u_sq = ops.advance_1x1_(v["row"], v["col"], sums[0], eps, beta, shard)
-    return ops.RunQuotient(x, ops.own_run(v["row"], shard)), u_sq
 
 
 def normalize(
@@ -88,9 +69,7 @@ def normalize(
     The first round also sums the partial sums ``more``, and their totals are returned after u.
     AdaLomo, Adafactor and CAME share this function.
     """
-    if shard.is_1x1:
-        u, u_sq, totals = yield from _normalize_1x1(g, v, eps, beta, shard, *more)
-    elif shard.is_matrix and shard.holds_rows:
+    if shard.is_matrix and shard.holds_rows:
         return (yield from _normalize_whole_rows(g, v, eps, beta, clip, shard, *more))
     elif shard.is_matrix:
         u, u_sq, totals = yield from _normalize_cut_rows(g, v, eps, beta, shard, *more)
@@ -106,15 +85,6 @@ def _normalize_vector(
     ops.square_lerp_(v["full"], g, eps, 1 - beta, shard)
     u = ops.RunQuotient(g, v["full"])
     u_sq, *totals = yield (ops.square_sum(u, shard, g), *more)
-    return u, u_sq, tuple(totals)
-
-
-def _normalize_1x1(
-    g: ops.Gradient, v: Moment, eps: float, beta: float, shard: Shard, *more: Tensor
-) -> Unbounded:
-    """u of matrices with one element, whose v is replicated. Takes one round, for g²."""
-    square, *totals = yield (*sums(g, shard, g), *more)
-    u, u_sq = _divide_1x1_(g, v, (square,), eps, beta, shard)
     return u, u_sq, tuple(totals)
 
 

@@ -23,7 +23,6 @@ from ds_ext.ops.expressions import (
     accumulator,
     is_part,
     output_buffer,
-    part,
     read,
     times,
     write_,
@@ -109,33 +108,6 @@ class Reference:
         if len(sums) > 2:
             by_row *= (clip / self.shard.rms(u_sq)).clamp(max=1)
         return by_row.expand_as(row).unsqueeze(-1), by_col.unsqueeze(-2)
-
-    def scattered_squares(self, x: Readable, like: Gradient) -> Tensor:
-        """The squares of a run at its place in the whole parameter, 0 elsewhere."""
-        make = torch.empty if len(self.shard) == self.shard.numel else torch.zeros
-        out = make(self.shard.numel, dtype=accumulator(like.dtype), device=like.device)
-        own = out[self.shard.start : self.shard.stop]
-        for b in scratch.blocks(self.shard, self.limit):
-            values = read(x, b)
-            torch.mul(values, values, out=part(own, b))
-        return out
-
-    def advance_1x1_(
-        self, row: Tensor, col: Tensor, squares: Tensor, eps: float, beta: float
-    ) -> Tensor:
-        """Advances ``row`` and ``col``, which both hold v -> the sum of x² / v."""
-        row, col = row.view(-1), col.view(-1)
-        total = row.new_zeros(())
-        for at in scratch.parts(len(row), 1):
-            v, x_sq = row[at], squares[at]
-            new = torch.add(x_sq, eps, out=scratch.like(v))
-            col[at].copy_(v.lerp_(new, 1 - beta))
-            total += torch.dot(x_sq, torch.reciprocal(v, out=new).clamp_(max=LARGEST**2))
-        return total
-
-    def own_run(self, v: Tensor) -> Tensor:
-        """The run's part of the whole parameter's numbers."""
-        return v.view(-1)[self.shard.start : self.shard.stop]
 
     def lerp_(self, m: Writable, x: Readable, weight: float) -> None:
         """m ← m + weight · (x − m), for a run."""

@@ -182,42 +182,6 @@ class TablePasses(BatchTables, Reference):
         return cast(Tensor, columns["out"]), cast(Tensor, columns["out2"])
 
     @_or_reference
-    def scattered_squares(self, x: Readable, like: Gradient) -> Tensor:
-        """Squares of runs at their place in whole parameters, 0 elsewhere."""
-        batch, source = self.batch, self._source(x)
-        refuse_form("scattered_squares", self.own, source)
-        (out,) = self._sums(batch.elements)
-        self._run("scattered_squares", source, out=Runs((out,), firsts=batch.firsts + batch.starts))
-        self.keep_square_parts(x, Runs((out,), firsts=batch.firsts))
-        return out
-
-    @_or_reference
-    def advance_1x1_(
-        self, row: Tensor, col: Tensor, squares: Tensor, eps: float, beta: float
-    ) -> Tensor:
-        """Advances the statistics of matrices of one element -> the sums of x² / v."""
-        batch = self.batch
-        if self.one is not None or "advance_1x1" not in self.whole.passes:
-            raise Unsupported
-        columns: Columns = {
-            "row": checked(row, batch, batch.row_sizes),
-            "col": checked(col, batch, batch.col_sizes),
-            "in": totals_of(squares, batch.firsts, batch.elements),
-        }
-        totals = self.own.zeros(len(batch))
-        columns["out"] = each_of(totals)
-        self.whole.run("advance_1x1", {**columns, "lerp": 1 - beta, "eps": eps})
-        return totals
-
-    @_or_reference
-    def own_run(self, v: Tensor) -> Tensor:
-        """The runs' parts of vectors with a number for each element of a whole parameter."""
-        if self.one is not None:
-            raise Unsupported
-        runs = checked(v, self.batch, self.batch.sizes)
-        return cast(Tensor, runs.shifted(4 * self.batch.starts))
-
-    @_or_reference
     def lerp_(self, m: Writable, x: Readable, weight: float) -> None:
         """m ← m + weight · (x − m)."""
         source = self._source(x)
@@ -356,14 +320,11 @@ class TablePasses(BatchTables, Reference):
             filled |= weight_columns(batch, weights)
         dtype = source.tensors["x"].dtype if "x" in source.tensors else None
         is_decayed = decays or "decay" in source.scalars
-        fresh = batch.is_whole and name in ("row_col_sums", "weighted_sums", "normalize_whole_rows")
-        return self.own.run(name, filled, source.form, dtype, storage, is_decayed, fresh)
+        return self.own.run(name, filled, source.form, dtype, storage, is_decayed)
 
     def _sums(self, *sizes: int) -> Sequence[Tensor]:
-        """Memory for sums of these sizes: zeros, or uninitialized if the pass writes every sum."""
-        own = self.own
-        is_filled = self.batch.is_whole and own.overwrites_sums
-        return (own.scratch if is_filled else own.zeros)(sum(sizes)).split_with_sizes(sizes)
+        """Zeros to add sums of these sizes to."""
+        return self.own.zeros(sum(sizes)).split_with_sizes(sizes)
 
     def _by_row(self, values: Tensor) -> Tensor:
         """Numbers for all rows, as rules see them: flat in a batch."""

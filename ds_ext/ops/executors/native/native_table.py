@@ -34,7 +34,6 @@ class NativeTable:
     """
 
     fuses_squares = True  # one pass adds up squares of an input and of the weights that it reads
-    overwrites_sums = True  # passes over whole parameters write every sum
     passes = frozenset(schema.PASSES)
 
     def __init__(
@@ -69,7 +68,6 @@ class NativeTable:
         dtype: torch.dtype | None = None,
         storage: tuple[str, torch.dtype] | None = None,
         decays: bool = False,
-        fresh: bool = False,
         product: tuple[Tensor, Tensor, int] | None = None,
     ) -> None:
         """Makes a pass over all rows, with as many threads as torch's operations use.
@@ -81,7 +79,6 @@ class NativeTable:
             dtype: the dtype of ``x``, one of ``schema.DTYPES``.
             storage: how weights are stored, and their dtype, one of ``schema.STORED``.
             decays: whether to add ``decay`` times the weights to the input.
-            fresh: whether the memory for row and column sums is uninitialized.
             product: the operands of the update of one run, as ``bf16_products.apply_`` takes them.
         """
         filled = self._filled
@@ -96,7 +93,7 @@ class NativeTable:
                 filled.pop(key, None)
                 self._columns[key][:] = getattr(given, "pointers", given)
         read = _FORMS[form], _DTYPES[dtype] if dtype else 0, _STORED[storage] if storage else 0
-        call = _Call(_PASSES[name], *read, decays, fresh)
+        call = _Call(_PASSES[name], *read, decays)
         if product is not None:
             return bf16_products.apply_(call, self._address, *product)
         threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-// The passes of ops/passes.py for CPUs, over a table of parameters: one call is one pass over a
+// The passes of ops/functions.py for CPUs, over a table of parameters: one call is one pass over a
 // whole batch. The interface is C without torch headers, so it works with any version of torch.
 //
 // A pass reads a run in chunks; its inputs and temporaries stay in the cache. Loops are plain, for
@@ -639,24 +639,6 @@ static void largest(const Call &call, const Entry &e, const Strip &s, double *pa
     *partial = as_float(all > 0x7F800000u ? 0x7F800000u : all);
 }
 
-// The sum of up to CHUNK numbers.
-static __attribute__((noinline)) double sum_of(const float *x, int64_t n) {
-    Vector sum = {}, v;
-    float lane[WIDTH] = {};
-    int64_t j = 0;
-    for (; j + WIDTH <= n; j += WIDTH) {
-        std::memcpy(&v, x + j, sizeof v);
-        sum += v;
-    }
-    for (int l = 0; j + l < n; ++l) lane[l] = x[j + l];
-    std::memcpy(&v, lane, sizeof v);
-    sum += v;
-    std::memcpy(lane, &sum, sizeof sum);
-    for (int half = WIDTH / 2; half; half /= 2)
-        for (int l = 0; l < half; ++l) lane[l] += lane[l + half];
-    return lane[0];
-}
-
 // The largest factor: reference.LARGEST.
 const float MAX_FACTOR = 1e18f;
 
@@ -1270,35 +1252,13 @@ static void factors(const Entry &e, int64_t begin, int64_t end, double *partial)
     *partial = sum;
 }
 
-// row, col ← v = row + weight · (in + eps − row) for 1 x 1 matrices, whose statistics are both v.
-// partial ← the sum of in / v.
-static void advance_1x1(const Entry &e, const Strip &s, double *partial) {
-    float z[CHUNK], weight = e.lerp, eps = e.eps;
-    double sum = 0;
-    for (int64_t i = s.begin; i < s.end; i += CHUNK) {
-        int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
-        float *__restrict row = e.row + i, *__restrict col = e.col + i;
-        const float *in = e.in + i;
-        for (int64_t j = 0; j < n; ++j) {
-            float v = moved(row[j], in[j] + eps, weight);
-            row[j] = v;
-            col[j] = v;
-            z[j] = divided(in[j], v);
-        }
-        sum += sum_of(z, n);
-    }
-    *partial = sum;
-}
-
 static void advance(const Call &call, const Entry &e, const Strip &s) {
     alignas(ALIGNED) float buffer[CHUNK];
     for (int64_t i = s.begin; i < s.end; i += CHUNK) {
         int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
         const float *u = value(call, e, i, n, buffer);
         float *__restrict m = e.out + i, weight = e.lerp, eps = e.eps;
-        if (call.pass == SCATTERED_SQUARES)
-            for (int64_t j = 0; j < n; ++j) m[j] = u[j] * u[j];
-        else if (call.pass == SQUARE_LERP)
+        if (call.pass == SQUARE_LERP)
             for (int64_t j = 0; j < n; ++j) m[j] = moved(m[j], u[j] * u[j] + eps, weight);
         else
             for (int64_t j = 0; j < n; ++j) m[j] = moved(m[j], u[j], weight);
@@ -1399,11 +1359,6 @@ static Work cut_all(const Call &call, Entry *entries, int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
         Entry &e = entries[i];
         size_t first = work.strips.size();
-        if (call.fresh) {
-            std::memset(e.out, 0, sizeof(float) * static_cast<size_t>(e.mats * e.rows));
-            std::memset(e.out2, 0, sizeof(float) * static_cast<size_t>(e.mats * e.cols));
-            if (call.pass == WEIGHTED_SUMS) std::memset(e.out3, 0, sizeof(float) * static_cast<size_t>(e.mats * e.cols));
-        }
         if (call.pass == SQUARE_SUMS && e.norm_cache && e.norm_cache[0] >= 0) {
             if (probed(call, e, false)) continue;  // the cached norm is valid
             e.norm_cache[0] = -1;
@@ -1439,8 +1394,6 @@ static void pass_over(const Call &call, const Entry &e, const Strip &s, float *c
     case NORMALIZE_WHOLE_ROWS: normalize_whole_rows(call, e, s, col, is_one); break;
     case NORMALIZE_ROWS:
     case NORMALIZE_COLUMNS: normalize(call, e, s.begin, s.end); break;
-    case ADVANCE_1X1: advance_1x1(e, s, sums); break;
-    case SCATTERED_SQUARES:
     case LERP:
     case SQUARE_LERP: advance(call, e, s); break;
     case APPLY: apply(call, e, s, sums); break;
@@ -1450,8 +1403,7 @@ static void pass_over(const Call &call, const Entry &e, const Strip &s, float *c
 // Uses the two sums of a parameter as the pass requires.
 static void end_with(const Call &call, const Entry &e, double sum, double other) {
     switch (call.pass) {
-    case LARGEST:
-    case ADVANCE_1X1: *e.out = static_cast<float>(sum); break;
+    case LARGEST: *e.out = static_cast<float>(sum); break;
     case SQUARE_SUMS:
         *e.out = e.norm_cache && e.norm_cache[0] >= 0 ? e.norm_cache[0] : static_cast<float>(sum);
         if (e.out2) *e.out2 = static_cast<float>(other);

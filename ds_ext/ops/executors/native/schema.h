@@ -44,7 +44,7 @@ struct Entry {
 
 // Arguments that all parameters of a call share.
 struct Call {
-    int pass, form, dtype, storage, decays, fresh;
+    int pass, form, dtype, storage, decays;
 };
 
 enum Form {
@@ -85,8 +85,6 @@ enum Pass {
     ROW_COL_SUMS,
     WEIGHTED_SUMS,
     FACTORS,
-    ADVANCE_1X1,
-    SCATTERED_SQUARES,
     LERP,
     SQUARE_LERP,
     APPLY,

@@ -23,7 +23,7 @@ def supports_matrices(shard: Shard) -> bool:
     Each matrix has its own tiles and sums, so torch's operations are faster for large stacks.
     The answer is the same on all ranks.
     """
-    return not shard.is_1x1 and shard.mats <= MATRICES
+    return shard.mats <= MATRICES
 
 
 @functools.cache

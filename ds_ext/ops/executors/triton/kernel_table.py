@@ -195,7 +195,6 @@ class KernelTable(Launcher):
     """The passes over many parameters on a GPU."""
 
     fuses_squares = False  # one pass adds up squares of an input and of the weights that it reads
-    overwrites_sums = False  # adjacent sums come from ``zeros``, even if a pass writes all
     passes = frozenset(PASSES)
 
     def run(
@@ -206,7 +205,6 @@ class KernelTable(Launcher):
         dtype: torch.dtype | None = None,
         storage: tuple[str, torch.dtype] | None = None,
         decays: bool = False,
-        fresh: bool = False,
     ) -> SquareParts | None:
         """Makes a pass: see ``NativeTable.run``.
 
