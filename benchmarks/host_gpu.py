@@ -23,7 +23,7 @@ import ds_ext
 from benchmarks.memory import LLAMAS, shapes_of
 from ds_ext.backward import gradient_config
 from ds_ext.ops.executors.native import native_table
-from ds_ext.ops.executors.triton import device_arrays, devices, launch_memory, launches
+from ds_ext.ops.executors.triton import devices, launch_memory, launches
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, plain_step
 from ds_ext.optimizer.updates import RunUpdate
@@ -172,7 +172,7 @@ class Calls(TorchDispatchMode):
 def doing_nothing() -> Iterator[Counter[str]]:
     """Kernels are launched and do nothing; memory is not touched. Counts launches and copies."""
     counts: Counter[str] = Counter()
-    copy, make = device_arrays.DeviceArrays._copy, launch_memory.Memory._made
+    copy, make = launch_memory.DeviceArrays._copy, launch_memory.Memory._made
 
     def start(*args: object) -> None:
         counts["launches"] += 1
@@ -193,7 +193,7 @@ def doing_nothing() -> Iterator[Counter[str]]:
         mock.patch.object(devices, "DEVICES", {DEVICE.type}),
         mock.patch.object(native_table, "is_available", lambda: False),
         mock.patch.object(launches, "launch_kernel", start),
-        mock.patch.object(device_arrays.DeviceArrays, "_copy", copied),
+        mock.patch.object(launch_memory.DeviceArrays, "_copy", copied),
         mock.patch.object(torch, "full", empty),  # states, of tens of gigabytes
         mock.patch.object(launch_memory.Memory, "_made", made if DEVICE.type == "cpu" else make),
     ):

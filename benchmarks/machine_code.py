@@ -19,8 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ds_ext.ops.executors.triton import kernels, launches
-from ds_ext.ops.executors.triton.columns import ARGUMENTS
 from ds_ext.ops.executors.triton.launches import KernelConstants
+from ds_ext.ops.schema import ARGUMENTS
 
 # Instructions by the unit of a multiprocessor that makes them, which has so many lanes on an H100.
 # "alu" is the half-rate pipe of integers, logic, comparisons, selections and packing conversions.

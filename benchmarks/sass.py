@@ -26,8 +26,8 @@ from benchmarks.memory import LLAMAS, shapes_of
 from ds_ext.backward import gradient_config
 from ds_ext.ops import Scaled
 from ds_ext.ops.executors.triton import devices, kernels, launches
-from ds_ext.ops.executors.triton.columns import AT
 from ds_ext.ops.executors.triton.launches import KernelConstants, Launch
+from ds_ext.ops.schema import AT
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck

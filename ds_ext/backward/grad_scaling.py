@@ -9,7 +9,7 @@ from ds_ext.backward.reduced_grad import ReducedGrad, ReducedGrads
 from ds_ext.backward.streams import from_host
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement
-from ds_ext.ops.executors.flat_sums import square_sums_of
+from ds_ext.ops.executors.unbatched import square_sums_of
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import nonfinite
 

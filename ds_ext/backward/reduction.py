@@ -10,7 +10,7 @@ from ds_ext import ops
 from ds_ext.backward.reduced_grad import ReducedGrad, VotedParams
 from ds_ext.backward.streams import SideStreams, from_host, to_host
 from ds_ext.distributed.layout import Layout
-from ds_ext.ops.executors.flat_sums import largest, square_sums_of
+from ds_ext.ops.executors.unbatched import largest, square_sums_of
 from ds_ext.optimizer import nonfinite
 
 

@@ -59,18 +59,13 @@ class Column(NamedTuple):
     Attributes:
         name: its name in Python, C++ and kernels (there in upper case).
         type: its type in C++. A kernel reads int64_t from a table; addresses and numbers are
-            arguments of its launch: see triton/columns.py.
+            arguments of its launch: see ``TILE``.
         meaning: its contents.
     """
 
     name: str
     type: str
     meaning: str
-
-    @property
-    def is_number(self) -> bool:
-        """Whether the column is an fp32 number."""
-        return self.type == "float"
 
 
 # Columns from ``x`` to ``out`` are adjacent: launcher.VECTORS and OUT are slices of them.
@@ -129,7 +124,7 @@ NATIVE = (
 KERNELS = (
     Column("noise", "const uint16_t *", "random numbers: rounding.shifted_noise"),
     Column("program", "int64_t", "first program of the parameter"),
-    Column("index", "int64_t", "position in the arrays of addresses: see triton/columns.py"),
+    Column("index", "int64_t", "position in the arrays of addresses"),
     Column("down", "int64_t", "tiles per matrix from top to bottom"),
     Column("row0", "int64_t", "first row that the tiles cover"),
     Column("mat0", "int64_t", "first matrix that the tiles cover"),
@@ -188,13 +183,7 @@ STORAGE = {
     "CORRECTED": (torch.bfloat16, torch.float16),
 }
 PASSES = (
-    *(
-        "largest",
-        "square_sums",
-        "row_col_sums",
-        "weighted_sums",
-        "factors",
-    ),
+    *("square_sums", "row_col_sums", "weighted_sums", "factors"),
     *("lerp", "square_lerp", "apply"),
     *("normalize_whole_rows", "normalize_rows", "normalize_columns"),
 )
@@ -207,14 +196,22 @@ CALL = ("pass", "form", "dtype", "storage", "decays")
 STORED = [(format_, dtype) for format_, dtypes in STORAGE.items() for dtype in dtypes]
 
 
+# A launch has a table of int64 with the columns TILE, a row for each parameter. Other columns are
+# arguments of the launch: a base and an array of offsets for each of ADDRESSES, a number or the
+# address of a vector for each of NUMBERS. The kernel has three arguments before these.
+KERNEL_COLUMNS = (*SHARED, *KERNELS)
+TILE = [one.name for one in KERNEL_COLUMNS if one.type == "int64_t"]
+NUMBERS = [one.name for one in KERNEL_COLUMNS if one.type == "float"]
+ADDRESSES = [one.name for one in KERNEL_COLUMNS if one.name not in {*TILE, *NUMBERS}]
+ARGUMENT = {name: 3 + 2 * i for i, name in enumerate(ADDRESSES)}  # the first of each column
+ARGUMENT |= {name: 3 + 2 * len(ADDRESSES) + i for i, name in enumerate(NUMBERS)}
+AT = {name: i for i, name in enumerate(TILE)}  # each column's index in a row
+ARGUMENTS = 3 + 2 * len(ADDRESSES) + len(NUMBERS)  # their number
+
+
 def native_columns() -> list[Column]:
     """Returns the columns of native passes; 8-byte columns come first."""
     return sorted((*SHARED, *NATIVE), key=lambda one: one.type in ("float", "uint32_t"))
-
-
-def kernel_columns() -> list[Column]:
-    """Returns the columns of kernels."""
-    return [*SHARED, *KERNELS]
 
 
 def header() -> str:

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
+from typing_extensions import Self
 
 from ds_ext.hyperparams import Size
 from ds_ext.ops import scratch
@@ -83,7 +84,24 @@ class StochasticWeight(ReadByPasses):
 
 
 @dataclass(frozen=True)
-class SplitWeight(ReadByPasses):
+class _Pair(ReadByPasses):
+    """A 16-bit run, and a tensor with what its weights lack, one number for each."""
+
+    FORMAT: ClassVar[str]
+    run: Tensor
+    rest: Tensor
+
+    def storage(self) -> WeightStorage:
+        """Returns the description for native code and kernels."""
+        return WeightStorage(self.run, self.FORMAT, self.rest)
+
+    def part(self, run: slice) -> Self:
+        """Returns some elements of the run in the same form."""
+        return type(self)(self.run[run], self.rest[run])
+
+
+@dataclass(frozen=True)
+class SplitWeight(_Pair):
     """A bf16 run and an int16 residual, which together hold all bits of an fp32.
 
     The bf16 is the rounded upper half, ties away from zero; the residual is the signed lower half.
@@ -93,36 +111,26 @@ class SplitWeight(ReadByPasses):
     """
 
     FORMAT: ClassVar[str] = "SPLIT"
-    run: Tensor
-    residual: Tensor
-
-    def storage(self) -> WeightStorage:
-        """Returns the description for native code and kernels."""
-        return WeightStorage(self.run, self.FORMAT, self.residual)
-
-    def part(self, run: slice) -> "SplitWeight":
-        """Returns some elements of the run in the same form."""
-        return SplitWeight(self.run[run], self.residual[run])
 
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         run = self.run[b.run].view(b.shape)
         x = scratch.empty(b.shape, torch.float32, run.device).copy_(run)
-        x.view(torch.int32).add_(self.residual[b.run].view(b.shape))
+        x.view(torch.int32).add_(self.rest[b.run].view(b.shape))
         return torch.where(x.isnan(), run, x, out=x)
 
     def write_(self, b: Block, new: Tensor) -> Tensor:
         """Writes a block, [mats, rows, cols]; returns the values that it then has."""
         new.nan_to_num_(torch.nan, torch.inf, -torch.inf)
         bits = new.view(torch.int32)
-        self.residual[b.run].view(b.shape).copy_(bits)  # keeps the low 16 bits
+        self.rest[b.run].view(b.shape).copy_(bits)  # keeps the low 16 bits
         upper = torch.add(bits, 0x8000, out=scratch.like(bits)).bitwise_right_shift_(16)
         self.run[b.run].view(torch.int16).view(b.shape).copy_(upper)
         return new
 
 
 @dataclass(frozen=True)
-class CopiedWeight(ReadByPasses):
+class CopiedWeight(_Pair):
     """An fp16 run and its fp32 copy; a copy is used while it still rounds to its weight.
 
     A 16-bit residual is not enough here, because fp32 has a wider range than fp16. Weights that
@@ -130,25 +138,15 @@ class CopiedWeight(ReadByPasses):
     """
 
     FORMAT: ClassVar[str] = "COPIED"
-    run: Tensor
-    copy: Tensor
-
-    def storage(self) -> WeightStorage:
-        """Returns the description for native code and kernels."""
-        return WeightStorage(self.run, self.FORMAT, self.copy)
-
-    def part(self, run: slice) -> "CopiedWeight":
-        """Returns some elements of the run in the same form."""
-        return CopiedWeight(self.run[run], self.copy[run])
 
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
-        run, copy = self.run[b.run], self.copy[b.run]
+        run, copy = self.run[b.run], self.rest[b.run]
         return torch.where(copy.to(run.dtype) == run, copy, run.float()).view(b.shape)
 
     def write_(self, b: Block, new: Tensor) -> Tensor:
         """Writes a block, [mats, rows, cols]; returns the values that it then has."""
-        self.copy[b.run].view(b.shape).copy_(new)
+        self.rest[b.run].view(b.shape).copy_(new)
         self.run[b.run].view(b.shape).copy_(new)
         return new
 
@@ -157,7 +155,7 @@ INFINITE = 0x7F800000  # the bits of an fp32 infinity
 
 
 @dataclass(frozen=True)
-class CorrectedWeight(ReadByPasses):
+class CorrectedWeight(_Pair):
     """A 16-bit run, rounded to nearest, and 8 bits of each weight's rounding error.
 
     The unit of the error is 1/127 of half the spacing of bf16 (or fp16) numbers at the weight, as
@@ -167,21 +165,11 @@ class CorrectedWeight(ReadByPasses):
     """
 
     FORMAT: ClassVar[str] = "CORRECTED"
-    run: Tensor
-    error: Tensor
-
-    def storage(self) -> WeightStorage:
-        """Returns the description for native code and kernels."""
-        return WeightStorage(self.run, self.FORMAT, self.error)
-
-    def part(self, run: slice) -> "CorrectedWeight":
-        """Returns some elements of the run in the same form."""
-        return CorrectedWeight(self.run[run], self.error[run])
 
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         near = self._near(b)
-        x = scratch.like(near).copy_(self.error[b.run].view(b.shape))
+        x = scratch.like(near).copy_(self.rest[b.run].view(b.shape))
         x.clamp_(-MAX_ERROR_CODE, MAX_ERROR_CODE)
         narrow = (near.frexp().mantissa.abs() == 0.5) & (near.signbit() != x.signbit())
         narrow &= near.abs() > torch.finfo(self.run.dtype).smallest_normal
@@ -197,7 +185,7 @@ class CorrectedWeight(ReadByPasses):
         parts = new.sub_(near).mul_(inverse).mul_(ERROR_LEVELS / torch.finfo(self.run.dtype).eps)
         parts.nan_to_num_(0.0, 0.0, 0.0)  # where the weight is not finite
         parts.add_(torch.sign(parts, out=near), alpha=HALF)
-        self.error[b.run].view(b.shape).copy_(parts)
+        self.rest[b.run].view(b.shape).copy_(parts)
         return self.block(b)
 
     def _near(self, b: Block) -> Tensor:

@@ -15,7 +15,7 @@ from ds_ext import hyperparams, rules
 from ds_ext.distributed.consensus import is_first
 from ds_ext.distributed.layout import Layout
 from ds_ext.logs import logger
-from ds_ext.ops.executors import lone_run
+from ds_ext.ops.executors import unbatched
 from ds_ext.ops.executors.triton import devices
 from ds_ext.optimizer import (
     dtensor_state,
@@ -175,7 +175,7 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         if is_any(bool(failure) or not was_on) and was_on:
             if not failure and is_first():
                 logger.warning("another rank steps by PyTorch's operations, so all ranks do.")
-            lone_run.disable_kernels()
+            unbatched.disable_kernels()
             for optimizer in self.instances:
                 optimizer.index_parameters()
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ds_ext import rules
 from ds_ext.logs import logger
-from ds_ext.ops.executors import lone_run, table_passes, tables
+from ds_ext.ops.executors import unbatched, table_passes, tables
 from ds_ext.ops.executors.native import bf16_products, library
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.shard import Shard
@@ -204,7 +204,7 @@ def check(kind: type[Any], case: Case, ranks: Sequence[int], device: torch.devic
         }
     finally:
         table_passes.observers.remove(note)
-    with lone_run.reference_only():
+    with unbatched.reference_only():
         judge = Stepped(kind, case, ranks, device)
         before = judge.all()
         expected = judge.run().all()

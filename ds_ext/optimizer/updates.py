@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ext.ops.executors.flat_sums import square_sums_of
+from ds_ext.ops.executors.unbatched import square_sums_of
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import NestedState
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_ext.ops.executors import lone_run
+from ds_ext.ops.executors import unbatched
 from ds_ext.ops.executors.native import library, native_table
 from ds_ext.ops.executors.triton import devices
 
@@ -22,6 +22,6 @@ def use(monkeypatch: pytest.MonkeyPatch, path: str, is_default: bool = True) -> 
     assert not is_native or library.load() is not None, "no C++ compiler"
     monkeypatch.setattr(devices, "DEVICES", {DEVICE.type} if path == "kernels" else set())
     monkeypatch.setattr(native_table, "is_available", lambda: is_native)
-    lone_run._kept.cache_clear()  # batches whose tables another path has made
+    unbatched._kept.cache_clear()  # batches whose tables another path has made
     if is_default and DEVICE != HOST:
         torch.set_default_device(HOST if is_native else DEVICE)

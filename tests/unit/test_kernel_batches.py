@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.host_gpu import Calls
-from ds_ext.ops.executors.triton import device_arrays, devices, launches, sizes, tiles
+from ds_ext.ops.executors.triton import devices, launch_memory, launches, sizes, tiles
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.update_stats import UpdateStats
@@ -75,9 +75,9 @@ def test_the_host_reads_nothing_and_copies_once_a_batch(name, monkeypatch):
     paths.use(monkeypatch, "ops")
     monkeypatch.setattr(devices, "DEVICES", {"meta"})
     monkeypatch.setattr(launches, "launch_kernel", lambda *_: None)
-    copy_ = device_arrays.DeviceArrays._copy
+    copy_ = launch_memory.DeviceArrays._copy
     monkeypatch.setattr(
-        device_arrays.DeviceArrays, "_copy", lambda *args: (copies.append(args), copy_(*args))
+        launch_memory.DeviceArrays, "_copy", lambda *args: (copies.append(args), copy_(*args))
     )
     weights = [nn.Parameter(torch.ones(shape, device="meta")) for shape in SHAPES]
     optimizer = OPTIMIZERS[name](weights, **SIMULATED[name])

@@ -17,10 +17,9 @@ from torch import nn
 from ds_ext.ops import Scaled
 from ds_ext.ops.executors.native import native_table as native
 from ds_ext.ops.executors.triton import devices, kernels, launch_memory, launches
-from ds_ext.ops.executors.triton.columns import ADDRESSES, ARGUMENT, ARGUMENTS, NUMBERS, TILE
-from ds_ext.ops.executors.triton.device_arrays import DeviceArrays
 from ds_ext.ops.executors.triton.launcher import LEAST_ADDRESS, GradLimits, Launcher
 from ds_ext.ops.runs import Runs
+from ds_ext.ops.schema import ADDRESSES, ARGUMENT, ARGUMENTS, NUMBERS, TILE
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import mapped
 from ds_ext.optimizer import OPTIMIZERS
@@ -80,14 +79,14 @@ class Twice:
         monkeypatch.setattr(launches, "launch_kernel", self.note)
         monkeypatch.setattr(torch.autograd.graph, "increment_version", lambda run: None)
         monkeypatch.setattr(launch_memory.Memory, "_made", lambda _, *given: self.allocate(*given))
-        copy_ = DeviceArrays._copy
+        copy_ = launch_memory.DeviceArrays._copy
 
         def apart(arrays, memory, contents):
             """A copy, whose memory does not move that of passes."""
             self.copies += 1
             copy_(arrays, Apart, contents)
 
-        monkeypatch.setattr(DeviceArrays, "_copy", apart)
+        monkeypatch.setattr(launch_memory.DeviceArrays, "_copy", apart)
         self.weights = [nn.Parameter(p) for p in table.weights(SHAPES, dtype)]
         groups = [{"params": self.weights[::2]}, {"params": self.weights[1::2]}]
         self.optimizer = OPTIMIZERS[name](groups, **SIMULATED[name], weight_update=mode)
@@ -268,15 +267,15 @@ def test_folds_with_and_without_limits_are_kept_apart(noted):
 
 
 def test_arrays_are_copied_once_and_those_of_a_step_with_the_next(monkeypatch):
-    arrays, memory = DeviceArrays(), launch_memory.Memory(torch.device("cpu"))
+    arrays, memory = launch_memory.DeviceArrays(), launch_memory.Memory(torch.device("cpu"))
     one, two, three = (np.full(i, i, dtype=np.int64).tobytes() for i in (1, 2, 3))
-    copied, copy_ = [], DeviceArrays._copy
+    copied, copy_ = [], launch_memory.DeviceArrays._copy
 
     def noting(of, memory, contents):
         copied.append([*contents])
         copy_(of, memory, contents)
 
-    monkeypatch.setattr(DeviceArrays, "_copy", noting)
+    monkeypatch.setattr(launch_memory.DeviceArrays, "_copy", noting)
     arrays.begin(memory, [one])
     a, b, c = arrays.addresses(memory, [two, one, two])
     assert a == c and at(a, 2, np.int64).tolist() == [2, 2] and at(b, 1, np.int64).tolist() == [1]

@@ -14,7 +14,7 @@ from torch import nn
 
 import ds_ext
 from ds_ext.commands.cli import main
-from ds_ext.ops.executors import lone_run
+from ds_ext.ops.executors import unbatched
 from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.triton import devices
 from ds_ext.optimizer import OPTIMIZERS, selftest
@@ -86,7 +86,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(selftest, "CHECKED", {"cpu"})
     yield
     monkeypatch.undo()
-    lone_run._set({})
+    unbatched._set({})
 
 
 def lomo():
@@ -182,7 +182,7 @@ def fall_back(failing):
         model = nn.Linear(5, 4)
         ds_ext.fuse_into_backward(model, ds_ext.LOMO(model.parameters()))
         found = devices.supports(CPU)
-    lone_run._set({})
+    unbatched._set({})
     return found
 
 
@@ -196,10 +196,10 @@ def test_switches_select_the_reference(monkeypatch):
     monkeypatch.setattr(devices, "DEVICES", {"cuda"})
     monkeypatch.setenv("DS_EXT_KERNELS", "0")
     monkeypatch.setenv("DS_EXT_NATIVE", "0")
-    lone_run._set({})
+    unbatched._set({})
     assert not devices.supports(torch.device("cuda")) and not native_table.is_available()
     monkeypatch.undo()
-    lone_run._set({})
+    unbatched._set({})
     assert devices.supports(torch.device("cuda")) == needs.TRITON
 
 

@@ -512,16 +512,9 @@ static __attribute__((noinline)) void store(const Entry &e, int storage, int64_t
         break;
     }
     case PLAIN_BF16:
-        for (int64_t j = 0; j < n; ++j) {
-            w[j] = float_to_bf16(x[j]);
-            x[j] = bf16_to_float(w[j]);
-        }
-        break;
     case PLAIN_FP16:
-        for (int64_t j = 0; j < n; ++j) {
-            w[j] = float_to_half(x[j]);
-            x[j] = half_to_float(w[j]);
-        }
+        round_all(x, n, w, storage == PLAIN_BF16);
+        loaded(e.w, storage == PLAIN_BF16 ? BF16 : FP16, i, n, x);
         break;
     case STOCHASTIC_BF16: {
         const uint16_t *random = noise(e.key, e.origin + i, n, drawn);
@@ -616,28 +609,6 @@ template <class X> static __attribute__((noinline)) double square_sum_of(X x, in
 }
 
 INLINE double square_sum(const float *x, int64_t n) { return square_sum_of(Fp32{x}, n); }
-
-// The largest magnitude of a strip; infinity if there is a NaN.
-static void largest(const Call &call, const Entry &e, const Strip &s, double *partial) {
-    alignas(ALIGNED) float buffer[CHUNK];
-    uint32_t most[WIDTH] = {};
-    for (int64_t i = s.begin; i < s.end; i += CHUNK) {
-        int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK, j = 0;
-        const float *x = loaded(e.x, call.dtype, i, n, buffer);
-        for (; j + WIDTH <= n; j += WIDTH)
-            for (int l = 0; l < WIDTH; ++l) {
-                uint32_t a = as_bits(x[j + l]) & 0x7FFFFFFFu;  // has the order of the magnitudes
-                most[l] = a > most[l] ? a : most[l];
-            }
-        for (int l = 0; j + l < n; ++l) {
-            uint32_t a = as_bits(x[j + l]) & 0x7FFFFFFFu;
-            most[l] = a > most[l] ? a : most[l];
-        }
-    }
-    uint32_t all = 0;
-    for (int l = 0; l < WIDTH; ++l) all = most[l] > all ? most[l] : all;
-    *partial = as_float(all > 0x7F800000u ? 0x7F800000u : all);
-}
 
 // The largest factor: reference.LARGEST.
 const float MAX_FACTOR = 1e18f;
@@ -750,46 +721,43 @@ INLINE void write_root_group(const float *root, float scale, int64_t n, uint8_t 
     }
 }
 
+// Calls ``task(j, size)`` for each group of n elements. ``size`` is a constant but for the last one.
+template <class Task> INLINE void each_group(int64_t n, const Task &task) {
+    int64_t j = 0;
+    for (; j + SCALE_GROUP <= n; j += SCALE_GROUP) task(j, std::integral_constant<int64_t, SCALE_GROUP>());
+    if (j < n) task(j, n - j);
+}
+
 static __attribute__((noinline)) void read_signed(const Entry &e, int64_t i, int64_t n, float *__restrict m) {
     const int8_t *code = reinterpret_cast<const int8_t *>(e.m) + i;
     const uint16_t *scale = e.m_scale + i / SCALE_GROUP;
     prefetch(code, n);
-    int64_t j = 0;
-    for (; j + SCALE_GROUP <= n; j += SCALE_GROUP) read_signed_group(code + j, scale_of(scale[j / SCALE_GROUP]), SCALE_GROUP, m + j);
-    if (j < n) read_signed_group(code + j, scale_of(scale[j / SCALE_GROUP]), n - j, m + j);
-}
-
-static __attribute__((noinline)) void write_signed(const Entry &e, int64_t i, int64_t n, const float *m) {
-    int8_t *code = reinterpret_cast<int8_t *>(e.m) + i;
-    uint16_t *scale = e.m_scale + i / SCALE_GROUP;
-    float most[CHUNK / SCALE_GROUP + 1];
-    int64_t j = 0;
-    for (; j + SCALE_GROUP <= n; j += SCALE_GROUP) most[j / SCALE_GROUP] = largest_of(m + j, SCALE_GROUP, MIN_SCALE);
-    if (j < n) most[j / SCALE_GROUP] = largest_of(m + j, n - j, MIN_SCALE);
-    for (j = 0; j < n; j += SCALE_GROUP) scale[j / SCALE_GROUP] = code_of(most[j / SCALE_GROUP]);
-    for (j = 0; j + SCALE_GROUP <= n; j += SCALE_GROUP) write_signed_group(m + j, most[j / SCALE_GROUP], SCALE_GROUP, code + j);
-    if (j < n) write_signed_group(m + j, most[j / SCALE_GROUP], n - j, code + j);
+    each_group(n, [&](int64_t j, auto size) { read_signed_group(code + j, scale_of(scale[j / SCALE_GROUP]), size, m + j); });
 }
 
 static __attribute__((noinline)) void read_squares(const Entry &e, int64_t i, int64_t n, float *__restrict v) {
     const uint8_t *code = reinterpret_cast<const uint8_t *>(e.v) + i;
     const uint16_t *scale = e.v_scale + i / SCALE_GROUP;
     prefetch(code, n);
-    int64_t j = 0;
-    for (; j + SCALE_GROUP <= n; j += SCALE_GROUP) read_square_group(code + j, scale_of(scale[j / SCALE_GROUP]), SCALE_GROUP, v + j);
-    if (j < n) read_square_group(code + j, scale_of(scale[j / SCALE_GROUP]), n - j, v + j);
+    each_group(n, [&](int64_t j, auto size) { read_square_group(code + j, scale_of(scale[j / SCALE_GROUP]), size, v + j); });
+}
+
+// Writes numbers as codes, by ``write`` of each group, and their scales, which are at least ``least``.
+template <class Code, class Write> INLINE void write_groups(const float *x, int64_t n, float least, Code *code, uint16_t *scale, const Write &write) {
+    float most[CHUNK / SCALE_GROUP + 1];
+    each_group(n, [&](int64_t j, auto size) { most[j / SCALE_GROUP] = largest_of(x + j, size, least); });
+    for (int64_t j = 0; j < n; j += SCALE_GROUP) scale[j / SCALE_GROUP] = code_of(most[j / SCALE_GROUP]);
+    each_group(n, [&](int64_t j, auto size) { write(x + j, most[j / SCALE_GROUP], size, code + j); });
+}
+
+static __attribute__((noinline)) void write_signed(const Entry &e, int64_t i, int64_t n, const float *m) {
+    write_groups(m, n, MIN_SCALE, reinterpret_cast<int8_t *>(e.m) + i, e.m_scale + i / SCALE_GROUP,
+                 [](auto... of) { write_signed_group(of...); });
 }
 
 static __attribute__((noinline)) void write_roots(const Entry &e, int64_t i, int64_t n, const float *root) {
-    uint8_t *code = reinterpret_cast<uint8_t *>(e.v) + i;
-    uint16_t *scale = e.v_scale + i / SCALE_GROUP;
-    float most[CHUNK / SCALE_GROUP + 1];
-    int64_t j = 0;
-    for (; j + SCALE_GROUP <= n; j += SCALE_GROUP) most[j / SCALE_GROUP] = largest_of(root + j, SCALE_GROUP, MIN_ROOT_SCALE);
-    if (j < n) most[j / SCALE_GROUP] = largest_of(root + j, n - j, MIN_ROOT_SCALE);
-    for (j = 0; j < n; j += SCALE_GROUP) scale[j / SCALE_GROUP] = code_of(most[j / SCALE_GROUP]);
-    for (j = 0; j + SCALE_GROUP <= n; j += SCALE_GROUP) write_root_group(root + j, most[j / SCALE_GROUP], SCALE_GROUP, code + j);
-    if (j < n) write_root_group(root + j, most[j / SCALE_GROUP], n - j, code + j);
+    write_groups(root, n, MIN_ROOT_SCALE, reinterpret_cast<uint8_t *>(e.v) + i, e.v_scale + i / SCALE_GROUP,
+                 [](auto... of) { write_root_group(of...); });
 }
 
 // Adam's update with 8-bit moments; the update uses them before they are rounded.
@@ -1386,7 +1354,6 @@ static void pass_over(const Call &call, const Entry &e, const Strip &s, float *c
     bool is_one = has_parts(call, e);
     float *col = is_one ? columns + s.partial : e.out2;
     switch (call.pass) {
-    case LARGEST: largest(call, e, s, sums); break;
     case SQUARE_SUMS: square_sums(call, e, s, sums); break;
     case ROW_COL_SUMS: row_col_sums(call, e, s, col, is_one); break;
     case WEIGHTED_SUMS: weighted_sums(call, e, s, col, is_one ? col + e.cols : e.out3, is_one); break;
@@ -1403,7 +1370,6 @@ static void pass_over(const Call &call, const Entry &e, const Strip &s, float *c
 // Uses the two sums of a parameter as the pass requires.
 static void end_with(const Call &call, const Entry &e, double sum, double other) {
     switch (call.pass) {
-    case LARGEST: *e.out = static_cast<float>(sum); break;
     case SQUARE_SUMS:
         *e.out = e.norm_cache && e.norm_cache[0] >= 0 ? e.norm_cache[0] : static_cast<float>(sum);
         if (e.out2) *e.out2 = static_cast<float>(other);
@@ -1434,8 +1400,7 @@ static void put_together(const Call &call, Entry *entries, int64_t count, Work &
         const Entry &e = entries[i];
         double sum = 0, other = 0;
         for (; k < work.strips.size() && work.strips[k].entry == i; ++k) {
-            double part = work.sums[2 * k];
-            sum = call.pass != LARGEST ? sum + part : (part > sum ? part : sum);
+            sum += work.sums[2 * k];
             other += work.sums[2 * k + 1];
             if (!has_parts(call, e)) continue;
             int64_t first = (e.start + work.strips[k].begin) / (e.rows * e.cols) * e.cols;

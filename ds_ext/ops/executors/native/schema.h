@@ -80,7 +80,6 @@ enum Storage {
 };
 
 enum Pass {
-    LARGEST,
     SQUARE_SUMS,
     ROW_COL_SUMS,
     WEIGHTED_SUMS,

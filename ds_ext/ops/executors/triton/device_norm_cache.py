@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ds_ext.ops.executors.triton.folds import PartialOffsets
+from ds_ext.ops.executors.triton.folds import PartialSums
 from ds_ext.ops.runs import Runs
 
 
@@ -17,14 +17,14 @@ class DeviceNormCache:
     then reads all weights of the parameter in one program.
 
     Args:
-        parts: offsets of one number per tile, by the name of the tiles.
+        parts: one number per tile, by the name of the tiles.
         device: the device of the runs.
 
     Attributes:
         tiles: the name of the tiles that last wrote the runs.
     """
 
-    def __init__(self, parts: Mapping[str, PartialOffsets], device: torch.device) -> None:
+    def __init__(self, parts: Mapping[str, PartialSums], device: torch.device) -> None:
         self.parts, self.device = parts, device
         self.tiles = ""
         self.columns: dict[str, Runs] = {}  # a sum and a weight per tile

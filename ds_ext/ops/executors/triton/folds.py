@@ -10,43 +10,37 @@ from ds_ext.ops.executors.triton.tiles import Geometry, Int64s, Tiles
 
 
 @dataclass(frozen=True)
-class PartialOffsets:
-    """The offset of each parameter's partial sums in one tensor."""
+class PartialSums:
+    """The partial sums of a batch in one tensor, and their reductions.
 
-    firsts: Int64s  # elements
+    A parameter may have several reductions.
+    """
+
+    firsts: Int64s  # index of each parameter's partial sums
     total: int  # size of the tensor, elements
-
-
-@dataclass(frozen=True)
-class PartialReduction:
-    """Reductions of partial sums; a parameter may have several."""
-
-    tiles: Tiles
+    tiles: Tiles  # of the reductions
     owners: Int64s  # the parameter of each reduction
-    parts: Int64s  # offset of its partial sums in the batch's, bytes
+    parts: Int64s  # offset of its partial sums in the tensor, bytes
     outs: Int64s  # offset of its output in the parameter's output, bytes
 
 
-def joined(reductions: Sequence[PartialReduction]) -> tuple[Tiles, Int64s]:
+def joined(sums: Sequence[PartialSums]) -> tuple[Tiles, Int64s]:
     """Returns the tiles and the owners of several reductions, which share a launch."""
-    rows = np.concatenate([one.tiles.rows for one in reductions])
-    programs = np.concatenate([one.tiles.programs for one in reductions])
-    return Tiles(rows, programs), np.concatenate([one.owners for one in reductions])
+    rows = np.concatenate([one.tiles.rows for one in sums])
+    programs = np.concatenate([one.tiles.programs for one in sums])
+    return Tiles(rows, programs), np.concatenate([one.owners for one in sums])
 
 
-def parts(counts: Int64s) -> PartialOffsets:
-    """Returns offsets of ``counts`` numbers of each parameter, aligned to 16 bytes."""
+def _offsets(counts: Int64s) -> tuple[Int64s, int]:
+    """The indices of ``counts`` numbers of each parameter, aligned to 16 bytes; their end."""
     ends = np.cumsum(-(-counts // 4) * 4)
-    starts = np.concatenate([[0], ends[:-1]])
-    return PartialOffsets(starts, int(ends[-1]))
+    return np.concatenate([[0], ends[:-1]]), int(ends[-1])
 
 
-def of_tiles(programs: Int64s) -> tuple[PartialOffsets, PartialReduction]:
+def of_tiles(programs: Int64s) -> PartialSums:
     """Reduces one partial sum per tile to one sum per parameter."""
-    offsets, owners = parts(programs), np.arange(len(programs))
-    return offsets, PartialReduction(
-        of_one(programs), owners, 4 * offsets.firsts, np.zeros_like(programs)
-    )
+    (firsts, total), owners = _offsets(programs), np.arange(len(programs))
+    return PartialSums(firsts, total, of_one(programs), owners, 4 * firsts, 0 * programs)
 
 
 def of_one(counts: Int64s) -> Tiles:
@@ -55,30 +49,28 @@ def of_one(counts: Int64s) -> Tiles:
     return _sums(counts, ones, ones)
 
 
-def row_sums(g: Geometry, at: Tiles) -> tuple[PartialOffsets, PartialReduction]:
+def row_sums(g: Geometry, at: Tiles) -> PartialSums:
     """Reduces row sums: per parameter [tiles across, mats touched, rows of their tiles]."""
     down, mats = at.of("down"), tiles.touched(g)
     height, wide = at.of("height"), tiles.across(g)
-    offsets = parts(wide * height)
+    firsts, total = _offsets(wide * height)
     owners, mat = _by_matrix(mats)
     high = (down * sizes.TR)[owners]
     rows, row0 = g.rows[owners], at.of("row0")[owners]
     sums = _sums(wide[owners], height[owners], np.minimum(high, rows - row0))
     outs = 4 * ((at.of("mat0")[owners] + mat) * rows + row0)
-    return offsets, PartialReduction(sums, owners, 4 * (offsets.firsts[owners] + mat * high), outs)
+    return PartialSums(firsts, total, sums, owners, 4 * (firsts[owners] + mat * high), outs)
 
 
-def col_sums(g: Geometry, at: Tiles) -> tuple[PartialOffsets, PartialReduction]:
+def col_sums(g: Geometry, at: Tiles) -> PartialSums:
     """Reduces column sums: per parameter [mats touched, tiles down, cols]."""
     down, mats = at.of("down"), tiles.touched(g)
-    offsets = parts(mats * down * g.cols)
+    firsts, total = _offsets(mats * down * g.cols)
     owners, mat = _by_matrix(mats)
     cols, high = g.cols[owners], down[owners]
     sums = _sums(high, cols, cols)
     outs = 4 * (at.of("mat0")[owners] + mat) * cols
-    return offsets, PartialReduction(
-        sums, owners, 4 * (offsets.firsts[owners] + mat * high * cols), outs
-    )
+    return PartialSums(firsts, total, sums, owners, 4 * (firsts[owners] + mat * high * cols), outs)
 
 
 def _by_matrix(mats: Int64s) -> tuple[Int64s, Int64s]:

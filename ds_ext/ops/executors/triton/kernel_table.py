@@ -81,7 +81,7 @@ def _square_sums(table: Launcher, read: Read) -> None:
     columns = {k: v for k, v in read.numbers.items() if k not in ("out", "norm_cache")}
     columns["part"] = places
     table.launch("square_sums", read.constants, getattr(table, name), columns)
-    table.fold((reduction[1], part, read.columns["out"]))
+    table.fold((reduction, part, read.columns["out"]))
 
 
 def _row_col_sums(table: Launcher, read: Read) -> SquareParts:
@@ -92,7 +92,7 @@ def _row_col_sums(table: Launcher, read: Read) -> SquareParts:
     columns |= {"part": at_tall, "part2": at_wide}
     table.launch("row_col_sums", read.constants, table.by_matrix, columns)
     outs = read.columns["out"], read.columns["out2"]
-    table.fold((by_row[1], tall, outs[0]), (by_col[1], wide, outs[1]))
+    table.fold((by_row, tall, outs[0]), (by_col, wide, outs[1]))
     return SquareParts(at_tall, table.squares_of_tiles)
 
 
@@ -120,7 +120,7 @@ def _over_strips(
     for name, value in read.numbers.items():
         if name in outs:
             part, columns[outs[name]] = table.allocate_partials(reduction)
-            sums.append((reduction[1], part, value))
+            sums.append((reduction, part, value))
         else:
             columns[name] = value
     table.launch(kernel, read.run, table.by_strip, columns)
@@ -169,7 +169,7 @@ def _apply(table: Launcher, read: Read) -> None:
         columns["part2"] = table.allocate_partials(reduction)[1]
     table.launch("measured_apply", (*read.constants, ("CACHES_NORM", notes)), at, columns)
     second, held = sums.shifted(4), columns["part2"].values
-    table.fold((reduction[1], moved, sums), (reduction[1], held, second))
+    table.fold((reduction, moved, sums), (reduction, held, second))
 
 
 def _name(dtype: torch.dtype | None) -> str:

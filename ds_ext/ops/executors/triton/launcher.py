@@ -10,14 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext.ops.executors.triton import folds, launches, sizes, tiles
-from ds_ext.ops.executors.triton.columns import ADDRESSES, ARGUMENT, ARGUMENTS, AT, NUMBERS
-from ds_ext.ops.executors.triton.device_arrays import DeviceArrays
 from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
-from ds_ext.ops.executors.triton.folds import PartialOffsets, PartialReduction
-from ds_ext.ops.executors.triton.launch_memory import Memory
+from ds_ext.ops.executors.triton.folds import PartialSums
+from ds_ext.ops.executors.triton.launch_memory import DeviceArrays, Memory
 from ds_ext.ops.executors.triton.launches import Constants, KernelConstants, Launch
 from ds_ext.ops.executors.triton.tiles import Geometry, Int64s, TileClass, Tiles
 from ds_ext.ops.runs import Columns, Runs
+from ds_ext.ops.schema import ADDRESSES, ARGUMENT, ARGUMENTS, AT, NUMBERS
 
 # Columns whose addresses must be aligned for vector access: runs only, or also ``out``.
 VECTORS, OUT = (frozenset(ADDRESSES[: ADDRESSES.index(last) + 1]) for last in ("aux", "out"))
@@ -176,15 +175,15 @@ class Launcher:
         self._launches[key] = at, found
         return found
 
-    def fold(self, *sums: tuple[PartialReduction, Tensor, Runs]) -> None:
-        """Reduces partial sums in one launch: of each reduction the partial sums, and the output.
+    def fold(self, *sums: tuple[PartialSums, Tensor, Runs]) -> None:
+        """Reduces partial sums in one launch: their description, the sums, and the output of each.
 
         Tensors of one step lie at the same distances in each, so their offsets are as in the step
         before.
         """
-        key = tuple([id(reduction) for reduction, *_ in sums])
+        key = tuple([id(one) for one, *_ in sums])
         if key not in self._folds:
-            self._folds[key] = folds.joined([reduction for reduction, *_ in sums])
+            self._folds[key] = folds.joined([one for one, *_ in sums])
         tiles_of_all, owners = self._folds[key]
         part, out = sums[0][1].data_ptr(), sums[0][2].base
         parts = [one.parts + (x.data_ptr() - part) for one, x, _ in sums]
@@ -243,7 +242,7 @@ class Launcher:
 
     def new_norm_cache(self) -> DeviceNormCache:
         """Returns a cache of the weights' norms, which lasts from step to step."""
-        return DeviceNormCache({name: parts for name, (parts, _) in self.sums.items()}, self.device)
+        return DeviceNormCache(self.sums, self.device)
 
     @functools.cached_property
     def of_cached_norms(self) -> dict[str, Tiles]:
@@ -269,21 +268,19 @@ class Launcher:
         return tiles.of_factors(self.geometry.mats * self.geometry.cols)
 
     @functools.cached_property
-    def sums(self) -> dict[str, tuple[PartialOffsets, PartialReduction]]:
+    def sums(self) -> dict[str, PartialSums]:
         """Reductions of one partial sum per tile to one sum per parameter, by the tiles' name."""
         of = {"flat": self.flat, "by_matrix": self.by_matrix}
         return {name: folds.of_tiles(at.programs) for name, at in of.items()}
 
     @functools.cached_property
-    def sums_of_tiles(
-        self,
-    ) -> tuple[tuple[PartialOffsets, PartialReduction], tuple[PartialOffsets, PartialReduction]]:
+    def sums_of_tiles(self) -> tuple[PartialSums, PartialSums]:
         """Reductions of the tiles' row sums, and of their column sums."""
         g, at = self.geometry, self.by_matrix
         return folds.row_sums(g, at), folds.col_sums(g, at)
 
     @functools.cached_property
-    def sums_of_strips(self) -> tuple[PartialOffsets, PartialReduction]:
+    def sums_of_strips(self) -> PartialSums:
         """Reduction of the strips' column sums."""
         return folds.col_sums(self.geometry, self.by_strip)
 
@@ -298,12 +295,10 @@ class Launcher:
         """Reduction of the sums of whole rows to one sum per parameter."""
         return folds.of_one(self.geometry.mats * self.geometry.rows)
 
-    def allocate_partials(
-        self, reduction: tuple[PartialOffsets, PartialReduction]
-    ) -> tuple[Tensor, Runs]:
+    def allocate_partials(self, sums: PartialSums) -> tuple[Tensor, Runs]:
         """Memory for the tiles' partial sums, and the addresses of each parameter's."""
-        part = self.scratch(reduction[0].total)
-        return part, Runs((part,), firsts=reduction[0].firsts)
+        part = self.scratch(sums.total)
+        return part, Runs((part,), firsts=sums.firsts)
 
 
 def _of_class(

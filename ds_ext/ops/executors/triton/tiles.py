@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_ext.ops.executors.triton import sizes
-from ds_ext.ops.executors.triton.columns import AT, TILE
+from ds_ext.ops.schema import AT, TILE
 
 Int64s: TypeAlias = NDArray[np.int64]  # one for each parameter, [n]
 

@@ -7,7 +7,6 @@ The parameters of a launch may need different tiles or loads. Each such kind is 
 import triton
 import triton.language as tl
 
-from ds_ext.ops.executors.triton.columns import ARGUMENTS
 from ds_ext.ops.executors.triton.kernels.elementwise import (
     apply,
     cached_norm,
@@ -33,6 +32,7 @@ from ds_ext.ops.executors.triton.kernels.table_access import (
     parameter_of,
     pointer,
 )
+from ds_ext.ops.schema import ARGUMENTS
 
 
 @triton.jit(do_not_specialize=[*range(ARGUMENTS)])
@@ -57,7 +57,7 @@ def run(
     """Runs a pass over ``count`` parameters, of which each is of one of the kinds.
 
     ``rows`` and ``kinds`` are addresses: of a row of integers for each parameter, and of the kind
-    of each in the batch. The other arguments are the columns of columns.py.
+    of each in the batch. The other arguments are the columns of schema.py.
     """
     own, tile = parameter_of(rows, count, COUNT)
     t = (

@@ -1,14 +1,14 @@
 """Reads a program's parameter, its tile and the tile's addresses.
 
 A launch has a row of integers for each parameter, which describes its tiles, and one argument or
-two for each other column: see columns.py. ``t`` is a tuple of the row, the parameter's index in the
+two for each other column: see schema.py. ``t`` is a tuple of the row, the parameter's index in the
 arrays of addresses, and these arguments.
 """
 
 import triton
 import triton.language as tl
 
-from ds_ext.ops.executors.triton.columns import ARGUMENT, TILE
+from ds_ext.ops.schema import ARGUMENT, TILE
 
 # The index of each column: of integers in a row, of others in ``t``. Kernels may only read globals
 # that are constexprs.

@@ -1,22 +1,30 @@
-"""The passes over a run that is stepped alone: a batch of one, or plain torch."""
+"""Passes outside of batches: tables or plain torch run them, by the device and the dtype.
+
+A run that is stepped alone is a batch of one. Flat tensors are measured for norms and checks.
+"""
 
 import contextlib
 import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
-from ds_ext.ops import scratch
+from ds_ext.ops import schema, scratch
 from ds_ext.ops.batch import Batch
 from ds_ext.ops.executors.native import bf16_products, library
 from ds_ext.ops.executors.reference import Reference
 from ds_ext.ops.executors.table_passes import TablePasses
-from ds_ext.ops.executors.tables import supports
+from ds_ext.ops.executors.tables import each_of, new_table, supports
 from ds_ext.ops.executors.triton import devices
-from ds_ext.ops.expressions import Gradient
+from ds_ext.ops.expressions import Gradient, accumulator
+from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Shard
+
+# Elements that plain torch casts at a time: few bytes at the peak of a step's memory.
+CHUNK = 2**16
 
 
 def passes_of_run(shard: Shard, like: Gradient | None, first: int | None = None) -> Reference:
@@ -61,3 +69,33 @@ def _set(switches: dict[str, str]) -> None:
     os.environ.update(switches)
     for chosen in (library.load, bf16_products.is_available, devices.are_available, _kept):
         chosen.cache_clear()
+
+
+def square_sums_of(runs: Sequence[Tensor]) -> Tensor:
+    """Returns the sums of the squares of flat tensors on one device, at least one, [n]."""
+    layout = Runs(runs).layout
+    if layout is None or layout.dtype not in schema.DTYPES or not supports(layout.device):
+        return torch.stack([_square_sum(x) for x in runs])
+    n = len(runs)
+    table = new_table([(0, len(x), 1, 1, len(x)) for x in runs], [0] * n, layout.device)
+    totals = torch.zeros(n, dtype=torch.float32, device=layout.device)
+    table.run("square_sums", {"x": Runs(runs), "out": each_of(totals)}, "IS_RUN", layout.dtype)
+    return totals
+
+
+def _square_sum(x: Tensor) -> Tensor:
+    """The sum of squares of a flat tensor in plain torch; at most ``CHUNK`` elements are copied."""
+    chunks = (some.to(accumulator(x.dtype)) for some in x.split(CHUNK))
+    return torch.stack([torch.dot(some, some) for some in chunks]).sum()
+
+
+def largest(runs: Sequence[Tensor]) -> Tensor:
+    """Returns the largest magnitudes of flat tensors on one device, [n]; 0 for empty tensors.
+
+    A magnitude is inf or NaN if an element is inf or NaN.
+    """
+    found = []
+    for x in runs:
+        low, high = torch.aminmax(x) if len(x) else (x.new_zeros(()), x.new_zeros(()))
+        found.append(torch.maximum(high, -low).to(accumulator(x.dtype)))
+    return torch.stack(found)
