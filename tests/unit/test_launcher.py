@@ -261,7 +261,7 @@ def test_folds_with_and_without_limits_are_kept_apart(noted):
     part, out = torch.zeros(64), Runs((torch.zeros(2),), firsts=np.arange(2))
     limits = GradLimits(out, np.ones(2, dtype=np.float32))
     for of.limits in (None, limits, None):
-        of.fold((of.sums["flat"][1], part, out))
+        of.fold((of.sums["flat"], part, out))
         ((kind,), *_) = noted.pop()
         assert dict(kind)["SKIPS_BAD_GRADIENTS"] == (of.limits is not None)
 
