@@ -267,19 +267,10 @@ class Quotient:
 
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
-        return self._by_column(b).mul_(self._rows(b))
-
-    def subtract_from_(self, old: Tensor, b: Block, factor: float) -> Tensor:
-        """old ← old − factor · this, with one pass over memory less than in two steps."""
-        return old.addcmul_(self._by_column(b), self._rows(b), value=-factor)
-
-    def _rows(self, b: Block) -> Tensor:
-        row = self.row[b.mats, b.rows]
-        return row if isinstance(self.scale, float) and self.scale == 1 else row * self.scale
-
-    def _by_column(self, b: Block) -> Tensor:
-        x, col = read(self.x, b), self.col[b.mats, :, b.cols]
-        return torch.mul(x, col, out=output_buffer(x, self.x))
+        x, row = read(self.x, b), self.row[b.mats, b.rows]
+        if not (isinstance(self.scale, float) and self.scale == 1):
+            row = row * self.scale
+        return torch.mul(x, self.col[b.mats, :, b.cols], out=output_buffer(x, self.x)).mul_(row)
 
     def times(self, factor: Tensor | float) -> "Quotient":
         """Returns this · factor."""

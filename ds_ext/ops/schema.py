@@ -189,6 +189,7 @@ PASSES = (
 )
 # The forms that some passes support; other passes support all forms.
 READ_BY = {"weighted_sums": {"IS_RUN"}, "normalize_whole_rows": {"IS_QUOTIENT"}}
+BY_MATRIX = {"row_col_sums", "weighted_sums"}  # passes that add up rows and columns
 ADD_WEIGHTS = {"square_sums", "apply"}  # passes that can add ``decay`` times the weights
 # Arguments that all parameters of a call share.
 CALL = ("pass", "form", "dtype", "storage", "decays")

@@ -126,20 +126,13 @@ class Reference:
         decays = isinstance(weight_decay, Tensor) or weight_decay != 0
         if isinstance(lr, Tensor):
             u, weight_decay, lr = times(u, lr), lr * weight_decay, 1.0
-        if isinstance(u, Tensor) and not decays and getattr(p, "dtype", None) == u.dtype:
-            _subtract_(p, u, lr)  # in one pass
-            return
-        for b in scratch.blocks(
-            self.shard, p.limit if isinstance(p, PaddedToGroups) else self.limit
-        ):
+        limit = p.limit if isinstance(p, PaddedToGroups) else self.limit
+        for b in scratch.blocks(self.shard, limit):
             old = read(p, b)
+            change = read(u, b)
             if decays:
-                change = torch.mul(old, weight_decay, out=scratch.like(old)).add_(read(u, b))
-                _subtract_(old, change, lr)
-            elif isinstance(u, Quotient):
-                u.subtract_from_(old, b, lr)
-            else:
-                _subtract_(old, read(u, b), lr)
+                change = torch.mul(old, weight_decay, out=scratch.like(old)).add_(change)
+            _subtract_(old, change, lr)
             if not is_part(old, p):
                 write_(p, b, old)
 
@@ -199,10 +192,7 @@ def squared(x: Readable, b: Block) -> Tensor:
 
 
 def _subtract_(p: Any, u: Tensor, lr: float) -> None:
-    """p ← p − lr · u, with the same bits for the whole run and for its blocks.
-
-    ``sub_`` would round lr to 16 bits if p has 16, and would not round the product separately.
-    """
+    """p ← p − lr · u; ``sub_`` would not round the product separately."""
     p.addcmul_(u, torch.ones((), dtype=u.dtype, device=u.device), value=-lr)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ds_ext.ops import scratch
+from ds_ext.ops import schema, scratch
 from ds_ext.ops.batch import CPU, Batch
 from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.executors.reference import Reference
@@ -25,7 +25,6 @@ from ds_ext.ops.executors.tables import (
     inputs,
     is_same,
     reads_same,
-    refuse_form,
     totals_of,
     weight_columns,
 )
@@ -100,9 +99,8 @@ class TablePasses(BatchTables, Reference):
     def square_sums(self, runs: Sequence[Readable], like: Gradient) -> Sequence[Tensor]:
         """Sums of squares. On a CPU, two inputs with the same weights share a pass."""
         own = self.own
-        sources = [self._source(x) for x in runs]
+        sources = [self._source("square_sums", x) for x in runs]
         for x in sources if len(sources) > 1 else ():  # before one of them advances moments
-            refuse_form("square_sums", own, x)
             inputs(self.batch, x)
         totals = [own.zeros(len(self.batch)) for _ in runs]
         weights = [i for i, x in enumerate(sources) if x.form == "IS_WEIGHT"]
@@ -121,7 +119,7 @@ class TablePasses(BatchTables, Reference):
     @_or_reference
     def row_col_square_sums(self, x: Readable, like: Gradient) -> tuple[Tensor, Tensor]:
         """Sums of squares over rows and columns."""
-        batch, source = self.batch, self._source(x, is_by_matrix=True)
+        batch, source = self.batch, self._source("row_col_sums", x)
         row, col = self._sums(batch.all_rows, batch.all_cols)
         left = self._run(
             "row_col_sums",
@@ -137,7 +135,7 @@ class TablePasses(BatchTables, Reference):
         self, x: Readable, before: Tensor, eps: float, beta: float, like: Gradient
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Row sums, column sums, and column sums of squares divided by their row's new v."""
-        batch, source = self.batch, self._source(x, is_by_matrix=True)
+        batch, source = self.batch, self._source("weighted_sums", x)
         row_runs = checked(before, batch, batch.row_sizes)
         row, col, weighted = self._sums(batch.all_rows, batch.all_cols, batch.all_cols)
         left = self._run(
@@ -184,14 +182,14 @@ class TablePasses(BatchTables, Reference):
     @_or_reference
     def lerp_(self, m: Writable, x: Readable, weight: float) -> None:
         """m ← m + weight · (x − m)."""
-        source = self._source(x)
+        source = self._source("lerp", x)
         out = checked(m, self.batch, self.batch.run_sizes)
         self._run("lerp", source, out=out, lerp=weight)
 
     @_or_reference
     def square_lerp_(self, v: Tensor, x: Readable, eps: float, weight: float) -> None:
         """v ← v + weight · (x² + eps − v)."""
-        source = self._source(x)
+        source = self._source("square_lerp", x)
         out = checked(v, self.batch, self.batch.run_sizes)
         self._run("square_lerp", source, out=out, lerp=weight, eps=eps)
 
@@ -203,7 +201,7 @@ class TablePasses(BatchTables, Reference):
             raise Unsupported
         if self.one is not None and source_of(u) is None:
             return self._apply_unread(p, stored, u, lr, weight_decay)
-        source = self._source(u)
+        source = self._source("apply", u)
         if source.storage is not None and not is_same(source.storage.run, stored.run):
             raise Unsupported  # the pass adds the weights that it writes
         numbers: Columns = {"lr": lr}
@@ -275,7 +273,7 @@ class TablePasses(BatchTables, Reference):
         self, x: Quotient, least: Number, like: Gradient
     ) -> tuple[Quotient, Tensor]:
         """x with rows of the norm √cols, and the column sums of its new squares."""
-        batch, source = self.batch, self._source(x)
+        batch, source = self.batch, self._source("normalize_whole_rows", x)
         row, sums = self._sums(batch.all_rows, batch.all_cols)
         self._run(
             "normalize_whole_rows",
@@ -289,12 +287,16 @@ class TablePasses(BatchTables, Reference):
             factor = self._by_row(row).unsqueeze(-1)
         return replace(x, row=factor, scale=1.0), self._by_col(sums)
 
-    def _source(self, x: Readable, is_by_matrix: bool = False) -> Source:
+    def _source(self, name: str, x: Readable) -> Source:
         """The description of an input of a pass; raises Unsupported if no table can read it."""
         source = source_of(x)
-        if source is None:
+        if source is None or name not in self.own.passes:
             raise Unsupported
-        if not self.takes_matrices and (is_by_matrix or source.is_by_matrix):
+        if source.form not in schema.READ_BY.get(name, schema.FORMS):
+            raise Unsupported
+        if "decay" in source.scalars and name not in schema.ADD_WEIGHTS:
+            raise Unsupported
+        if not self.takes_matrices and (name in schema.BY_MATRIX or source.is_by_matrix):
             raise Unsupported
         return source
 
@@ -308,11 +310,7 @@ class TablePasses(BatchTables, Reference):
     ) -> SquareParts | None:
         """Runs a pass that reads ``source``, and writes ``p`` if it is given."""
         batch = self.batch
-        refuse_form(name, self.own, source)
         filled: Columns = {**source.scalars, **columns, **inputs(batch, source)}
-        if "row" in source.tensors:
-            filled["row"] = filled["row"].shifted(batch.row_offsets)
-            filled["col"] = filled["col"].shifted(batch.col_offsets)
         weights = p or source.storage
         storage = None
         if weights is not None:

@@ -59,43 +59,41 @@ class BatchTables:
         self.batch = batch
         self.whole = new_table(batch.whole_geometries, [0] * len(batch), batch.device)
         self.own = new_table(batch.geometries, batch.noise_firsts, batch.device)
+        self._kernels = [x for x in (self.own, self.whole) if isinstance(x, KernelTable)]
         self.gradients: object = None
         self.square_parts: Runs | SquareParts | None = None
         self._arrays = DeviceArrays()
 
     def attach(self, memory: Memory) -> None:
         """Makes later passes over the batch a part of a bucket's step on a GPU."""
-        for table in (self.own, self.whole):
-            if isinstance(table, KernelTable):
-                table.memory, table.arrays = memory, self._arrays
+        for table in self._kernels:
+            table.memory, table.arrays = memory, self._arrays
 
     def begin(self, p: WeightStorage, gradients: object, state: State) -> None:
         """Copies the addresses that a step's launches need to the device, if they run there."""
-        if not isinstance(self.own, KernelTable) or self.own.memory is None:
+        if not self._kernels or self._kernels[0].memory is None:
             return
         known = [*_addresses((p, gradients, state))]
         for shift in (self.batch.row_offsets, self.batch.col_offsets):
             if shift.any():
                 known += [x + shift for x in known]
-        self._arrays.begin(self.own.memory, (x.tobytes() for x in known))
+        self._arrays.begin(self._kernels[0].memory, (x.tobytes() for x in known))
 
     def detach(self) -> None:
         """Ends the batch's part in a bucket's step."""
-        for table in (self.own, self.whole):
-            if isinstance(table, KernelTable):
-                table.memory = table.arrays = table.limits = None
-                self._arrays.end()
+        for table in self._kernels:
+            table.memory = table.arrays = table.limits = None
+            self._arrays.end()
         self.gradients = self.square_parts = None
 
     @property
     def limits(self) -> GradLimits | None:
         """By which programs skip parameters with bad gradients; None: all are good."""
-        return self.own.limits if isinstance(self.own, KernelTable) else None
+        return self._kernels[0].limits if self._kernels else None
 
     @limits.setter
     def limits(self, limits: GradLimits | None) -> None:
-        for table in (self.own, self.whole):
-            assert isinstance(table, KernelTable)
+        for table in self._kernels:
             table.limits = limits
 
     def added_up(self) -> Tensor | None:
@@ -144,6 +142,9 @@ def inputs(batch: Batch, source: Source) -> Columns:
         elif column.endswith("_scale"):
             sizes = batch.group_sizes
         found[column] = checked(x, batch, sizes, dtypes)
+    if "row" in found:
+        found["row"] = found["row"].shifted(batch.row_offsets)
+        found["col"] = found["col"].shifted(batch.col_offsets)
     if source.storage is not None:
         weight_columns(batch, source.storage)
     return found
@@ -204,14 +205,6 @@ def _addresses(x: object) -> Iterator[NDArray[np.int64]]:
             yield x.key.astype(np.int64)
     elif isinstance(x, Scaled):
         yield from _addresses(x.x)
-
-
-def refuse_form(name: str, of: AnyTable, source: Source) -> None:
-    """Raises Unsupported if a table does not run a pass, or not over this input."""
-    if name not in of.passes or source.form not in schema.READ_BY.get(name, schema.FORMS):
-        raise Unsupported
-    if "decay" in source.scalars and name not in schema.ADD_WEIGHTS:
-        raise Unsupported
 
 
 def reads_same(a: Source, b: Source) -> bool:

@@ -45,18 +45,9 @@ def load() -> ctypes.CDLL | None:
         return None
     library.passes_entry_bytes.restype = ctypes.c_int64
     library.passes_run.restype = None
-    library.passes_run.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_int64,
-        ctypes.c_int,
-        ctypes.c_int,
-    ]
+    library.passes_run.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_int] * 2]
     library.products_run.restype = None
-    library.products_run.argtypes = [
-        *[ctypes.c_void_p] * 5,
-        *[ctypes.c_int] * 2,
-    ]
+    library.products_run.argtypes = [*[ctypes.c_void_p] * 5, *[ctypes.c_int] * 2]
     library.products_apply.restype = None
     library.products_apply.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int]
     return library
@@ -102,7 +93,8 @@ def _source_of(library: ctypes.CDLL) -> str:
 
 def _built() -> Path:
     """The path of the built library. Raises OSError or SubprocessError if the build fails."""
-    compiler = next(filter(None, map(shutil.which, _compilers())), None)
+    names = os.environ.get("CXX", ""), "g++", "c++", "clang++"
+    compiler = next(filter(None, map(shutil.which, names)), None)
     if compiler is None:
         raise OSError("there is no C++ compiler (g++, c++ or $CXX)")
     key = [_source(), *FLAGS, platform.machine(), platform.libc_ver()[1], compiler]
@@ -165,7 +157,3 @@ def seal(path: Path) -> Path:
         file.flush()
         os.fsync(file.fileno())
     return path
-
-
-def _compilers() -> list[str]:
-    return [os.environ.get("CXX", ""), "g++", "c++", "clang++"]

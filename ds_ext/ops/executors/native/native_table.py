@@ -19,6 +19,7 @@ INSTRUCTIONS = 0  # 0: the processor's best instruction set; 1: the baseline
 DEFAULTS = {"factor": 1.0, "bound": np.inf, "scale": 1.0}
 DEFAULTS |= dict.fromkeys(("out2", "in3", "update_sums", "norm_cache"), 0)
 NUMBER = (float, int)
+GEOMETRY = ("start", "n", "mats", "rows", "cols", "origin")
 _FORMS = {name: i for i, name in enumerate(schema.FORMS)}
 _DTYPES = {dtype: i for i, dtype in enumerate(schema.DTYPES)}
 _STORED = {of: i for i, of in enumerate(schema.STORED)}
@@ -42,9 +43,9 @@ class NativeTable:
         self.entries = np.zeros(len(geometries), dtype=ENTRY)
         self._columns = {name: self.entries[name] for name in ENTRY.names or ()}
         self._address = self.entries.ctypes.data
-        columns = np.array(geometries, dtype=np.int64).T
-        self.set(**dict(zip(("start", "n", "mats", "rows", "cols"), columns, strict=True)))
-        self.set(origin=np.array(firsts, dtype=np.int64))
+        columns = (*np.array(geometries, dtype=np.int64).T, firsts)
+        for name, column in zip(GEOMETRY, columns, strict=True):
+            self.entries[name] = column
         self._filled: dict[str, float] = {}  # the values of columns that hold one number
 
     def scratch(self, n: int) -> Tensor:
@@ -54,11 +55,6 @@ class NativeTable:
     def zeros(self, n: int) -> Tensor:
         """Returns zeros to add sums to, [n] in fp32."""
         return torch.zeros(n, dtype=torch.float32, device="cpu")
-
-    def set(self, **columns: object) -> None:
-        """Fills each column with an array or tensor [n], or with one number."""
-        for name, column in columns.items():
-            self._columns[name][:] = column
 
     def run(
         self,
@@ -74,7 +70,7 @@ class NativeTable:
 
         Args:
             name: the name of the pass, one of ``schema.PASSES``.
-            columns: its arguments, as ``set`` takes them, or objects with ``pointers``, [n].
+            columns: its arguments: numbers, arrays or tensors [n], or objects with ``pointers``.
             form: the form of its input, one of ``schema.FORMS``.
             dtype: the dtype of ``x``, one of ``schema.DTYPES``.
             storage: how weights are stored, and their dtype, one of ``schema.STORED``.

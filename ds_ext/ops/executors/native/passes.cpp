@@ -807,13 +807,14 @@ static __attribute__((noinline)) const float *value(const Call &call, const Entr
     else if (call.form != IS_ADAM)
         u = gradient(e, call.dtype, i, n, buffer);
     float scale = e.scale;
+    if (call.form == IS_VECTOR || call.form == IS_VECTOR_RESIDUAL) {
+        const float *__restrict v = e.v + i;
+        for (int64_t j = 0; j < n; ++j) buffer[j] = u[j] * (v[j] == 0.0f ? 0.0f : 1.0f / std::sqrt(v[j])) * scale;
+        u = buffer;
+    }
     switch (call.form) {
     case IS_VECTOR_RESIDUAL:
     case IS_RESIDUAL: {
-        if (call.form == IS_VECTOR_RESIDUAL) {
-            const float *__restrict v = e.v + i;
-            for (int64_t j = 0; j < n; ++j) buffer[j] = u[j] * (v[j] == 0.0f ? 0.0f : 1.0f / std::sqrt(v[j])) * scale;
-        }
         float *__restrict m = e.m + i, weight = e.lerp1;
         prefetch(m, n);
         for (int64_t j = 0; j < n; ++j) {
@@ -821,12 +822,6 @@ static __attribute__((noinline)) const float *value(const Call &call, const Entr
             m[j] = now;
             buffer[j] -= now;
         }
-        u = buffer;
-        break;
-    }
-    case IS_VECTOR: {
-        const float *__restrict v = e.v + i;
-        for (int64_t j = 0; j < n; ++j) buffer[j] = u[j] * (v[j] == 0.0f ? 0.0f : 1.0f / std::sqrt(v[j])) * scale;
         u = buffer;
         break;
     }
