@@ -6,8 +6,8 @@ concatenated. Inputs are tensors and the lazy expressions of ``expressions`` and
 ``like`` is a gradient, which gives the device and the dtype of results even if the run is empty.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,20 +30,10 @@ from ds_ext.ops.shard import Block, Shard
 Geometry: TypeAlias = Shard | Batch
 
 
-class PassesOfRun(Protocol):
-    """Finds the passes over the run of one parameter."""
-
-    def __call__(self, shard: Shard, like: Gradient | None, first: int | None = None) -> Reference:
-        """Returns the passes over a run.
-
-        Args:
-            shard: its geometry.
-            like: a tensor of its device and dtype; None: no native code or kernel supports it.
-            first: the element from which its random bits count; None: the start of the shard.
-        """
-        ...
-
-
+# Finds the passes over the run of one parameter, by its geometry, a tensor of its device and dtype
+# (None: plain torch reads it), and the element from which its random bits count (None: the start of
+# the shard).
+PassesOfRun: TypeAlias = Callable[[Shard, Gradient | None, int | None], Reference]
 _passes_of_run: PassesOfRun
 
 
@@ -55,7 +45,7 @@ def use(passes_of_run: PassesOfRun) -> None:
 
 def _passes(shard: Geometry, like: Gradient | None) -> Reference:
     """The passes over runs with the device and dtype of ``like``."""
-    return shard.passes if isinstance(shard, Batch) else _passes_of_run(shard, like)
+    return shard.passes if isinstance(shard, Batch) else _passes_of_run(shard, like, None)
 
 
 def _writing(shard: Geometry, x: Writable) -> Reference:
@@ -64,7 +54,7 @@ def _writing(shard: Geometry, x: Writable) -> Reference:
         return shard.passes
     stored = storage_of(x)
     if stored is None:
-        return _passes_of_run(shard, None)
+        return _passes_of_run(shard, None, None)
     assert isinstance(stored.run, Tensor), "the weights of a batch belong to its ``Batch``"
     return _passes_of_run(shard, stored.run, stored.start)
 

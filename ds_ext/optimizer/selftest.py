@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ds_ext import rules
 from ds_ext.logs import logger
-from ds_ext.ops.executors import unbatched, table_passes, tables
+from ds_ext.ops.executors import table_passes, tables, unbatched
 from ds_ext.ops.executors.native import bf16_products, library
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.shard import Shard

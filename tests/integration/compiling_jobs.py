@@ -9,9 +9,9 @@ import sys
 from collections.abc import Mapping
 
 from benchmarks.machine_code import compiled
-from ds_ext.ops.executors.triton import kernels, launches
+from ds_ext.ops.executors.triton import kernels
 from ds_ext.ops.executors.triton.launches import KernelConstants
-from tests.common.kernel_constants import given
+from tests.common.kernel_constants import given, kinds_of
 
 EIGHT = [kernels.FORM[name].value for name in ("IS_ADAM8_STEP", "IS_SIGN8_STEP")]
 DIVIDES = {"factors", "clipped_factors", "weighted_sums", "wide_weighted_sums"}
@@ -49,7 +49,7 @@ def main() -> int:
     count = 0
     for label, warps, written in json.load(sys.stdin):
         constants = {name: given(x) for name, x in written.items()}
-        passes = launches.kinds_of(constants)
+        passes = kinds_of(constants)
         try:
             asm = compiled(constants, warps).asm
         except Exception as error:

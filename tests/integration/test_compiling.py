@@ -19,7 +19,7 @@ from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.optimizer.updates import RunUpdate
 from tests.common import needs, paths
 from tests.common.hypers import FOR_ALL
-from tests.common.kernel_constants import plain
+from tests.common.kernel_constants import kinds_of, plain
 from tests.unit.test_kernels import SETTINGS
 
 pytestmark = needs.nvidia
@@ -127,7 +127,7 @@ def test_the_kernels_of_a_7b_step_have_few_instructions_and_registers():
 def test_kernels_compile_and_read_vectors_where_runs_are_aligned(monkeypatch, tmp_path):
     """Every variant of every kernel."""
     asked = asked_for(monkeypatch)
-    assert {one.name for *_, constants in asked for one in launches.kinds_of(constants)} == {
+    assert {one.name for *_, constants in asked for one in kinds_of(constants)} == {
         *("square_sums", "row_col_sums", "weighted_sums", "lerp", "square_lerp", "apply", "fold"),
         *("factors", "clipped_factors"),
         *("normalize", "normalize_whole_rows", "normalize_wide_rows", "wide_weighted_sums"),

@@ -98,11 +98,11 @@ class TablePasses(BatchTables, Reference):
     @_or_reference
     def square_sums(self, runs: Sequence[Readable], like: Gradient) -> Sequence[Tensor]:
         """Sums of squares. On a CPU, two inputs with the same weights share a pass."""
-        own = self.own
-        sources = [self._source("square_sums", x) for x in runs]
+        own, n = self.own, len(self.batch.shards)
+        sources = [*map(functools.partial(self._source, "square_sums"), runs)]
         for x in sources if len(sources) > 1 else ():  # before one of them advances moments
             inputs(self.batch, x)
-        totals = [own.zeros(len(self.batch)) for _ in runs]
+        totals = own.zeros(n * len(runs)).split(n)
         weights = [i for i, x in enumerate(sources) if x.form == "IS_WEIGHT"]
         if len(sources) == 2 and len(weights) == 1 and own.fuses_squares and reads_same(*sources):
             first, other = totals[weights[0]], totals[1 - weights[0]]
@@ -128,7 +128,7 @@ class TablePasses(BatchTables, Reference):
             out2=Runs((col,), firsts=batch.own_col_firsts),
         )
         self.keep_square_parts(x, left or Runs((row,), firsts=batch.row_firsts))
-        return self._by_row(row), self._by_col(col)
+        return self._by_matrix(row), self._by_matrix(col)
 
     @_or_reference
     def weighted_square_sums(
@@ -149,7 +149,7 @@ class TablePasses(BatchTables, Reference):
             eps=eps,
         )
         self.keep_square_parts(x, left or Runs((row,), firsts=batch.row_firsts))
-        return self._by_row(row), self._by_col(col), self._by_col(weighted)
+        return self._by_matrix(row), self._by_matrix(col), self._by_matrix(weighted)
 
     @_or_reference
     def factors_(
@@ -176,7 +176,7 @@ class TablePasses(BatchTables, Reference):
         columns["out2"] = Runs((by_col,), firsts=batch.col_firsts)
         self.whole.run("factors", {**columns, "lerp": 1 - beta, "eps": eps, "clip": clip})
         if self.one is not None:
-            return self._by_row(by_row).unsqueeze(-1), self._by_col(by_col).unsqueeze(-2)
+            return self._by_matrix(by_row).unsqueeze(-1), self._by_matrix(by_col).unsqueeze(-2)
         return cast(Tensor, columns["out"]), cast(Tensor, columns["out2"])
 
     @_or_reference
@@ -284,8 +284,8 @@ class TablePasses(BatchTables, Reference):
         )
         factor = cast(Tensor, Runs((row,), firsts=batch.row_firsts))
         if self.one is not None:
-            factor = self._by_row(row).unsqueeze(-1)
-        return replace(x, row=factor, scale=1.0), self._by_col(sums)
+            factor = self._by_matrix(row).unsqueeze(-1)
+        return replace(x, row=factor, scale=1.0), self._by_matrix(sums)
 
     def _source(self, name: str, x: Readable) -> Source:
         """The description of an input of a pass; raises Unsupported if no table can read it."""
@@ -324,13 +324,9 @@ class TablePasses(BatchTables, Reference):
         """Zeros to add sums of these sizes to."""
         return self.own.zeros(sum(sizes)).split_with_sizes(sizes)
 
-    def _by_row(self, values: Tensor) -> Tensor:
-        """Numbers for all rows, as rules see them: flat in a batch."""
-        return values if self.one is None else values.view(self.one.mats, self.one.rows)
-
-    def _by_col(self, values: Tensor) -> Tensor:
-        """Numbers for all columns, as rules see them: flat in a batch."""
-        return values if self.one is None else values.view(self.one.mats, self.one.cols)
+    def _by_matrix(self, values: Tensor) -> Tensor:
+        """Numbers for all rows or columns, as rules see them: flat in a batch."""
+        return values if self.one is None else values.view(self.one.mats, -1)
 
 
 class TableBatch(Batch):

@@ -27,7 +27,7 @@ from ds_ext.ops.shard import Shard
 CHUNK = 2**16
 
 
-def passes_of_run(shard: Shard, like: Gradient | None, first: int | None = None) -> Reference:
+def passes_of_run(shard: Shard, like: Gradient | None, first: int | None) -> Reference:
     """Returns the passes over a run: see ``functions.PassesOfRun``."""
     if like is None:
         return Reference(shard)

@@ -93,21 +93,17 @@ class NativeTable:
         if product is not None:
             return bf16_products.apply_(call, self._address, *product)
         threads = torch.get_num_threads()
-        _library().passes_run(call, self._address, len(self.entries), threads, INSTRUCTIONS)
+        found = library.load()
+        assert found is not None, "there are no native passes"
+        found.passes_run(call, self._address, len(self.entries), threads, INSTRUCTIONS)
 
 
 _Call = ctypes.c_int * len(schema.CALL)
-
-
-def _library() -> ctypes.CDLL:
-    found = library.load()
-    assert found is not None, "there are no native passes"
-    return found
 
 
 def is_available() -> bool:
     """Returns whether this machine has native passes; may build them."""
     found = library.load()
     if found is not None:
-        assert found.passes_entry_bytes() == ENTRY.itemsize, "passes.cpp and table.py differ"
+        assert found.passes_entry_bytes() == ENTRY.itemsize, "schema.h is stale"
     return found is not None

@@ -1,9 +1,13 @@
 """Cached norms of the updated weights, for native passes."""
 
+import operator
+
 import numpy as np
 
 from ds_ext.ops import schema
 from ds_ext.ops.runs import Pointers, Runs
+
+VERSION = operator.attrgetter("_version")
 
 
 class NormCache:
@@ -22,7 +26,7 @@ class NormCache:
 
     def check(self, runs: Runs) -> None:
         """Invalidates entries of runs written since ``note``; all entries if a run has moved."""
-        versions = [x._version for x in runs.tensors]
+        versions = [*map(VERSION, runs.tensors)]
         if self._where is None or not np.array_equal(self._where, runs.pointers):
             self._values[:, 0] = -1
         elif versions != self._versions:
@@ -36,7 +40,7 @@ class NormCache:
 
     def note(self, runs: Runs) -> None:
         """Records the runs' addresses and version counters, which must include the last writes."""
-        self._where, self._versions = runs.pointers, [x._version for x in runs.tensors]
+        self._where, self._versions = runs.pointers, [*map(VERSION, runs.tensors)]
 
     def clear(self) -> None:
         """Drops the sums, because another executor has written the weights."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
+from ds_ext.ops.executors.native.norm_cache import VERSION
 from ds_ext.ops.executors.triton.folds import PartialSums
 from ds_ext.ops.runs import Runs
 
@@ -53,7 +54,7 @@ class DeviceNormCache:
 
     def check(self, runs: Runs) -> None:
         """Invalidates the cache if a run has moved or was written since ``note``."""
-        versions = [x._version for x in runs.tensors]
+        versions = [*map(VERSION, runs.tensors)]
         self.are_valid = versions == self._versions and runs.pointers.tobytes() == self._where
         self.are_noted = False
 
@@ -64,4 +65,4 @@ class DeviceNormCache:
     def note(self, runs: Runs) -> None:
         """Records the runs' addresses and version counters, which must include the last writes."""
         self._where = runs.pointers.tobytes() if self.are_noted else None
-        self._versions = [x._version for x in runs.tensors]
+        self._versions = [*map(VERSION, runs.tensors)]

@@ -135,15 +135,6 @@ def constants(kinds: tuple[KernelConstants, ...], count: int) -> Named:
     return {"COUNT": count, "KINDS": found}
 
 
-def kinds_of(named: Named) -> list[KernelConstants]:
-    """The kinds of parameters of a launch: the inverse of ``constants``."""
-    found, one = [], named["KINDS"]
-    while one is not None:
-        found.append(one.passes)
-        one = one.rest
-    return found
-
-
 @functools.cache
 def compiled_pass(kernel: str, given: Constants) -> tuple[KernelConstants, int]:
     """A pass over parameters of one kind -> its constants, its number of warps."""

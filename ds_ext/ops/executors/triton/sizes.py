@@ -3,7 +3,7 @@
 Sizes only change the order of sums. To be tuned on a GPU.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 TR, TC, WARPS = 32, 128, 4  # rows, columns and warps of a tile
@@ -30,32 +30,22 @@ LaunchConfig: TypeAlias = tuple[dict[str, int], int]  # the constants that are s
 
 def shape_of(kernel: str, named: Named) -> LaunchConfig:
     """Returns the shape of a pass from its other constants."""
-    return _SHAPES.get(kernel, _of_tiles)(named)
-
-
-def _of_tiles(named: Named) -> LaunchConfig:
-    """For kernels that read vectors if their runs are aligned."""
+    tile = {"TR": TR, "TC": TC}
+    match kernel:
+        case "weighted_sums" | "normalize_whole_rows":
+            return _of_strips(named)
+        case "wide_weighted_sums" | "normalize_wide_rows":
+            return {"TC": WIDE_TC, "STRIP": STRIP}, LONG_WARPS
+        case "factors" | "clipped_factors" | "normalize":
+            return {"TC": LONG}, LONG_WARPS
+        case "fold":
+            return tile, WARPS
+        case "cached_norm":  # one program per parameter, which reads its tiles only if necessary
+            return {**tile, "LONG": TILES}, WARPS
+        case "copy_checked_values":
+            return {}, WARPS
     # without vectors each element needs its own address: fewer elements per thread
-    warps = WARPS if named["ALIGNED"] else 2 * WARPS
-    return {"TR": TR, "TC": TC}, warps
-
-
-def _of_cached_norm(named: Named) -> LaunchConfig:
-    """For one program per parameter, which reads its tiles only if necessary."""
-    return {"TR": TR, "TC": TC, "LONG": TILES}, WARPS
-
-
-def _of_numbers(named: Named) -> LaunchConfig:
-    """For one program per number."""
-    return {}, WARPS
-
-
-def _of_sums(named: Named) -> LaunchConfig:
-    return {"TR": TR, "TC": TC}, WARPS
-
-
-def _of_statistics(named: Named) -> LaunchConfig:
-    return {"TC": LONG}, LONG_WARPS
+    return tile, WARPS if named["ALIGNED"] else 2 * WARPS
 
 
 def _of_strips(named: Named) -> LaunchConfig:
@@ -66,21 +56,3 @@ def _of_strips(named: Named) -> LaunchConfig:
     stages = min(STAGES, 3 if fits else 2) if named["ALIGNED"] else 1
     shape = {"TR": min(WIDE_ROWS, WIDE_ELEMENTS // wide), "TC": wide, "STAGES": stages}
     return shape, min(WIDE_WARPS, wide // WIDE_COLS)
-
-
-def _of_wide_strips(named: Named) -> LaunchConfig:
-    return {"TC": WIDE_TC, "STRIP": STRIP}, LONG_WARPS
-
-
-_SHAPES: dict[str, Callable[[Named], LaunchConfig]] = {
-    "weighted_sums": _of_strips,
-    "normalize_whole_rows": _of_strips,
-    "wide_weighted_sums": _of_wide_strips,
-    "normalize_wide_rows": _of_wide_strips,
-    "factors": _of_statistics,
-    "clipped_factors": _of_statistics,
-    "normalize": _of_statistics,
-    "fold": _of_sums,
-    "cached_norm": _of_cached_norm,
-    "copy_checked_values": _of_numbers,
-}
