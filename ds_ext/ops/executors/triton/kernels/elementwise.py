@@ -76,7 +76,8 @@ def apply(t, tile, P: tl.constexpr):
     """
     e, ok, u = _read(t, tile, P)
     old = load_weight(t, e, ok, P)
-    held = store_weight(t, e, ok, old - number(t, LR) * u, P)
+    new = old - number(t, LR) * u
+    held = store_weight(t, e, ok, new, P)
     if P.name == "measured_apply":
         tl.store(pointer(t, PART, tl.float32) + tile, _sum_of_squares(ok, held - old))
         tl.store(pointer(t, PART2, tl.float32) + tile, _sum_of_squares(ok, held))
