@@ -7,10 +7,7 @@ from ds_ext import rates
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import fit
 from ds_ext.planner.memory import MemoryUse
-from ds_ext.planner.options import KEYS
 from ds_ext.planner.rows import GIB, MemoryPlan, Row
-
-MOST_RANKS = 1024
 
 
 def advice(plan: MemoryPlan, table: Mapping[str, MemoryUse]) -> str:
@@ -40,7 +37,7 @@ def advice(plan: MemoryPlan, table: Mapping[str, MemoryUse]) -> str:
     for card in plan.options.cards:
         row = next((c for c in candidates if table[c.label].total <= card * GIB), None)
         if row is None:
-            lines.append(f"{card:g} GiB: {_smaller(plan, ours[0], card)}")
+            lines.append(f"{card:g} GiB: {_smaller(plan, card)}")
         else:
             lines.append(f"{card:g} GiB: {_take(row)} Learning rate: {_rate(plan, row)}.")
     return "\n".join(lines)
@@ -64,8 +61,8 @@ def _take(row: Row) -> str:
     return f"{row.label} fits."
 
 
-def _smaller(plan: MemoryPlan, least: Row, card: float) -> str:
-    """Advice if no optimizer fits: what ``--fit`` does, or more ranks."""
+def _smaller(plan: MemoryPlan, card: float) -> str:
+    """Advice if no optimizer fits: what ``--fit`` would do."""
     options = replace(plan.options, cards=(card,))
     if fit.unsupported(options) is None:
         try:
@@ -76,14 +73,7 @@ def _smaller(plan: MemoryPlan, least: Row, card: float) -> str:
             steps = ", ".join(step.name for step in taken[1:])
             size = f"{taken[-1].use.total / GIB:.2f} GiB"
             return f"nothing fits as it is; {size} are enough with {steps} (--fit writes a config)."
-    ranks = options.ranks
-    while ranks < MOST_RANKS:
-        ranks *= 2
-        more = plan.changed(replace(options.edited({KEYS["shard_size"]: 0}), ranks=ranks))
-        row = next(row for row in more.rows if row.label == least.label)
-        if more.total(row, options.batch).total <= card * GIB:
-            return f"nothing fits; {least.label} would on {ranks} ranks."
     return (
-        f"nothing fits on {MOST_RANKS} ranks either; try a smaller --model or --seq, "
-        "--checkpointing, fewer --batch rows, --stage 3, or --offload-param."
+        "nothing fits; give more --ranks, a smaller --model, or fewer and shorter rows (--batch, "
+        "--seq), or offload (--fit tries it)."
     )

@@ -51,7 +51,7 @@ def unsupported(options: PlanOptions) -> str | None:
         "--stage none": options.get("stage", ALL) is None,
         "--config": options.file is not None,
     }
-    if options.model is None or options.batch is None or len(options.cards) != 1:
+    if options.batch is None or len(options.cards) != 1:
         return ""
     return next((option for option, is_given in found.items() if is_given), None)
 
@@ -60,7 +60,7 @@ def check(options: PlanOptions) -> None:
     """Raises ValueError for options of ``plan`` that ``--fit`` does not support."""
     option = unsupported(options)
     if option == "":
-        raise ValueError("--fit: add --model, --seq TOKENS, and --memory with one number of GiB.")
+        raise ValueError("--fit: add --seq TOKENS, and --memory with one number of GiB.")
     if option is not None:
         raise ValueError(
             f"--fit writes the config of one DeepSpeed run without {option}: remove it."
@@ -83,13 +83,12 @@ def cheapest_reductions(
     Raises:
         ValueError: no steps suffice, or the plan cannot be made.
     """
-    assert options.model is not None
     card = options.cards[0] * GIB
     (first,) = options.optimizers if not options.has_all_optimizers else [named(OPTIMIZERS[0])]
     start = options.edited(
         {"optimizer": _optimizer(first.__name__, options), KEYS["stage"]: options.get("stage", 3)}
     )
-    plan = MemoryPlan(start, options.model) if peaks is None else peaks.changed(start)
+    plan = MemoryPlan(start) if peaks is None else peaks.changed(start)
 
     @functools.cache
     def after(*names: str) -> ResourceUse:

@@ -2,10 +2,8 @@
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from ds_ext.planner import models
 from ds_ext.planner.advice import advice
 from ds_ext.planner.memory import MemoryUse
 from ds_ext.planner.options import DTYPES, PlanOptions
@@ -16,10 +14,7 @@ UNITS = {"GiB": GIB, "MiB": 2**20}
 
 def show(options: PlanOptions) -> None:
     """Prints the plan, and draws it if ``--plot`` is given."""
-    if options.model is None:
-        print("\n".join(_largest_models(options)))
-        return
-    plan = MemoryPlan(options, options.model)
+    plan = MemoryPlan(options)
     table = {row.label: plan.total(row, options.batch) for row in plan.rows}
     unit = unit_of(use.total for use in table.values())
     if options.picture is not None:
@@ -39,7 +34,7 @@ def unit_of(sizes: Iterable[float]) -> str:
 
 def title(plan: MemoryPlan) -> str:
     """Returns the model, dtype, ranks and batch of a plan in words."""
-    return f"{plan.name}: {plan.n:,} parameters in {_where(plan.options)}"
+    return f"{plan.options.model}: {plan.n:,} parameters in {_where(plan.options)}"
 
 
 def _where(options: PlanOptions) -> str:
@@ -113,27 +108,6 @@ def not_counted(options: PlanOptions, n: int, unit: str) -> str:
             "model on tensors without storage, with fused attention."
         )
     return textwrap.fill(" ".join(sentences), 90)
-
-
-def _largest_models(options: PlanOptions) -> list[str]:
-    """The lines of a table: the largest model of ``models.KNOWN`` that fits each card."""
-    columns = [_largest_by_label(replace(options, cards=(card,))) for card in options.cards]
-    lines = [["", *(f"in {card:g} GiB" for card in options.cards)]]
-    lines += [[label, *(column[label] for column in columns)] for label in columns[0]]
-    heading = f"The largest known model that fits, in {_where(options)}"
-    return [heading, "", *aligned(lines), "", not_counted(options, 10**9, "GiB")]
-
-
-def _largest_by_label(options: PlanOptions) -> dict[str, str]:
-    """The name of the largest model that fits the card, for each row of a plan."""
-    found: dict[str, str] = {}
-    available = options.cards[0] * GIB
-    for plan in sorted((MemoryPlan(options, k) for k in models.KNOWN), key=lambda plan: plan.n):
-        for row in plan.rows:
-            fits = row.use.total <= available
-            fits = fits and plan.total(row, options.batch).total <= available
-            found[row.label] = plan.name if fits else found.get(row.label, "none")
-    return found
 
 
 def _draw(plan: MemoryPlan, table: Mapping[str, MemoryUse], unit: str, path: Path) -> None:

@@ -44,7 +44,7 @@ OF_ACTIVATIONS = ("batch", "checkpointing", "batch_splits", "chunked_loss")
 class PlanOptions:
     """The options of a plan. ValueError if a run would refuse the config."""
 
-    model: str | None
+    model: str
     # See ``parsing.normalized``. Its optimizer's type may be ``ALL``; its stage may be missing, for
     # all stages, or None, for a plain ``step()``.
     config: dict[str, Any]
@@ -156,11 +156,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``plan`` to a parser. Most of them default to None."""
     add: Callable[..., Any] = parser.add_argument
     known = ", ".join(models.KNOWN)
-    add(
-        "--model",
-        help=f"HF folder, config.json or Hub name, or one of: {known}; default: the largest of "
-        "these that fits (needs --memory)",
-    )
+    add("--model", help=f"HF folder, config.json or Hub name, or one of: {known}", required=True)
     add("--config", type=Path, metavar="ds.json", help="a DeepSpeed config; options overrule it")
     add("--ranks", type=_positive, default=1, help="data-parallel ranks (default 1)")
     add(
@@ -218,8 +214,6 @@ def read(line: argparse.Namespace) -> PlanOptions:
         ValueError: the config or ``--params`` cannot be read, or a run would refuse the config.
     """
     given = {name: value for name, value in vars(line).items() if value not in (None, False)}
-    if line.model is None and not line.memory:
-        raise ValueError("--model is missing; or give --memory to get the largest that fits.")
     if line.hf and line.fit is None:
         raise ValueError("--hf is for the config that --fit writes: add --fit.")
     if line.seq is None and not given.keys().isdisjoint(OF_ACTIVATIONS):

@@ -35,17 +35,12 @@ class Row:
 
 
 class MemoryPlan:
-    """The plan of one model.
+    """The plan of one model."""
 
-    Args:
-        options: the options.
-        name: the value of ``--model``.
-    """
-
-    def __init__(self, options: PlanOptions, name: str) -> None:
-        self.options, self.name = options, name
+    def __init__(self, options: PlanOptions) -> None:
+        self.options = options
         self.dtype = DTYPES[options.dtype]
-        self.config = models.config(name)
+        self.config = models.config(options.model)
         self.model: nn.Module = models.skeleton(self.config)
         self.shapes = memory.shapes_of(self.model)
         self.n = memory.elements(self.shapes)

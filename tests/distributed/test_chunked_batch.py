@@ -51,7 +51,7 @@ def planned(way, stage, folder):
     parser = argparse.ArgumentParser()
     options.add_options(parser)
     asked = options.read(parser.parse_args(given))
-    plan = rows.MemoryPlan(asked, str(folder))
+    plan = rows.MemoryPlan(asked)
     with jobs.in_chunks():
         return plan.total(plan.rows[0], asked.batch).total
 

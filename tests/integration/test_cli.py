@@ -204,7 +204,7 @@ REFUSED = [
     (["--batch", "2"], "--chunked-loss are for activations: add --seq TOKENS"),
     (["--config", "nowhere.json"], "--config nowhere.json: "),
     (["--model", "."], "--model .: no configuration of transformers"),
-    ([], "--model is missing; or give --memory"),
+    ([], "the following arguments are required: --model"),
     (
         ["--optimizer", "adalom"],
         "--optimizer is 'adalom', which is not a ds_ext optimizer. Did you mean",

@@ -191,7 +191,7 @@ def test_nothing_fits(folder, tmp_path, capsys):
 
 
 REFUSED = [
-    ((), "--fit: add --model, --seq TOKENS, and --memory with one number"),
+    ((), "--fit: add --seq TOKENS, and --memory with one number"),
     (("--seq", 8, "--memory", "8,16"), "--memory with one number"),
     (("--seq", 8, "--memory", 8, "--stage", "none"), "without --stage none: remove it"),
     (("--seq", 8, "--memory", 8, "--lora", 4), "without --lora: remove it"),

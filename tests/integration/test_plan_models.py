@@ -219,14 +219,6 @@ def test_a_plan_with_activations_and_the_largest_batch(folder, capsys):
     assert sizes[0] <= 5.01 and sizes[1] >= 4.99
 
 
-def test_the_largest_model_that_fits_is_told(capsys, monkeypatch):
-    few = {name: models.KNOWN[name] for name in ("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b")}
-    monkeypatch.setattr(models, "KNOWN", few)
-    _, rows = plan(capsys, "--memory", "4,24", "--optimizer", "lomo", "--stage", 3)
-    assert list(rows["LOMO, ZeRO-3"].values()) == ["llama-3.2-1b", "llama-3.1-8b"]
-    assert list(rows["AdamW, DeepSpeed ZeRO-3"].values()) == ["smollm2-135m", "llama-3.2-1b"]
-
-
 def test_a_config_says_what_options_do(tmp_path, folder, capsys):
     path = tmp_path / "ds.json"
     config = {
@@ -277,8 +269,7 @@ ADVICE = [
     ("17", "17 GiB: FlashAdamW, ZeRO-3 makes AdamW's steps in less memory, and fits."),
     ("7.5", "7.5 GiB: AdaLomo, ZeRO-3 fits. Learning rate: start at 5e-4 (published for LLaMA 7B"),
     ("6.26", "6.26 GiB: LOMO, ZeRO-3 fits. Learning rate: start at 3e-3 (measured on a model of"),
-    ("3", "3 GiB: nothing fits; LOMO, ZeRO-3 would on 32 ranks."),
-    ("0.1", "0.1 GiB: nothing fits on 1024 ranks either; try"),
+    ("3", "3 GiB: nothing fits; give more --ranks"),
 ]
 
 
