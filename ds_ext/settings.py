@@ -26,6 +26,7 @@ class Setting:
     type: Any = Any  # DeepSpeed converts values to it, for example "3" to 3
     off: Callable[[Any], bool] = operator.not_
     advice: str = ""  # if given, other values are refused; says what to do instead
+    allowed: tuple[Any, ...] = ()  # values that are on, and are not refused all the same
     removed: str = ""  # the version of ds_ext that removed the key
     no_effect: str = ""  # if given, other values have no effect; says why
     since: tuple[int, ...] = ()  # the first version of DeepSpeed under which other values work
@@ -116,6 +117,16 @@ _HOST = (
     "pin_memory."
 )
 _NVME = "DeepSpeed has it for NVMe and its own CPU optimizer"
+_DEVICE = Setting(
+    off=lambda v: v == "none",
+    advice='ds_ext offloads to the memory of the host, not to NVMe. Set it to "cpu", or remove it.',
+    allowed=("cpu",),
+)
+_RATIO = Setting(
+    _NUMBER,
+    off=lambda v: v == 1,
+    advice="it is for DeepSpeed's own optimizers on the CPU; remove it.",
+)
 # Sections that DeepSpeed requires to be objects.
 _SECTIONS = (
     *("zero_optimization", "fp16", "bf16", "data_types", "checkpoint", "tensor_parallel"),
@@ -139,11 +150,11 @@ _ZERO = {
         )
     },
     "offload_param": Setting(SECTION | None),
-    "offload_param.device": Setting(off=lambda v: v == "none"),
-    "offload_param.ratio": Setting(_NUMBER),
+    "offload_param.device": _DEVICE,
+    "offload_param.ratio": _RATIO,
     "offload_optimizer": Setting(SECTION | None),
-    "offload_optimizer.device": Setting(off=lambda v: v == "none"),
-    "offload_optimizer.ratio": Setting(_NUMBER),
+    "offload_optimizer.device": _DEVICE,
+    "offload_optimizer.ratio": _RATIO,
     "offload_optimizer.super_offload": Setting(_SWITCH, advice=_REMOVE),
     "cpu_offload": Setting(_SWITCH, advice=_HOST),
     "cpu_offload_param": Setting(_SWITCH, advice=_HOST),

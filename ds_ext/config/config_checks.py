@@ -23,6 +23,7 @@ from ds_ext.rules import REGISTRY, RuleEntry
 from ds_ext.settings import SETTINGS, SIZES, Section
 
 _HPZ = "zero_optimization.zero_hpz_partition_size"
+_STAGE = "zero_optimization.stage"
 
 
 def raise_first(problems: Iterable[str]) -> None:
@@ -75,7 +76,14 @@ def problems(
         parsing.gradients(config, kept_for=kept_for)
     except ValueError as error:
         yield str(error)
-    yield from offload_problems(config, states)
+    kinds = list(states) if is_on(config, "zero_optimization.offload_optimizer.device") else []
+    if kinds and not any(has_state(*kind) for kind in kinds):
+        yield (
+            'zero_optimization.offload_optimizer.device = "cpu": there is almost no '
+            f"optimizer state to offload. With these settings {type(kinds[0][0]).__name__} keeps "
+            "at most 4 bytes for each row and column of a matrix: remove offload_optimizer. "
+            "offload_param moves weights."
+        )
 
 
 def is_on(config: dict[str, Any], key: str) -> bool:
@@ -94,9 +102,9 @@ def _refused(config: dict[str, Any], key: str, version: str | None) -> Iterator[
         )
     if setting.removed:
         yield f"{shown} was removed in ds_ext {setting.removed}: {setting.advice}"
-    elif setting.advice:
+    elif setting.advice and lookup(config, key) not in setting.allowed:
         yield f"{shown} is not supported: {setting.advice}"
-    least, stage = setting.least_stage, lookup(config, "zero_optimization.stage") or 0
+    least, stage = setting.least_stage, lookup(config, _STAGE) or 0
     if stage < least:
         higher = " or higher" * (least < 3)
         yield (
@@ -119,17 +127,14 @@ def int8_problems(config: dict[str, Any]) -> Iterator[str]:
 def ignored(config: dict[str, Any]) -> Iterator[str]:
     """Yields a message for each setting that is accepted but has no effect."""
     config = normalized(config)
-    on = _offloaded(config)
     for key, setting in SETTINGS.items():
-        is_inactive = ".offload_" in key and key.split(".")[1] not in on
-        if setting.no_effect and is_on(config, key) and not is_inactive:
+        if setting.no_effect and is_on(config, key):
             yield f"{key} = {lookup(config, key)!r} has no effect: {setting.no_effect}."
-    stage = lookup(config, "zero_optimization.stage") or 0
-    if "offload_param" not in on and is_on(config, "zero_optimization.offload_param.device"):
-        device = lookup(config, "zero_optimization.offload_param.device")
+    key, stage = "zero_optimization.offload_param.device", lookup(config, _STAGE) or 0
+    if is_on(config, key) and stage != 3:
         yield (
-            f'zero_optimization.offload_param.device = "{device}" has no effect: it moves the '
-            f"partitions that ZeRO-3 makes of parameters, and zero_optimization.stage is {stage}."
+            f'{key} = "{lookup(config, key)}" has no effect: it moves the partitions that ZeRO-3 '
+            f"makes of parameters, and {_STAGE} is {stage}."
         )
 
 
@@ -153,36 +158,6 @@ def expert_problems(stage: Any, sequences: bool, tensor_size: Any) -> Iterator[s
         )
 
 
-# Offload.
-
-
-def offload_problems(
-    config: dict[str, Any], states: Iterable[tuple[Any, torch.dtype]] = ()
-) -> Iterator[str]:
-    """Yields a message for each offload setting that ds_ext cannot honour; see ``problems``."""
-    on = _offloaded(normalized(config))
-    for name, section in on.items():
-        key = f"zero_optimization.{name}"
-        if (device := section["device"]) != "cpu":
-            yield (
-                f'{key}.device = "{device}": ds_ext offloads to the memory of the host, not to '
-                'NVMe. Set it to "cpu", or remove it.'
-            )
-        elif section.get("ratio", 1) != 1:
-            yield (
-                f"{key}.ratio = {section['ratio']!r} is not supported: it is for DeepSpeed's "
-                "own optimizers on the CPU; remove it."
-            )
-    kinds = list(states) if "offload_optimizer" in on else []
-    if kinds and not any(has_state(*kind) for kind in kinds):
-        yield (
-            'zero_optimization.offload_optimizer.device = "cpu": there is almost no '
-            f"optimizer state to offload. With these settings {type(kinds[0][0]).__name__} keeps "
-            "at most 4 bytes for each row and column of a matrix: remove offload_optimizer. "
-            "offload_param moves weights."
-        )
-
-
 def has_state(rule: Any, dtype: torch.dtype) -> bool:
     """Returns whether a rule keeps more than row and column statistics for a matrix.
 
@@ -193,14 +168,6 @@ def has_state(rule: Any, dtype: torch.dtype) -> bool:
     parts = leaves(rule.state_spec(Shard.whole((512, 512))))
     masters = sixteen_bit.master(torch.empty(0, dtype=dtype, device="cpu"), rule)
     return bool(masters) or any(not part.is_shared for _, part in parts)
-
-
-def _offloaded(config: dict[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The active offload sections by name. ``offload_param`` is active only at ZeRO-3."""
-    is_stage_3 = lookup(config, "zero_optimization.stage") == 3
-    names = ["offload_param", "offload_optimizer"] if is_stage_3 else ["offload_optimizer"]
-    keys = {name: f"zero_optimization.{name}" for name in names}
-    return {n: lookup(config, key) for n, key in keys.items() if is_on(config, f"{key}.device")}
 
 
 # Sizes that must match the number of ranks.
@@ -220,7 +187,7 @@ def size_problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
         if ranks and ranks % size and not is_copy_of_all:
             yield f"{key} = {size} does not divide the {ranks} ranks: set it to a divisor."
     if is_on(config, "expert_parallel.enabled"):
-        stage = lookup(config, "zero_optimization.stage")
+        stage = lookup(config, _STAGE)
         tensor_size = lookup(config, "tensor_parallel.autotp_size", 1)
         yield from expert_problems(stage, is_on(config, "sequence_parallel_size"), tensor_size)
 

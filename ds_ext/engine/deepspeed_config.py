@@ -20,16 +20,12 @@ from ds_ext.config.parsing import filled, malformed, normalized
 from ds_ext.engine import deepspeed_versions, rank_logging, schedulers
 from ds_ext.settings import SETTINGS, SIZES
 
-# Top-level keys that DeepSpeed's modules ``constants`` and ``config`` do not define as constants.
+# Top-level keys that neither ``SETTINGS`` nor constants of DeepSpeed's modules name.
 _SECTIONS = {
-    *("zero_optimization", "sparse_gradients", "amp", "pipeline"),
-    *("sequence_parallel_size", "data_parallel_size"),
-    *("flops_profiler", "activation_checkpointing", "data_efficiency", "compression_training"),
-    *("monitor_config", "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger"),
-    *("elasticity", "autotuning", "aio", "nebula", "datastates_ckpt", "hybrid_engine", "compile"),
-    *("timers", "tensor_parallel", "expert_parallel", "weight_quantization", "zenflow"),
-    *("progressive_layer_drop", "eigenvalue", "quantize_training", "sparse_attention"),
-    "ds_ext",
+    *("sparse_gradients", "amp", "data_parallel_size", "compression_training", "elasticity"),
+    *("monitor_config", "tensorboard", "wandb", "csv_monitor", "comet", "autotuning", "aio"),
+    *("timers", "zenflow", "progressive_layer_drop", "eigenvalue", "quantize_training"),
+    "sparse_attention",
 }
 # Sections that DeepSpeed validates with a pydantic model.
 _MODELS = {
@@ -114,6 +110,7 @@ def unknown(config: dict[str, Any]) -> Iterator[str]:
     modules = (constants, runtime_config)
     values = [value for module in modules for value in vars(module).values()]
     known = {v for v in values if isinstance(v, str) and v.isidentifier()} | _SECTIONS
+    known |= {key.partition(".")[0] for key in SETTINGS}
     for key in config:
         if key not in known and not misspells_section(key):
             yield f"unknown key {key}, which DeepSpeed ignores.{did_you_mean(key, known)}"

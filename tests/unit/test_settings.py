@@ -21,6 +21,10 @@ def refuse(*given):
 # (setting, values that are refused, values that are honoured, what the message must advise)
 SETTINGS = [
     ("zero_optimization.offload_optimizer.super_offload", [True], [False], "remove it"),
+    ("zero_optimization.offload_optimizer.device", ["nvme"], ["cpu", "none"], "not to NVMe"),
+    ("zero_optimization.offload_param.device", ["nvme"], ["cpu", "none"], "not to NVMe"),
+    ("zero_optimization.offload_optimizer.ratio", [0.5], [1, 1.0], "remove it"),
+    ("zero_optimization.offload_param.ratio", [0.5], [1, 1.0], "remove it"),
     ("zero_optimization.cpu_offload", [True], [False], "offload_optimizer"),
     ("zero_optimization.cpu_offload_param", [True], [False], "offload_param"),
     ("zero_optimization.zero_quantized_gradients", [True], [False], "gradients are then exact"),
