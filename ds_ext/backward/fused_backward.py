@@ -257,7 +257,8 @@ class FusedBackward:
 
     def _begin_step(self, kept: Mapping[Tensor, ReducedGrad] | None = None) -> None:
         """Ends the state of the step before, and begins a new step with the gradients ``kept``."""
-        projected_grads.drop_unstepped(self.optimizer, self.state.projected)
+        if self.state.projected:
+            projected_grads.drop_unstepped(self.optimizer, self.state.projected)
         self.state = StepState(self.reader, dict(kept or {}))
 
     @torch.no_grad()

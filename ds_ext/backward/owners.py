@@ -177,7 +177,7 @@ def may_reach_others(by: GradientOwner) -> bool:
     Example: a generator's loss reaches the discriminator, whose gradients zero_grad() discards
     before the discriminator is trained.
     """
-    return _reaches_others(by) or _may_hide_others(by)
+    return len(_owners_by_number) > 1 and (_reaches_others(by) or _may_hide_others(by))
 
 
 def _reaches_others(by: GradientOwner) -> bool:

@@ -70,7 +70,9 @@ class Stepper:
         check = GradCheck(checked, votes, state.begin_flags() if self._by_kernels else None)
         with int8.expanded(grads) as in_int8:
             for all_reduce, found in self._by_statistics_group(grads):
-                updates = [u for given in found for u in self._updates(*given, grads, state)]
+                updates: list[RunUpdate] = []
+                for placement, params in found:
+                    updates += self._updates(placement, params, grads, state)
                 self.optimizer.update(updates, all_reduce, check)
             state.add(check)
             stepped = [p for p in grads if p not in check.bad] if check.bad else grads
@@ -89,7 +91,7 @@ class Stepper:
         no kernel steps. A check in a round would make the host wait for every round.
         """
         key, optimizer = tuple(map(id, params)), self.optimizer
-        for i in {optimizer.group_index_of[p] for p in params}:
+        for i in range(len(optimizer.index.groups)):
             optimizer.rule_at(i)  # follows an edit of the group
         version = optimizer.version, [(p.dtype, p.device) for p in params]
         before, voted = self._voted.get(key, (None, None))

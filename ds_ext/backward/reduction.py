@@ -60,11 +60,15 @@ class Reduction:
         asked = [*voted]
         if self.leaf_params:
             asked += (p for p in grads if p in self.leaf_params and p not in voted)
-        is_read = any(p in self.leaf_params or p in voted_params.host for p in asked)
+        is_read = bool(asked) and any(
+            p in self.leaf_params or p in voted_params.host for p in asked
+        )
         with self.streams.reducing():
-            squares, votes = self._votes(voted, [grads[p] is not None for p in asked])
-            if votes is not None:  # to be reduced together with gradients
-                votes = votes.to(next(iter(flats.values())).dtype)
+            squares: dict[Tensor, Tensor] = {}
+            votes: Tensor | None = None
+            if asked:
+                squares, votes = self._votes(voted, [grads[p] is not None for p in asked])
+                votes = votes.to(next(iter(flats.values())).dtype)  # reduced with gradients
             runs, votes, wait = self.layout.reduce(flats, votes)
             read_votes = None
             if self.streams.are_used:
@@ -104,18 +108,15 @@ class Reduction:
 
     def _votes(
         self, flats: dict[Tensor, Tensor], has: list[bool]
-    ) -> tuple[dict[Tensor, Tensor], Tensor | None]:
+    ) -> tuple[dict[Tensor, Tensor], Tensor]:
         """Returns the sums of squares and the votes.
 
-        The sums are empty if other ranks add to the gradients. The votes are None if none are
-        needed.
+        The sums are empty if other ranks add to the gradients.
         A vote is 1 for a finite gradient, 0 for none, and ``BAD_VOTE`` if the gradient, its sum
         over the ranks or its square may overflow. The first votes are on ``flats``, in order. The
         others only say whether ``has`` is true.
         """
         squares: dict[Tensor, Tensor] = {}
-        if not has:
-            return squares, None
         votes = torch.ones(len(has), dtype=torch.float32, device=self.layout.device)
         if flats:
             found = self._found(flats)

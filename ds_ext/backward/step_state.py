@@ -157,7 +157,8 @@ class StepState:
         if check.square is not None:
             square = torch.tensor(check.square, dtype=torch.float64, device="cpu")
             self._add(square.div_(self.coefficient**2).to(self.reader.layout.device))
-        self._flag(map(self.reader.layout.name, check.bad))
+        if check.bad:
+            self._flag(map(self.reader.layout.name, check.bad))
 
     def _flag(self, names: Iterable[str]) -> None:
         """Records parameters with bad gradients, each once."""
@@ -235,7 +236,7 @@ class StepState:
         """Reads the flags; returns the parameters that kernels skipped, and Σ ``squares``."""
         flags, self.flags = self.flags, None
         if not flags:
-            return [], sum(x.item() for x in squares)
+            return [], sum(map(Tensor.item, squares))
         found, numbers = flags.read(*squares)
         self._flag(map(self.reader.layout.name, found.bad))
         self.stepped -= len(found.bad)

@@ -6,6 +6,7 @@ yields flat tensors. ``run`` drives it with a real reduction. ``simulate`` advan
 generators, which are N ranks, in one process.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
@@ -39,7 +40,7 @@ def lockstep(generators: Iterable[StepGenerator]) -> FlatSums:
 
     The sums of batches on a GPU are adjacent in memory, and are reduced in place.
     """
-    waiting = _advance_all((generator, None) for generator in generators)
+    waiting, _ = _advance_all(zip(generators, itertools.repeat(None), strict=False))
     while waiting:
         partial = [x for _, sums in waiting for x in sums]
         flat = None
@@ -49,7 +50,7 @@ def lockstep(generators: Iterable[StepGenerator]) -> FlatSums:
             total = yield flat
             if total is not flat:
                 flat.copy_(total)
-            waiting = _advance_all(waiting)
+            waiting, _ = _advance_all(waiting)
             continue
         total = yield torch.cat([x.reshape(-1) for x in partial])
         answered, start = list[tuple[StepGenerator, Sums]](), 0
@@ -59,29 +60,12 @@ def lockstep(generators: Iterable[StepGenerator]) -> FlatSums:
                 start, first = start + x.numel(), start
                 totals.append(total[first:start].view(x.shape).to(x.dtype))
             answered.append((generator, tuple(totals)))
-        waiting = _advance_all(answered)
+        waiting, _ = _advance_all(answered)
 
 
 def _advance_all(
-    answered: Iterable[tuple[StepGenerator, Sums | None]],
-) -> list[tuple[StepGenerator, Sums]]:
-    """Sends totals to generators, or begins those that have None.
-
-    Returns those that have not ended, with their next sums.
-    """
-    found: dict[int, tuple[StepGenerator, Sums]] = {}
-
-    def keep(i: int, generator: StepGenerator, sums: Sums) -> None:
-        found[i] = generator, sums
-
-    _advance_jointly(answered, keep)
-    return [found[i] for i in sorted(found)]
-
-
-def _advance_jointly(
-    answered: Iterable[tuple[StepGenerator, Sums | None]],
-    receive: Callable[[int, StepGenerator, Sums], Sums | None],
-) -> None:
+    answered: Iterable[tuple[StepGenerator, Sums | None]], is_alone: bool = False
+) -> tuple[list[tuple[StepGenerator, Sums]], int]:
     """Begins generators, or sends them totals; answers their joint operations together.
 
     A generator with a joint operation waits until enough others wait for the same one, or until all
@@ -89,16 +73,23 @@ def _advance_jointly(
 
     Args:
         answered: the generators, with the totals of their last sums; None to begin one.
-        receive: is called with the position of a generator, the generator and its next sums.
-            Returns their totals, to advance it further, or None.
+        is_alone: whether sums are their own totals, so that generators run to their end.
+
+    Returns:
+        The generators that wait for totals, with their sums, and the most rounds of a generator.
     """
+    found: dict[int, tuple[StepGenerator, Sums]] = {}
+    rounds = Counter[int]()
     waiting: dict[Hashable, list[tuple[int, StepGenerator, Joint]]] = {}
 
     def advance_one(i: int, generator: StepGenerator, totals: Sums | None) -> None:
         sums = _next(generator, totals)
         while sums is not None and not isinstance(sums, Joint):
-            totals = receive(i, generator, sums)
-            sums = None if totals is None else _next(generator, totals)
+            rounds[i] += 1
+            if not is_alone:
+                found[i] = generator, sums
+                return
+            sums = _next(generator, sums)
         if sums is not None:
             key = sums.key
             alike = waiting.setdefault(key, [])
@@ -116,17 +107,23 @@ def _advance_jointly(
         advance_one(i, generator, totals)
     while waiting:
         answer(next(iter(waiting)))
+    return [found[i] for i in sorted(found)], max(rounds.values(), default=0)
 
 
 def _next(generator: StepGenerator, totals: Sums | None) -> Sums | None:
     """What a generator yields next, None at its end; skips rounds without sums."""
     try:
-        sums = _checked(next(generator) if totals is None else generator.send(totals))
-        while not sums:
-            sums = _checked(generator.send(()))
-        return sums
+        sums: Any = next(generator) if totals is None else generator.send(totals)
+        while isinstance(sums, tuple) and not sums:
+            sums = generator.send(())
     except StopIteration:
         return None
+    if not isinstance(sums, tuple):
+        raise TypeError(
+            f"a rule's step yields a {type(sums).__name__}; allowed: a tuple of partial sums, such "
+            "as (ops.square_sum(g, shard, g),)."
+        )
+    return sums
 
 
 def advance(generator: StepGenerator, totals: Sums | None) -> Sums | None:
@@ -136,19 +133,8 @@ def advance(generator: StepGenerator, totals: Sums | None) -> Sums | None:
         generator: the generator.
         totals: the totals of its last sums; None to begin it.
     """
-    found: list[Sums] = []
-    _advance_jointly([(generator, totals)], lambda i, generator, sums: found.append(sums))
-    return found[0] if found else None
-
-
-def _checked(sums: Any) -> Sums:
-    """What a generator has yielded; TypeError if it is no tuple, as a user's rule may yield."""
-    if not isinstance(sums, tuple):
-        raise TypeError(
-            f"a rule's step yields a {type(sums).__name__}; allowed: a tuple of partial sums, such "
-            "as (ops.square_sum(g, shard, g),)."
-        )
-    return sums
+    waiting, _ = _advance_all([(generator, totals)])
+    return waiting[0][1] if waiting else None
 
 
 def run(generators: Iterable[StepGenerator], all_reduce: Callable[[Tensor], None] | None) -> int:
@@ -159,14 +145,7 @@ def run(generators: Iterable[StepGenerator], all_reduce: Callable[[Tensor], None
     then hold what its later passes read again.
     """
     if all_reduce is None:
-        counts = Counter[int]()
-
-        def reply(i: int, generator: StepGenerator, sums: Sums) -> Sums:
-            counts[i] += 1
-            return sums
-
-        _advance_jointly(((generator, None) for generator in generators), reply)
-        return max(counts.values(), default=0)
+        return _advance_all(zip(generators, itertools.repeat(None), strict=False), is_alone=True)[1]
     rounds = 0
     for flat in merged_rounds(lockstep(generators)):
         all_reduce(flat)

@@ -7,7 +7,7 @@ advance moments when they are read. ``source()`` describes an expression to nati
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -71,9 +71,11 @@ def source_of(x: object) -> Source | None:
     """Returns the description of a run for native code and kernels; None if they cannot read it."""
     if isinstance(x, Tensor | Runs):
         return Source("IS_RUN", {"x": x})
-    if hasattr(x, "storage"):
-        return Source("IS_WEIGHT", storage=x.storage())
-    return x.source() if hasattr(x, "source") else None
+    of: Any = x
+    kind = type(x)  # of the class, because instances explain what they lack
+    if hasattr(kind, "storage"):
+        return Source("IS_WEIGHT", storage=of.storage())
+    return of.source() if hasattr(kind, "source") else None
 
 
 def inner_source_of(x: object, *forms: str) -> Source | None:

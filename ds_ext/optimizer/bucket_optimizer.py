@@ -20,7 +20,7 @@ from ds_ext.optimizer.groups import GroupIndex
 from ds_ext.optimizer.host_offload import OffloadedBucket
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
-from ds_ext.optimizer.plans import MAX_PLANS, BucketPlan, are_batched, key_of
+from ds_ext.optimizer.plans import MAX_PLANS, BucketPlan, are_batched
 from ds_ext.optimizer.updates import RunUpdate
 
 
@@ -45,11 +45,12 @@ class BucketOptimizer(ParamTable):
         """
         self.refuse_exchanged()
         self.follow_groups()
-        rules = [self.rule_at(i) for i in range(len(self.index.groups))]
+        for i in range(len(self.index.groups)):
+            self.rule_at(i)
         if self.version == self._checked_version:
             return
-        for rule, group in zip(rules, self.index.groups, strict=True):
-            if sections.are_set(rule):
+        for i, group in enumerate(self.index.groups):
+            if sections.are_set(self.rule_at(i)):
                 for p in (p for p in group["params"] if p.requires_grad):
                     param_checks.refuse_shape(self, p, self.shard(p))
         self._checked_version = self.version
@@ -175,14 +176,14 @@ class BucketOptimizer(ParamTable):
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
             plan = BucketPlan(self, updates, states, self._allows_batches(device))
-            self._plans[key_of(updates)] = plan
+            self._plans[_key(updates)] = plan
         for i in plan.batched:
             states[i]["step"] += 1
         return plan
 
     def _fitting(self, updates: Sequence[RunUpdate], states: Sequence[State]) -> BucketPlan | None:
         """The plan of a bucket; None if it has none, or one that holds no more."""
-        plan = self._plans.get(key_of(updates))
+        plan = self._plans.get(_key(updates))
         return plan if plan is not None and plan.fits(self, updates, states) else None
 
     def commit_weight_norms(self) -> None:
@@ -287,6 +288,12 @@ class BucketOptimizer(ParamTable):
             for key in filter(wanted, state):
                 state[key] = mapped(state[key], move)
         self._plans.clear()
+
+
+def _key(updates: Sequence[RunUpdate]) -> tuple[object, ...]:
+    """What identifies the plan of a bucket: its parameters, and the device of their gradients."""
+    params, *_ = zip(*updates, strict=True)
+    return *map(id, params), updates[0].g.device
 
 
 def by_device(updates: Iterable[RunUpdate]) -> list[list[RunUpdate]]:

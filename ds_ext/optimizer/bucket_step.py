@@ -354,12 +354,10 @@ def _gradients(plan: BatchPlan, grads: list[Any]) -> Any:
         runs.append(g.x if is_scaled else g)
         factors.append(g.factor if is_scaled else 1.0)
         bound = g.bound if is_scaled else bound
-    return ops.Scaled(cast(Tensor, plan.runs(runs)), _vector(factors, plan.device), bound)
-
-
-def _vector(numbers: Sequence[Any], device: torch.device) -> Any:
-    """One number per parameter, [n], or a single number if all are equal; some may be tensors."""
-    if not {*map(type, numbers)} <= {float, int}:
-        same = [torch.as_tensor(x, dtype=torch.float32, device=device) for x in numbers]
-        return torch.stack(same)
-    return numbers[0] if len(set(numbers)) == 1 else np.array(numbers, dtype=np.float32)
+    factor: Any = factors[0]
+    if not {*map(type, factors)} <= {float, int}:  # some are tensors
+        same = [torch.as_tensor(x, dtype=torch.float32, device=plan.device) for x in factors]
+        factor = torch.stack(same)
+    elif len(set(factors)) > 1:
+        factor = np.array(factors, dtype=np.float32)
+    return ops.Scaled(cast(Tensor, plan.runs(runs)), factor, bound)

@@ -194,10 +194,10 @@ class BucketPlan:
         self, table: ParamTable, updates: Sequence[RunUpdate], states: Sequence[State]
     ) -> bool:
         """Returns whether the plan still holds for runs of the same parameters."""
-        rules = {i: table.rule_at(i) for i in self.rules}
+        for i in self.rules:
+            self.rules[i] = table.rule_at(i)
         if table.version != self.version or _properties(updates) != self.properties:
             return False
-        self.rules = rules
         for batch in self.batches:
             if not batch.fits(states):
                 return False
@@ -208,11 +208,6 @@ class BucketPlan:
             ):
                 return False
         return True
-
-
-def key_of(updates: Sequence[RunUpdate]) -> tuple[object, ...]:
-    """Returns what identifies the plan of a bucket: its parameters, and their gradients' device."""
-    return *[id(u.param) for u in updates], updates[0].g.device
 
 
 def _properties(
