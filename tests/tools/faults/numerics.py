@@ -84,7 +84,7 @@ FAULTS = (
     ),
     # expressions that native code and kernels cannot evaluate
     Fault(
-        "ops/executors/tables.py",
+        "ops/executors/table_passes.py",
         'if "decay" in source.scalars and name not in schema.ADD_WEIGHTS:',
         'if "decay" in source.scalars and not schema.ADD_WEIGHTS:',
         "unit/test_unseen_rule.py -k lerp_of_sum-native",
