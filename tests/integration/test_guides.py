@@ -1,0 +1,92 @@
+"""docs/guides: the code and the commands of a guide run on two CPU ranks, and the model learns."""
+
+import ast
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_ext.commands import config
+
+ROOT = Path(__file__).parents[2]
+MODEL = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.manual_seed(0)
+size = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+model, losses = LlamaForCausalLM(LlamaConfig(**size, **heads)), []
+model.register_forward_hook(lambda module, inputs, output: losses.append(output.loss.item()))
+data = [{"input_ids": x, "labels": x} for x in torch.randint(0, 8, (128, 12))]
+loader = torch.utils.data.DataLoader(data, batch_size=2)
+"""
+END = """
+print(f"losses {losses}", flush=True)
+"""
+
+
+def blocks(guide, language=""):
+    text = (ROOT / "docs/guides" / f"{guide}.md").read_text()
+    found = re.findall(r"(?ms)^```(\w*)\n(.*?)^```$", text)
+    return [code for kind, code in found if kind == language]
+
+
+def falls(script, command, folder):
+    """Runs a script, and sees the loss of each rank fall."""
+    (folder / "script.py").write_text(script)
+    made = config.make("adalomo", 3) | {"gradient_clipping": 0.0}
+    (folder / "ds.json").write_text(json.dumps(made))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    program, *rest = shlex.split(command)
+    starts = {
+        "torchrun": ["torch.distributed.run", "--master_port", port],
+        "accelerate": ["accelerate.commands.accelerate_cli", "launch", "--main_process_port", port],
+    }
+    rest = rest[1:] if program == "accelerate" else rest
+    done = subprocess.run(
+        [sys.executable, "-m", *starts[program], *rest],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = re.findall(r"losses (\[[^\]]*\])", done.stdout)
+    assert len(found) == 2
+    for losses in map(ast.literal_eval, found):
+        assert len(losses) >= 32 and sum(losses[-4:]) < 0.9 * sum(losses[:4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_accelerate(launcher, tmp_path):
+    loop, cpu = blocks("accelerate", "python")
+    (commands,) = blocks("accelerate")
+    (command,) = (line for line in commands.splitlines() if line.startswith(launcher))
+    falls(cpu + MODEL + loop.replace("1e-3", "1e-2") + END, command, tmp_path)
+
+
+@pytest.mark.slow
+def test_hf_trainer(tmp_path):
+    arguments, _ = blocks("hf-trainer", "python")
+    arguments = arguments.replace("1e-3", "1e-2").replace('"out",', '"out", use_cpu=True,')
+    run = "Trainer(model=model, args=args, train_dataset=data).train()"
+    batch = "args.per_device_train_batch_size = 2"
+    script = "\n".join([arguments, MODEL, batch, run, END])
+    falls(script, "torchrun --nproc_per_node 2 script.py", tmp_path)
+
+
+def test_guides_of_clients_that_need_a_gpu_begin_with_it():
+    for guide in ("lightning", "openrlhf", "verl"):
+        first = (ROOT / "docs/guides" / f"{guide}.md").read_text().splitlines()[2]
+        assert first.startswith("Needs a GPU: ")
