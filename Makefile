@@ -38,6 +38,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Each environment has its own folder for what DeepSpeed builds: see docs/install.md.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
 
+WORDS = from tests.tools import snippets; print(snippets.user_words(), 'words on pages for users, at most 15,000')
+
 .PHONY: demo compare test test-all lint check matrix clients versions contract ir peers readme docs release clean
 .DELETE_ON_ERROR:
 
@@ -97,6 +99,7 @@ readme: .venv/.test
 	$(BIN)/python -m tests.tools.snippets
 
 docs: .venv/.docs
+	@$(BIN)/python -c "$(WORDS)"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -f .ci/docs/mkdocs.yml
 
 release: .venv/.release

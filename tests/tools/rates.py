@@ -36,21 +36,17 @@ def lines() -> Lines:
 
 
 def table() -> str:
-    """Learning rates: the default, where to begin, and what is published."""
-    head = "| optimizer | default of `lr` | start at | published | for | with |"
-    rows = [head, "|" + "---|" * 6]
+    """Learning rates: where to begin, and what is published."""
+    rows = ["| optimizer | start at | published | for | with |", "|" + "---|" * 5]
     for name, rate in RATES.items():
-        label, default = LORA_LABEL, ""
-        if name in REGISTRY:
-            label, lr = REGISTRY[name].spelling, REGISTRY[name].rule().lr
-            default = "by the step" if lr is None else shown(lr)
+        label = REGISTRY[name].spelling if name in REGISTRY else LORA_LABEL
         cells = ["", "", ""]
         if rate.published is not None:
             run = rate.published.run.replace("|", "\\|")
             decay = rate.published.weight_decay
             cells = [span(rate.published), f"[{run}]({rate.published.source})"]
             cells.append(rate.published.schedule + f"; weight decay {decay}" * (decay != "0"))
-        rows.append(f"| {' | '.join([label, default, shown(rate.start), *cells])} |")
+        rows.append(f"| {' | '.join([label, shown(rate.start), *cells])} |")
     return "\n".join(rows)
 
 
@@ -150,4 +146,4 @@ def _less(runs: Lines, data: str, name: str) -> str:
         return ""
     told = summary.spread(own.losses) if name == UNIT else summary.less(own, unit)
     edge = ", edge" if own.is_at_edge and name != UNIT else ""
-    return told.removesuffix(f" (n = {SEEDS})") + edge
+    return told.removesuffix(f" (n = {SEEDS})").replace(" ± ", "±") + edge

@@ -1,7 +1,6 @@
 """The reference page made from the code: keys of a config."""
 
 import dataclasses
-import inspect
 import json
 import re
 from collections import Counter
@@ -14,20 +13,6 @@ from ds_ext.optimizer.ema import EmaConfig
 from ds_ext.optimizer.sections import SectionConfig
 from ds_ext.rules import REGISTRY
 from ds_ext.settings import Section
-
-# The meaning of keys whose fields have no comment.
-_USUAL = {
-    "lr": "learning rate",
-    "betas": "decay rates of first and second moment",
-    "eps": "added to the root of the second moment",
-    "bias_correction": "divides moments by 1 - beta^t",
-    "correct_bias": "divides moments by 1 - beta^t",
-    "decay_rate": "second moment's decay is 1 - t^decay_rate",
-    "momentum": "decay rate of the momentum",
-    "nesterov": "Nesterov momentum",
-    "ns_coefficients": "of the Newton-Schulz iteration",
-}
-
 
 # What the page says instead of the comment, where a user needs other words than a maintainer.
 _FOR_USERS = {
@@ -58,7 +43,7 @@ def keys() -> str:
     lines += ["## Keys of several optimizers", "", *(common[k].line() for k in sorted(common)), ""]
     for key, entry in REGISTRY.items():
         rule = entry.rule
-        lines += [f"## {entry.spelling}", "", f"{entry.summary}.".replace("..", "."), ""]
+        lines += [f"## {entry.spelling}", ""]
         if parent := _parent(rule):
             lines += [_changed(rule, parent), ""]
         else:
@@ -124,12 +109,12 @@ def _symbols(text: str) -> str:
 def _keys(kind: type) -> list[Key]:
     """The fields of a dataclass."""
     hints = get_type_hints(kind, include_extras=True)
-    meanings = _comments(kind)
+    meanings = hyperparams.meanings(kind)
     return [
         Key(
             field.name,
             _allowed(hints[field.name]),
-            _FOR_USERS.get(field.name) or meanings.get(field.name) or _USUAL[field.name],
+            _FOR_USERS.get(field.name) or meanings[field.name],
             json.dumps(field.default),
         )
         for field in dataclasses.fields(kind)
@@ -137,20 +122,6 @@ def _keys(kind: type) -> list[Key]:
 
 
 _WRITING = {field.name for field in dataclasses.fields(RoundingConfig)}
-
-
-def _comments(kind: type) -> dict[str, str]:
-    """The comments of a dataclass's fields: behind each, or alone on the line before."""
-    found: dict[str, str] = {}
-    for base in reversed(kind.__mro__[:-1]):
-        before = ""
-        for line in inspect.getsource(base).splitlines():
-            if alone := re.fullmatch(r"\s+# (.*)", line):
-                before = alone[1]
-            elif field := re.match(r"    (\w+): [^#]*(?:# (.*))?$", line):
-                found[field[1]] = field[2] or before or found.get(field[1], "")
-                before = ""
-    return found
 
 
 def _others(roles: Any) -> str:
@@ -165,6 +136,6 @@ def _others(roles: Any) -> str:
     for role, name in kinds.items():
         told.setdefault(said(role), []).append(name)
     if len(told) == 1:
-        return f"For matrices of linear layers. {next(iter(told))} steps all other parameters."
+        return f"For matrices of linear layers; {next(iter(told))} for the rest."
     others = "; ".join(f"{what} ({', '.join(names)})" for what, names in told.items())
     return f"For matrices of linear layers. Other parameters: {others}."

@@ -28,6 +28,10 @@ from ds_ext.rules import REGISTRY
 from tests.tools import rates, reference, stubs
 
 ROOT = Path(__file__).parents[2]
+CONTRIBUTORS = (  # pages that README.md lists for them
+    *("architecture", "algorithms", "adding-an-optimizer", "tests", "tests-by-feature"),
+    *("performance-method", "gpu"),
+)
 _MARKED = re.compile(
     r"(?m)^<!-- code: (?P<path>\S+) (?P<name>\S+) -->\n```python\n(?P<code>.*?)^```$", re.S
 )
@@ -41,6 +45,12 @@ _BLOCK = re.compile(r"(?m)^```python\n(.*?)^```$", re.S)
 def documents() -> list[Path]:
     """All documents that may quote code."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+
+
+def user_words() -> int:
+    """The words on the pages for users, as ``wc -w`` counts them."""
+    pages = [path for path in documents() if path.stem not in CONTRIBUTORS]
+    return sum(len(page.read_text().split()) for page in pages)
 
 
 def source_of(path: str, name: str) -> str:

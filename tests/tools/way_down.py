@@ -1,6 +1,6 @@
 """The steps of ``plan --fit`` on a small Llama: bytes that are planned, and those of real training.
 
-    python -m tests.tools.way_down  # writes the table of docs/planning.md anew
+    python -m tests.tools.way_down  # writes the table of docs/performance-method.md anew
 
 Each step's config trains two steps under ``deepspeed.initialize``, on one rank, on a pretended
 device (pretend.py) that holds buckets as long as a GPU's streams do. The peak of the second step is
@@ -32,7 +32,7 @@ from tests import worlds
 from tests.common import pretend, streams
 from tests.tools import blocks
 
-PAGE = Path(__file__).parents[2] / "docs/planning.md"
+PAGE = Path(__file__).parents[2] / "docs/performance-method.md"
 MIB = 2**20
 SIZES: dict[str, Any] = dict(
     vocab_size=2000, hidden_size=512, intermediate_size=1024, num_hidden_layers=4,
@@ -130,7 +130,7 @@ def small_limits() -> Iterator[None]:
 
 
 def table(ways: dict[str, list[Step]]) -> str:
-    """The table of docs/planning.md."""
+    """The table of docs/performance-method.md."""
     rows = [["", "plan", "measured"]]
     for name, steps in ways.items():
         for step in steps:
@@ -140,7 +140,7 @@ def table(ways: dict[str, list[Step]]) -> str:
 
 
 def shown(name: str) -> list[tuple[str, float, float]]:
-    """The rows of docs/planning.md from the first one of a way on."""
+    """The rows of docs/performance-method.md from the first one of a way on."""
     rows = [line.rsplit(maxsplit=2) for line in blocks.read(PAGE, "steps").splitlines()[2:-1]]
     first = next(i for i, row in enumerate(rows) if row[0].endswith(f"({name})"))
     return [(row[0].partition(" (")[0], *map(float, row[1:])) for row in rows[first:]]

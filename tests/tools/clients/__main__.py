@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 BUILD = ROOT / "build" / "clients"
 PAGE = ROOT / "docs/clients.md"
-HEAD = tuple("client|run|ranks|ZeRO stage|Python|torch|DeepSpeed|loss|date".split("|"))
+HEAD = tuple("client|run|ranks|ZeRO stage|loss|date".split("|"))
 INSTALL_MINUTES = 30
 
 
@@ -171,9 +171,7 @@ def rows_of(client: Client, given: argparse.Namespace) -> Iterator[tuple[str, ..
                 loss = "{:.3g} → {:.3g}".format(*result["losses"])
         yield (
             f"{run.package} {version(folder, run.package)}".strip(),
-            *(run.what, ranks, stage, client.python),
-            *(version(folder, "torch"), version(folder, "deepspeed")),
-            *(loss, datetime.date.today().isoformat()),
+            *(run.what, ranks, stage, loss, datetime.date.today().isoformat()),
         )
     if not given.keep and not given.reuse:
         shutil.rmtree(folder, ignore_errors=True)
