@@ -98,18 +98,10 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
         )
     if "optimizer.params.lr" not in autos:
         report.notes += named.warnings
-    if not report.problems:
-        report.notes += config_checks.ignored(known) if not named.other else []
-        report.unchecked += _unchecked(known, model, ranks)
-        report.problems += _problems(config, named, ranks, report)
-    return report
-
-
-def _problems(
-    config: dict[str, Any], named: Named, ranks: int | None, report: Report
-) -> Iterator[str]:
-    """Yields the problems of a config whose values have the right types."""
-    known = normalized(config)
+    if report.problems:
+        return report
+    report.notes += config_checks.ignored(known) if not named.other else []
+    report.unchecked += _unchecked(known, model, ranks)
     has_deepspeed = importlib.util.find_spec("deepspeed") is not None
     if has_deepspeed:
         from ds_ext.engine import deepspeed_config
@@ -122,7 +114,8 @@ def _problems(
     found = found or [*config_checks.batch_problems(config, ranks)]
     if has_deepspeed and not found:
         found += deepspeed_config.raised(known)
-    yield from found or config_checks.size_problems(known, ranks)
+    report.problems = found or [*config_checks.size_problems(known, ranks)]
+    return report
 
 
 def _named(config: dict[str, Any], model: nn.Module | None, report: Report) -> Named:

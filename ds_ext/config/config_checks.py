@@ -3,7 +3,7 @@
 An engine and ``python -m ds_ext check`` call the same functions, so they say the same sentences.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,9 @@ def all_problems(config: dict[str, Any], named: "Named", version: str | None = N
     found = [f'unknown key {key}. Did you mean "ds_ext"?' for key in misspelled]
     found += named.problems
     if not named.other:
-        found += problems(config, version, "", _states(config, named.ours))
+        is_16 = any(lookup(normalized(config), key) for key in ("bf16.enabled", "fp16.enabled"))
+        dtypes = [torch.bfloat16 if is_16 else torch.float32]
+        found += problems(config, version, "", named.ours, dtypes)
     return found
 
 
@@ -55,7 +57,8 @@ def problems(
     config: dict[str, Any],
     version: str | None = None,
     kept_for: str = "",
-    states: Iterable[tuple[Any, torch.dtype]] = (),
+    optimizer: RuleOptimizer | None = None,
+    dtypes: Collection[torch.dtype] = (),
 ) -> Iterator[str]:
     """Yields a message for each setting that ds_ext cannot honour. All ranks yield the same.
 
@@ -63,8 +66,8 @@ def problems(
         config: a DeepSpeed config.
         version: the version of DeepSpeed; None if DeepSpeed is not installed.
         kept_for: see ``parsing.gradients``.
-        states: the rule of each param group with each dtype of weights. Only read if the config
-            offloads optimizer states.
+        optimizer: the optimizer, if it is known.
+        dtypes: of its weights.
     """
     if found := list(parsing.malformed(config)):
         yield from found
@@ -76,14 +79,16 @@ def problems(
         parsing.gradients(config, kept_for=kept_for)
     except ValueError as error:
         yield str(error)
-    kinds = list(states) if is_on(config, "zero_optimization.offload_optimizer.device") else []
-    if kinds and not any(has_state(*kind) for kind in kinds):
-        yield (
-            'zero_optimization.offload_optimizer.device = "cpu": there is almost no '
-            f"optimizer state to offload. With these settings {type(kinds[0][0]).__name__} keeps "
-            "at most 4 bytes for each row and column of a matrix: remove offload_optimizer. "
-            "offload_param moves weights."
-        )
+    if optimizer is not None and is_on(config, "zero_optimization.offload_optimizer.device"):
+        firsts = {id(optimizer.group_of[p]): p for p in optimizer.group_of}.values()
+        rules = [optimizer.rule_of(p) for p in firsts]
+        if rules and not any(has_state(rule, dtype) for rule in rules for dtype in dtypes):
+            yield (
+                'zero_optimization.offload_optimizer.device = "cpu": there is almost no '
+                f"optimizer state to offload. With these settings {type(optimizer).__name__} keeps "
+                "at most 4 bytes for each row and column of a matrix: remove offload_optimizer. "
+                "offload_param moves weights."
+            )
 
 
 def is_on(config: dict[str, Any], key: str) -> bool:
@@ -285,14 +290,3 @@ def _unsupported(config: dict[str, Any], optimizer: RuleOptimizer) -> Iterator[s
         found = [int8_weights.refused_hypers(optimizer, p) for p in optimizer.group_of]
         if found and all(found):  # only the run knows which weights it stores
             yield str(found[0])
-
-
-def _states(
-    config: dict[str, Any], optimizer: RuleOptimizer | None
-) -> list[tuple[Any, torch.dtype]]:
-    """The rule of each param group, and the dtype that DeepSpeed gives the weights."""
-    if optimizer is None:
-        return []
-    is_16 = any(lookup(normalized(config), key) for key in ("bf16.enabled", "fp16.enabled"))
-    dtype = torch.bfloat16 if is_16 else torch.float32
-    return [(optimizer.rule_of(g["params"][0]), dtype) for g in optimizer.param_groups]

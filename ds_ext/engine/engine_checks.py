@@ -97,11 +97,10 @@ def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     if not pipeline.is_pipeline(engine):  # a stage may have none
         param_checks.refuse_all_frozen(optimizer)
     config = effective(engine)
-    firsts = {id(optimizer.group_of[p]): p for p in optimizer.group_of}.values()
     dtypes = {p.dtype for p in optimizer.group_of}
-    states = ((optimizer.rule_of(p), dtype) for p in firsts for dtype in dtypes)
     kept_for = pipeline.gradients_kept_for(engine)
-    raise_first(config_checks.problems(config, deepspeed_versions.INSTALLED, kept_for, states))
+    version = deepspeed_versions.INSTALLED
+    raise_first(config_checks.problems(config, version, kept_for, optimizer, dtypes))
     is_divided = engine.mp_world_size > 1 or engine.has_moe_layers or pipeline.is_pipeline(engine)
     if replica_groups.shard_size(config) and is_divided:
         raise ValueError(

@@ -84,9 +84,7 @@ def problems(config: dict[str, Any], optimizer: RuleOptimizer | None) -> Iterato
     with rank_logging.quiet():
         try:
             if optimizer is None:
-                kind(
-                    AdamW([Parameter(torch.empty(1, device="meta", dtype=torch.float32))]), **params
-                )
+                kind(AdamW([Parameter(torch.empty(1, device="meta"))]), **params)
             else:
                 refuse_own_rate(optimizer)
                 check_betas(kind(optimizer, **params), optimizer)

@@ -90,7 +90,7 @@ class PlanOptions:
 
     def offloads(self, what: str) -> bool:
         """Returns whether "param" or "optimizer" is offloaded to the CPU."""
-        return bool(self.get(f"offload_{what}", "none") != "none")
+        return config_checks.is_on(self.config, KEYS[f"offload_{what}"])
 
     @property
     def has_all_optimizers(self) -> bool:
