@@ -22,36 +22,41 @@ from benchmarks import host_gpu, report
 from benchmarks.memory import LLAMAS, shapes_of
 from ds_ext.backward import gradient_config
 from ds_ext.ops.executors.native import library, native_table
+from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
+from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 
 SIDE = 8  # of small parameters
 BATCHED = [name for name, entry in REGISTRY.items() if entry.is_batched]
+BY_MATRIX = [name for name, entry in REGISTRY.items() if not entry.is_batched]
+MATRICES, SHAPE = 224, (64, 128)  # as many matrices as Llama-7B has, and small
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--params", type=int, default=300, help="small parameters")
     parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--optimizers", nargs="+", choices=BATCHED, default=BATCHED)
+    parser.add_argument("--optimizers", nargs="+", choices=REGISTRY, default=list(REGISTRY))
 
 
 def main(args: argparse.Namespace) -> None:
     """Times all of them, and writes the tables."""
     torch.set_num_threads(1)
     rows = []
-    for name in args.optimizers:
+    batched = [name for name in args.optimizers if name in BATCHED]
+    for name in batched:
         row: dict[str, object] = {"optimizer": OPTIMIZERS[name].__name__}
         row |= small(name, args.params, args.rounds)
         row |= large(name, args.rounds)
         rows.append(row)
         print(report.table([row]), flush=True)
-    tables = {"Host": rows}
+    found = [matrices(name, args.rounds) for name in args.optimizers if name in BY_MATRIX]
+    print(report.table(found), flush=True)
+    tables = {"Host": rows, "Matrices": found}
     if host_gpu.are_there():
-        tables["By kernels"] = [host_gpu.row(name, args.rounds) for name in args.optimizers]
+        tables["By kernels"] = [host_gpu.row(name, args.rounds) for name in batched]
         print(report.table(tables["By kernels"]), flush=True)
-        tables["In backward"] = [
-            host_gpu.in_backward(name, args.rounds) for name in args.optimizers
-        ]
+        tables["In backward"] = [host_gpu.in_backward(name, args.rounds) for name in batched]
         print(report.table(tables["In backward"]), flush=True)
     text = f"{TEXT}{host_gpu.TEXT}\nPython {platform.python_version()}.\n"
     report.write("host", "Time of the host in a step", text, tables)
@@ -64,6 +69,12 @@ gradients that are dropped. `7B` is a plain step of the 291 parameters of Llama-
 milliseconds, by native passes that do nothing; it is of `buckets` of parameters that are stepped
 together, in `calls` of native passes for each of them. Medians over rounds. Times of a CPU are here
 because the host's time is what is measured: they say something beside one another only.
+
+The table of matrices is of optimizers that step each matrix by itself: microseconds of the process
+for each of {MATRICES} matrices of {SHAPE[0]} x {SHAPE[1]} in bf16, in one bucket, the median and
+the least over rounds. `plain` is `optimizer.step()`, `of 2 ranks` the step of rank 0 without the
+other, and `by kernels` the same as on a GPU, with launches that do nothing and the products of a
+CPU. `torch` counts the calls of torch that are no views, for each matrix of a plain step.
 """
 
 
@@ -136,21 +147,52 @@ def large(name: str, rounds: int) -> dict[str, object]:
     }
 
 
+def matrices(name: str, rounds: int) -> dict[str, object]:
+    """Microseconds of the host for each of many small matrices, which are stepped one by one."""
+    params = [nn.Parameter(torch.randn(SHAPE).bfloat16()) for _ in range(MATRICES)]
+    updates = []
+    for p in params:
+        p.grad = torch.randn(SHAPE).bfloat16()
+        shard = Shard.of_rank(SHAPE, 0, host_gpu.RANKS)
+        run, grad = (x.detach().view(-1)[: len(shard)] for x in (p, p.grad))
+        updates.append(RunUpdate(p, run, grad, shard))
+    plain, cut, kernels = (made(name, params) for _ in range(3))
+    times = timed(
+        {"plain": plain.step, "of 2 ranks": lambda: cut.update(updates, host_gpu.nothing)},
+        rounds,
+        time.process_time,
+    )
+    with host_gpu.doing_nothing():
+        step = {"by kernels": lambda: kernels.update(updates, host_gpu.nothing)}
+        times |= timed(step, rounds, time.process_time)
+    with host_gpu.Calls() as calls:
+        plain.step()
+    row: dict[str, object] = {"optimizer": OPTIMIZERS[name].__name__}
+    for label, seconds in times.items():
+        row[f"{label}, µs"] = statistics.median(seconds) / MATRICES * 1e6
+        row[f"{label}, least"] = min(seconds) / MATRICES * 1e6
+    return row | {"torch": calls.made / MATRICES}
+
+
 def made(name: str, params: list[nn.Parameter]) -> RuleOptimizer:
     """An optimizer that does not move weights far."""
     hypers = {"lr": 1e-6} if name != "adafactor" else {}
     return OPTIMIZERS[name](params, **hypers)
 
 
-def timed(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def timed(
+    steps: dict[str, Callable[[], object]],
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
     """Seconds of each in each round, in turns."""
     found: dict[str, list[float]] = {name: [] for name in steps}
     for counted in [False] * 3 + [True] * rounds:
         for name, step in steps.items():
-            began = time.perf_counter()
+            began = clock()
             step()
             if counted:
-                found[name].append(time.perf_counter() - began)
+                found[name].append(clock() - began)
     return found
 
 

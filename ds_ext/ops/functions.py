@@ -22,7 +22,9 @@ from ds_ext.ops.expressions import (
     Readable,
     Writable,
     accumulator,
+    part,
     read,
+    source_of,
     storage_of,
 )
 from ds_ext.ops.shard import Block, Shard
@@ -225,7 +227,13 @@ def evaluate(x: Readable, shard: Shard, like: Gradient) -> Tensor:
 
     Example: ``values = ops.evaluate(g, shard, g)``
     """
-    values = torch.zeros(len(shard), dtype=accumulator(like.dtype), device=like.device)
+    dtype = accumulator(like.dtype)
+    if source_of(x) is None:  # only torch can read it
+        values = torch.empty(len(shard), dtype=dtype, device=like.device)
+        for b in scratch.blocks(shard):
+            part(values, b).copy_(read(x, b))
+        return values
+    values = torch.zeros(len(shard), dtype=dtype, device=like.device)
     lerp_(values, x, 1.0, shard)  # exact from 0, by the fastest executor
     return values
 
