@@ -33,6 +33,8 @@ class SettingNames:
     accumulate: str
     backward: str  # the call that clips exactly
     step: str
+    clips: str  # the settings that clip
+    norm: str  # where the norm is
 
 
 CONFIG = SettingNames(
@@ -43,6 +45,8 @@ CONFIG = SettingNames(
     accumulate='gradient_accumulation_steps or "ds_ext": {"gradient_policy": "sharded"}',
     backward="engine.backward(loss), or engine.scale(loss).backward(),",
     step="engine.step()",
+    clips='"gradient_clipping" or "ds_ext": {"clip_value"} in the config',
+    norm="engine.get_global_grad_norm()",
 )
 ARGUMENTS = SettingNames(  # of fuse_into_backward
     where="",
@@ -52,6 +56,8 @@ ARGUMENTS = SettingNames(  # of fuse_into_backward
     accumulate='gradient_policy="sharded" of fuse_into_backward',
     backward=".backward(loss) on the object that fuse_into_backward returned",
     step="optimizer.step()",
+    clips="fuse_into_backward(..., max_grad_norm=...) or clip_value",
+    norm=".norm of the object that fuse_into_backward returned",
 )
 
 

@@ -177,18 +177,16 @@ def may_reach_others(by: GradientOwner) -> bool:
     Example: a generator's loss reaches the discriminator, whose gradients zero_grad() discards
     before the discriminator is trained.
     """
-    return len(_owners_by_number) > 1 and (_reaches_others(by) or _may_hide_others(by))
-
-
-def _reaches_others(by: GradientOwner) -> bool:
-    """Whether the graph of the backward pass in progress contains leaves of other owners."""
-    return any(
+    if len(_owners_by_number) < 2:
+        return False
+    is_in_graph = any(
         torch._C._will_engine_execute_node(_node(other.layout.leaf(param)))
         for other in all_owners()
         if other is not by
         for param in other.optimizer.group_of
         if param.requires_grad and owner(param) is other
     )
+    return is_in_graph or _may_hide_others(by)
 
 
 def _node(leaf: Tensor) -> Node:

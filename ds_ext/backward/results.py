@@ -20,13 +20,9 @@ class StepResult(NamedTuple):
 def collect_metrics(
     state: StepState, optimizer: RuleOptimizer, layout: Layout, skipped_steps: int
 ) -> dict[str, float]:
-    """Returns the metrics of a step; all ranks call it.
+    """Returns the metrics of a step whose norm is known; all ranks call it.
 
-    Args:
-        state: of the step; its norm is known.
-        optimizer: its update statistics, if there are any, are read and cleared.
-        layout: its count of bytes sent is read and cleared.
-        skipped_steps: the number of steps skipped so far.
+    Clears the optimizer's update statistics, and the layout's count of bytes sent.
     """
     assert state.norm is not None
     return {

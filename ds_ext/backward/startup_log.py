@@ -24,14 +24,7 @@ LEAST_RATE = 1e-4  # relative to the weights: a tenth of the default of such rul
 
 
 def line(optimizer: RuleOptimizer, layout: Layout, grad_config: GradientConfig, where: str) -> str:
-    """Returns a line that says how a model is stepped.
-
-    Args:
-        optimizer: of the model's parameters.
-        layout: of the model.
-        grad_config: policy, clipping and buckets.
-        where: such as "ZeRO stage 3".
-    """
+    """Returns a line that says how a model is stepped, ``where`` such as "ZeRO stage 3"."""
     trained = [p for p in optimizer.group_of if p.requires_grad]
     kinds = dict.fromkeys(optimizer.hypers_of(optimizer.group_of[p]).__name__ for p in trained)
     elements = sum(math.prod(layout.shard(p).shape) for p in trained)
@@ -63,12 +56,9 @@ def state_bytes(optimizer: RuleOptimizer, layout: Layout) -> int:
 
 
 def warnings(optimizer: RuleOptimizer, layout: Layout, is_config: bool = True) -> Iterator[str]:
-    """Yields warnings about parameters that will hardly learn. All ranks of the model call it.
+    """Yields warnings about parameters that will hardly learn from their initial weights.
 
-    Args:
-        optimizer: of the model's parameters.
-        layout: of the model, with its initial weights.
-        is_config: whether a DeepSpeed config has set it up.
+    All ranks of the model call it. ``is_config`` says whether a DeepSpeed config has set it up.
     """
     yield from small_rates(optimizer, is_config)
     relative = [p for p in optimizer.group_of if p.requires_grad and optimizer.is_relative(p)]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ds_ext.backward import error_texts, foreign_grads, gradient_config, owners
+from ds_ext.backward import error_texts, foreign_grads, owners
 from ds_ext.backward.autograd_graph import nodes
 
 _lock = threading.Lock()
@@ -74,11 +74,11 @@ def _clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
         by, trained = found[0], found[0].trained
         asked = inspect.signature(clip).bind(params, *args, **kwargs).arguments
         if len(found) > 1 or not (_step_clips(by, asked) and trained.issubset(params)):
-            before, norm_of = _BEFOREHAND[by.grad_config.setting_names is gradient_config.CONFIG]
+            names = by.grad_config.setting_names
             raise RuntimeError(
                 f"torch.nn.utils.{clip.__name__.lstrip('_')}: ds_ext has already used these "
                 "gradients inside backward, so there is nothing left to clip. Instead, set "
-                f"{before}. The norm of all gradients is {norm_of}."
+                f"{names.clips}. The norm of all gradients is {names.norm}."
             )
         if by.layout.any(any(p.grad is not None for p in params if p not in trained)):
             raise RuntimeError(error_texts.CLIPPED_TOGETHER)
@@ -95,19 +95,6 @@ def _step_clips(by: owners.GradientOwner, asked: Mapping[str, Any]) -> bool:
     max_norm = float(asked.get("max_norm", math.nan))
     is_same = max_norm == math.inf or 0 < max_norm == by.grad_config.max_norm
     return is_same and float(asked.get("norm_type", 2)) == 2 and "total_norm" not in asked
-
-
-# By whether an engine steps the model: the setting that clips, and the call that returns the norm.
-_BEFOREHAND = {
-    True: (
-        '"gradient_clipping" or "ds_ext": {"clip_value"} in the config',
-        "engine.get_global_grad_norm()",
-    ),
-    False: (
-        "fuse_into_backward(..., max_grad_norm=...) or clip_value",
-        ".norm of the object that fuse_into_backward returned",
-    ),
-}
 
 
 def _scaling(scale: Callable[..., Any]) -> Callable[..., Any]:

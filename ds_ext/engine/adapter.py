@@ -341,7 +341,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's part of a checkpoint, which DeepSpeed's engine writes to a file."""
-        return Contents(self.engine, self.fused, self.loss_scaler).save()
+        return Contents(self.engine).save()
 
     def load_state_dict(self, *_: Any, **__: Any) -> None:
         """Raises RuntimeError: ``engine.load_checkpoint`` loads state and weights together."""

@@ -55,24 +55,16 @@ def stepped(fused: FusedBackward) -> list[Tensor]:
 
 
 class Contents:
-    """Saves and loads this rank's part of an engine's checkpoints.
+    """Saves and loads this rank's part of an engine's checkpoints."""
 
-    Args:
-        engine: the engine.
-        fused: its gradients, layout and optimizer.
-        scaler: its loss scaler.
-    """
-
-    def __init__(
-        self, engine: DeepSpeedEngine, fused: FusedBackward, scaler: LossScalerBase
-    ) -> None:
+    def __init__(self, engine: DeepSpeedEngine) -> None:
         self.engine = engine
-        self.fused = fused
-        self.scaler = scaler
-        self.layout = fused.layout
-        self.optimizer = fused.optimizer
-        self.owned = owned(fused.layout)
-        self.names = [plain_name(weight.name) for weight in fused.layout.weights]  # on all ranks
+        self.fused: FusedBackward = engine.optimizer.fused
+        self.scaler: LossScalerBase = engine.optimizer.loss_scaler
+        self.layout: Layout = self.fused.layout
+        self.optimizer = self.fused.optimizer
+        self.owned = owned(self.layout)
+        self.names = [plain_name(weight.name) for weight in self.layout.weights]  # on all ranks
 
     def save(self) -> dict[str, Any]:
         """Returns the state that ``load`` reads. Frozen weights are in DeepSpeed's file."""
@@ -269,12 +261,7 @@ _KEYS = {
 
 
 def load_buffers(module: nn.Module, model: Saved) -> None:
-    """Loads the module's buffers and extra state.
-
-    Args:
-        module: the engine's module.
-        model: the contents of the model's file.
-    """
+    """Loads the module's buffers and extra state from the contents of the model's file."""
     params = {plain_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
     own_names = {plain_name(name): name for name in module.state_dict()}
     saved = by_plain_name(model["module"]).items()
@@ -285,13 +272,9 @@ def load_buffers(module: nn.Module, model: Saved) -> None:
 def load_counts(
     engine: DeepSpeedEngine, model: Saved, passes: tuple[int, int], with_scheduler: bool
 ) -> None:
-    """Loads step counts, schedules and the order of samples.
+    """Loads step counts, schedules and the order of samples from the model's file.
 
-    Args:
-        engine: the engine to update.
-        model: the contents of the model's file.
-        passes: the number of finished micro-batches in the saved step, and its total number.
-        with_scheduler: whether to load the learning-rate scheduler.
+    ``passes`` is the number of finished micro-batches in the saved step, and its total number.
     """
     if with_scheduler and engine.lr_scheduler is not None and model.get("lr_scheduler"):
         engine.lr_scheduler.load_state_dict(model["lr_scheduler"])

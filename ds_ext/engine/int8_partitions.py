@@ -23,10 +23,7 @@ KEY = "ds_ext.weight_storage"
 
 
 def store(module: nn.Module) -> None:
-    """Stores partitions in 8 bits, and makes DeepSpeed gather them in 8 bits.
-
-    Args:
-        module: the model, partitioned.
+    """Stores a partitioned model in 8 bits, and makes DeepSpeed gather it in 8 bits.
 
     Raises:
         ValueError: a trainable weight is not bf16, or no weight can be stored.
@@ -91,11 +88,7 @@ def _expand_in(param: Tensor) -> None:
 
 
 class CodesGather:
-    """A gather of codes and scales in progress: a handle of DeepSpeed's gathers.
-
-    Args:
-        params: partitioned parameters that are stored in 8 bits.
-    """
+    """A gather of codes and scales in progress: a handle of DeepSpeed's gathers."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         self.params = sorted(params, key=lambda p: deepspeed_parameter(p).ds_id)

@@ -71,7 +71,7 @@ def load_checkpoint(
         return None, None
     path = folder.checkpoint_path(load_dir, tag)
     pipeline.follow_groups(engine, engine.optimizer.optimizer)
-    contents = Contents(engine, engine.optimizer.fused, engine.optimizer.loss_scaler)
+    contents = Contents(engine)
     manifest = consensus.run_on_all_ranks(
         lambda: _verified(engine, path),
         lambda text: CheckpointError(f"{text} {manifests.advice(load_dir, path)}"),

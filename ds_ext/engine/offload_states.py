@@ -21,11 +21,7 @@ Move: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class OffloadedStates:
-    """Moves a model's weights, states and gradients to the host, and back.
-
-    Args:
-        fused: the object that steps the model.
-    """
+    """Moves a model's weights, states and gradients to the host, and back."""
 
     def __init__(self, fused: FusedBackward) -> None:
         self.fused = fused

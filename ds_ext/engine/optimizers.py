@@ -27,12 +27,7 @@ def full_name(name: str) -> str:
 
 
 def is_ours(client: Any, config: DeepSpeedConfig) -> bool:
-    """Returns whether an engine will use a ds_ext optimizer.
-
-    Args:
-        client: the optimizer that the program passes; None if the config names it.
-        config: the engine's config.
-    """
+    """Returns whether an engine will use an optimizer of ds_ext: ``client``, or the config's."""
     if client is None:
         return registry_key(config.optimizer_name) is not None
     return isinstance(client, RuleOptimizer)
@@ -59,11 +54,7 @@ def warn_ignored_type(client: Any, config: DeepSpeedConfig) -> None:
 
 
 def log_owner(name: str) -> None:
-    """Logs that our optimizer is used, if another library has its name too.
-
-    Args:
-        name: the full name of the optimizer.
-    """
+    """Logs that our optimizer is used, if another library has its name too."""
     key = key_of(name)
     kind = OPTIMIZERS[key].__name__
     if key in deepspeeds() | TAKEN_OVER.keys():
@@ -75,11 +66,9 @@ def log_owner(name: str) -> None:
 
 
 def optimizer_of(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:
-    """Returns the optimizer that the config names. Norms and biases get no weight decay.
+    """Returns the optimizer that the config names, of the parameters or groups ``params``.
 
-    Args:
-        engine: the engine.
-        params: the parameters to train, or groups of them, as given to deepspeed.initialize.
+    Norms and biases get no weight decay.
 
     Raises:
         ValueError: a hyper-parameter is unknown or invalid. The message names its JSON key.
@@ -103,11 +92,6 @@ def for_model(
     kind: type[RuleOptimizer], module: nn.Module, params: Mapping[str, Any]
 ) -> RuleOptimizer:
     """Returns an optimizer as ``RuleOptimizer.for_model`` does. ZeRO-3 may partition the model.
-
-    Args:
-        kind: the optimizer's class.
-        module: the model.
-        params: the "optimizer.params" of a config.
 
     Raises:
         ValueError: a key is unknown or its value is invalid.

@@ -51,12 +51,7 @@ def build(
 ) -> None:
     """Builds an engine that a ds_ext optimizer will step. All ranks must call it.
 
-    Args:
-        make: DeepSpeed's constructor of the engine.
-        engine: the engine, before that.
-        model: its model.
-        client: the optimizer that the program passes; None if the config names it.
-        config: its config.
+    DeepSpeed's constructor is ``make``. ``client`` is None if the config names the optimizer.
 
     Raises:
         ValueError: ds_ext cannot step this model with these settings. The model can be used again.

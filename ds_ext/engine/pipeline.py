@@ -71,14 +71,7 @@ def gradients_kept_for(engine: DeepSpeedEngine) -> str:
 
 
 def on_all_stages(engine: DeepSpeedEngine, action: Callable[[], T]) -> T:
-    """Runs an action that may fail on only one stage. All ranks of a pipeline must call it.
-
-    Args:
-        engine: an engine of any model.
-        action: the action, without collectives.
-
-    Returns:
-        The result of the action.
+    """Returns the result of an action without collectives. All ranks of a pipeline must call it.
 
     Raises:
         ValueError: on the ranks of all stages, if the action fails on any rank.
@@ -129,11 +122,7 @@ class PipelineModelView(ModelView):
 
 
 def whole_model(own: ModelView) -> PipelineModelView:
-    """Returns the view of the whole model. All ranks must call it.
-
-    Args:
-        own: the view of this rank's stage.
-    """
+    """Returns the view of the whole model, from that of each stage. All ranks must call it."""
     params = {name: p for p, (name, _) in own.owners.items()}
     mine = [
         ParameterInfo(name, p.requires_grad, own.dims(p), own.decays(p), own.role(p))
@@ -159,13 +148,8 @@ def in_order(names: Sequence[Sequence[str]]) -> list[str]:
 def gather_params(model: PipelineModelView, params: Sequence[Any]) -> list[Any]:
     """Returns the parameters or groups of all stages. All ranks must call it.
 
-    Args:
-        model: the view of the whole model.
-        params: the parameters or groups of this stage. Groups may differ between stages only in
-            their parameters.
-
     Raises:
-        ValueError: the stages have different groups.
+        ValueError: groups of the stages differ in more than their parameters.
     """
     by_name = {info.name: p for p, info in model.info.items()}
     groups = [x for x in params if isinstance(x, dict)]
@@ -254,12 +238,7 @@ def _number_parameters(
 
 
 def layout_of(engine: DeepSpeedEngine, kind: Callable[[Group], Placement]) -> PipelineLayout:
-    """Returns the layout of this rank's stage.
-
-    Args:
-        engine: an engine of a PipelineModule.
-        kind: a class of placements, called with the ranks of a stage.
-    """
+    """Returns the layout of this rank's stage; ``kind`` makes the placement of its ranks."""
     group: Group = engine.seq_data_parallel_group
     names: Mapping[Tensor, str] = engine.param_names
     ties = _ties(engine.module)

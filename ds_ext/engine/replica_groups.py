@@ -33,9 +33,7 @@ _of_shards: dict[Any, ReplicaGroups] = {}  # all groups of this process, by thei
 def shard_size(config: Any, mpu: Any = None) -> int:
     """Returns the number of ranks that hold one replica; 0 for all ranks.
 
-    Args:
-        config: a DeepSpeed config: a dictionary, the path of a file, or None.
-        mpu: the ``mpu`` passed to DeepSpeed.
+    The config is a dictionary, the path of a file, or None.
     """
     if config is None:
         return 0
@@ -45,11 +43,7 @@ def shard_size(config: Any, mpu: Any = None) -> int:
 
 
 def split_ranks(group: Group, size: int) -> ReplicaGroups:
-    """Divides a group into replica groups, and returns this rank's. All its ranks must call it.
-
-    Args:
-        group: the data-parallel ranks.
-        size: the number of ranks of each replica; 0 for all ranks.
+    """Divides a group into replicas of ``size`` ranks (0: all). All its ranks must call it.
 
     Raises:
         ValueError: ``size`` does not divide the number of ranks.
@@ -101,12 +95,6 @@ def replicated_shard_size(params: Iterable[Tensor]) -> int:
 
 
 def broadcast_to_replicas(param: Tensor, shards: Group, rank: int) -> None:
-    """Broadcasts a full parameter to all ranks, if it has replicas.
-
-    Args:
-        param: the parameter, not partitioned.
-        shards: the ranks that hold, or will hold, its partitions.
-        rank: the global source rank.
-    """
+    """Broadcasts a full parameter from a global rank to all, if ``shards`` have replicas."""
     if shards in _of_shards:
         broadcast(param.data, rank, everyone())

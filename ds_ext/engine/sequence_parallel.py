@@ -55,9 +55,7 @@ def reset() -> None:
 def add_groups(engine: DeepSpeedEngine, given: Any) -> None:
     """Sets an engine's ``mpu`` to one with sequence groups, if only its config sets them.
 
-    Args:
-        engine: an engine that has not created its groups yet.
-        given: the ``mpu`` that was passed to the engine. AutoTP may have dropped it.
+    The engine has not created its groups yet. AutoTP may have dropped the ``given`` mpu.
 
     Raises:
         ValueError: on all ranks, if sizes do not match.

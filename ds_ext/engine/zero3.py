@@ -176,10 +176,6 @@ def _release_leftovers(offload: DeepSpeedZeRoOffload) -> None:
 def partition(engine: DeepSpeedEngine, cut: ReplicaGroups) -> DeepSpeedZeRoOffload:
     """Partitions the engine's model; returns DeepSpeed's object that gathers its parameters.
 
-    Args:
-        engine: the engine.
-        cut: the groups of ranks that hold one replica, and the same part.
-
     Raises:
         ValueError: the groups do not match those of an earlier partition.
     """
