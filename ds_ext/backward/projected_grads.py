@@ -80,13 +80,7 @@ def accumulate(
 ) -> Iterator[StepGenerator]:
     """Yields the generators that add the projection of a gradient to those in ``kept``.
 
-    Args:
-        rule: the rule of the parameter.
-        u: the run of the gradient.
-        state: its state, as it is stored.
-        offload: stores the state.
-        kept: the projected gradients of the step so far, by parameter.
-        dtype: of kept numbers; None: that of the projection.
+    ``state`` is the parameter's, as ``offload`` stores it; ``dtype`` see ``project``.
     """
     parts = kept.setdefault(u.param, ProjectedGrads(u.g.numel(), state, u.param.dtype)).parts
     key, t = rule.projection_key, state["step"] + 1

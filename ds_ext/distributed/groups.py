@@ -67,12 +67,8 @@ def communicates(group: Group) -> bool:
 def with_own_queue(group: Group, device: torch.device, queue: str = "steps") -> Group:
     """Returns a group of the same ranks whose collectives on ``device`` wait in a queue of ours.
 
-    All ranks of ``group`` call it, in the same order for groups that share ranks.
-
-    Args:
-        group: the ranks; None for one rank.
-        device: of the tensors.
-        queue: "steps" or "reductions".
+    All ranks of ``group`` call it, in the same order for groups that share ranks. ``queue`` is
+    "steps" or "reductions".
     """
     if device.type not in WITHOUT_QUEUES:
         return _twin(group, None, queue)
@@ -101,12 +97,7 @@ def alone() -> Group:
 def divided(group: Group, size: int) -> tuple[Group, Group]:
     """Divides a group into groups of ``size`` consecutive ranks. All ranks of the group call it.
 
-    Args:
-        group: the ranks.
-        size: a divisor of the number of ranks.
-
-    Returns:
-        This rank's group, and the group of its peers in the others; None for one rank.
+    Returns this rank's group, and the group of its peers in the others; None for one rank.
     """
     if group is None:
         return None, None

@@ -39,11 +39,8 @@ from ds_ext.optimizer.host_offload import HostOffload
 class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no types
     """Implements DeepSpeed's ZeRO optimizer protocol for an optimizer that steps inside backward.
 
-    The adapter is ``engine.optimizer`` at every ZeRO stage.
-
-    Args:
-        engine: the engine. Its model is already on the device.
-        optimizer: an optimizer that ``config_checks.validate`` has accepted.
+    The adapter is ``engine.optimizer`` at every ZeRO stage. The engine's model is already on the
+    device.
 
     Raises:
         ValueError: the settings do not support these parameters.

@@ -20,10 +20,8 @@ def tensor_parallel_shards(
 ) -> dict[Tensor, TensorParallelShard]:
     """Returns the shards of the parameters that tensor parallelism has split.
 
-    Args:
-        names: the names of all parameters.
-        rank: this rank's number in the tensor-parallel group.
-        ranks: the number of parts into which data parallelism divides each shard.
+    ``rank`` is the one in the tensor-parallel group. Data parallelism divides a shard into
+    ``ranks`` parts.
 
     Raises:
         ValueError: a layer's description of its split is missing or unsupported.

@@ -49,9 +49,7 @@ def expert_data_parallel_group(param: Tensor) -> Group:
 def global_names(found: Mapping[Tensor, str], module: nn.Module) -> dict[Tensor, str]:
     """Returns parameter names that number each expert within the whole model.
 
-    Args:
-        found: DeepSpeed's names, in which ``deepspeed.moe`` numbers the experts of this rank.
-        module: the model.
+    In DeepSpeed's names, ``found``, ``deepspeed.moe`` numbers the experts of this rank.
     """
     made = dict(found)
     for path, layer in module.named_modules():
