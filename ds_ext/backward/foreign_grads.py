@@ -82,8 +82,8 @@ def preserved(by: object, loss: Tensor, own: Own) -> Iterator[None]:
 def _part(this: MeasuringPass, roots: Sequence[Tensor], is_inner: bool) -> Iterator[None]:
     """A context for one of the passes of ``this``, from ``roots``.
 
-    The leaves of an inner pass may be inputs made for it. Their ``grad`` may be part of a larger
-    tensor, so it stays in place.
+    In a checkpointed segment, the ``grad`` of a leaf may be a view of a larger tensor: its values
+    are restored, and the tensor is not replaced.
     """
     graph = {node for root in roots for node in nodes(root)}
     numbers: list[int] = []

@@ -1,12 +1,13 @@
 """Scaling of gradients: average over ranks, loss scale and clipping, applied when a rule reads."""
 
+from collections.abc import Callable, Iterable, Sequence
+
 import torch
 from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.backward import gradient_config
 from ds_ext.backward.reduced_grad import ReducedGrad, ReducedGrads
-from ds_ext.backward.streams import from_host
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement
 from ds_ext.ops.executors.unbatched import square_sums_of
@@ -42,26 +43,10 @@ class GradientReader:
 
     def squares(self, grads: ReducedGrads) -> Tensor:
         """Returns the sums of squares of unscaled runs, [n] in fp64."""
-        alike: dict[torch.dtype | None, list[int]] = {}  # None: the sum is known already
-        for i, grad in enumerate(grads.values()):
-            alike.setdefault(grad.g.dtype if grad.square is None else None, []).append(i)
-        items = list(grads.items())
-        found = [
-            self._squares(dtype, dict(items[i] for i in some)) for dtype, some in alike.items()
-        ]
-        if len(found) == 1:
-            return found[0]
-        numbers = [i for some in alike.values() for i in some]
-        order = sorted(range(len(numbers)), key=numbers.__getitem__)
-        return torch.cat(found)[from_host(order, torch.int64, self.layout.device)]
-
-    def _squares(self, dtype: torch.dtype | None, grads: ReducedGrads) -> Tensor:
-        """The sums of squares of runs with one dtype; None: those known already."""
-        if dtype is None:
-            known = [grad.square for grad in grads.values() if grad.square is not None]
-            return torch.stack(known).double()
-        found = square_sums_of([self._own(param, grad) for param, grad in grads.items()])
-        return found.to(self.layout.device).double()
+        own = [self._own(p, grad) for p, grad in grads.items() if grad.square is None]
+        measured = iter(of_each_dtype(square_sums_of, own))
+        found = [next(measured) if x.square is None else x.square for x in grads.values()]
+        return torch.stack(found).to(self.layout.device, torch.float64)
 
     def upper_bounds(self) -> Tensor:
         """Returns the largest allowed sums of squares of mean gradients, in the model's order."""
@@ -80,3 +65,15 @@ class GradientReader:
         """The run without its padding."""
         n = len(self.layout.shard(param))
         return grad.g if grad.g.numel() == n else grad.g[:n]
+
+
+def of_each_dtype(
+    op: Callable[[Sequence[Tensor]], Tensor], flats: Iterable[Tensor]
+) -> list[Tensor]:
+    """Calls ``op`` once per dtype; returns its number for each flat tensor, [] in fp64."""
+    flats = list(flats)
+    found: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(flat.dtype for flat in flats):
+        numbers = [i for i, flat in enumerate(flats) if flat.dtype == dtype]
+        found |= zip(numbers, op([flats[i] for i in numbers]).double(), strict=True)
+    return [found[i] for i in range(len(flats))]

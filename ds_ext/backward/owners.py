@@ -172,9 +172,9 @@ def take_over(params: Iterable[Tensor], group: Group = None) -> None:
 
 
 def may_reach_others(by: GradientOwner) -> bool:
-    """Returns whether the backward pass in progress may be of the loss of another owner's model.
+    """Returns whether another model's loss may have started the backward pass in progress.
 
-    Example: a generator's loss reaches the discriminator, whose gradients zero_grad() discards
+    In a GAN, the generator's loss reaches the discriminator, whose gradients zero_grad() discards
     before the discriminator is trained.
     """
     if len(_owners_by_number) < 2:

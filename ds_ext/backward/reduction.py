@@ -1,12 +1,13 @@
 """Reduction of a bucket: gradients are summed over the ranks in place, and the ranks vote."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ds_ext import ops
+from ds_ext.backward.grad_scaling import of_each_dtype
 from ds_ext.backward.reduced_grad import ReducedGrad, VotedParams
 from ds_ext.backward.streams import SideStreams, from_host, to_host
 from ds_ext.distributed.layout import Layout
@@ -132,7 +133,7 @@ class Reduction:
     def _found(self, flats: dict[Tensor, Tensor]) -> list[Tensor]:
         """The values to check: sums of squares, or the largest magnitudes of summed gradients."""
         op = largest if self.layout.sums_gradients else square_sums_of
-        return _of_each(op, flats.values())
+        return of_each_dtype(op, flats.values())
 
     def _upper_bound(self, param: Tensor, flat: Tensor) -> float:
         """The largest allowed value of ``_found``."""
@@ -153,13 +154,3 @@ class Reduction:
             float(min(torch.finfo(flat.dtype).max, squares))
             / self.layout.placement_of[param].grad_divisor
         )
-
-
-def _of_each(op: Callable[[Sequence[Tensor]], Tensor], flats: Iterable[Tensor]) -> list[Tensor]:
-    """Calls ``op`` once per dtype; returns its result for each tensor, [] in fp64."""
-    flats = list(flats)
-    found: dict[int, Tensor] = {}
-    for dtype in dict.fromkeys(flat.dtype for flat in flats):
-        numbers = [i for i, flat in enumerate(flats) if flat.dtype == dtype]
-        found |= zip(numbers, op([flats[i] for i in numbers]).double(), strict=True)
-    return [found[i] for i in range(len(flats))]
