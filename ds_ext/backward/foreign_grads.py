@@ -11,7 +11,7 @@ where passes of several user threads take turns, so a thread-local variable woul
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ds_ext.backward.autograd_graph import nodes
-
-Own = Callable[[], Container[Tensor]]  # returns the leaves whose gradients are measured
+from ds_ext.backward.owners import GradientOwner
 
 
 class SavedGrad(NamedTuple):
@@ -41,8 +40,7 @@ class SavedGrad(NamedTuple):
 class MeasuringPass(NamedTuple):
     """A norm prepass, with the backward passes that run inside it."""
 
-    by: object  # the owner of the measured gradients
-    own: Own
+    by: GradientOwner  # of the measured gradients
     saved: list[SavedGrad]
 
 
@@ -51,7 +49,7 @@ _retaining: Any = WeakTensorKeyDictionary()  # tensors with retain_grad(): None
 _lock = threading.Lock()
 
 
-def measured() -> object | None:
+def measured() -> GradientOwner | None:
     """Returns the owner of the gradients that the backward pass in progress only measures.
 
     None if the pass does not measure. Call it in a hook, or in the backward of a function.
@@ -61,14 +59,14 @@ def measured() -> object | None:
 
 
 @contextlib.contextmanager
-def preserved(by: object, loss: Tensor, own: Own) -> Iterator[None]:
-    """A context for a backward pass of ``loss`` that measures the gradients of ``own()``.
+def preserved(by: GradientOwner, loss: Tensor) -> Iterator[None]:
+    """A context for a backward pass of ``loss`` that measures the gradients of ``by``.
 
     Other parameters get no gradient, and their hooks are not called. The context
     restores the ``grad`` of other tensors at its end. It cannot restore them earlier, because a
     checkpointed segment reads the ``grad`` of its inputs.
     """
-    this = MeasuringPass(by, own, [])
+    this = MeasuringPass(by, [])
     try:
         with _part(this, [loss], is_inner=False):
             yield
@@ -92,7 +90,7 @@ def _part(this: MeasuringPass, roots: Sequence[Tensor], is_inner: bool) -> Itera
         numbers.append(torch._C._current_graph_task_id())
         _passes[numbers[-1]] = this
 
-    own = this.own()
+    own = this.by.layout.own_leaves(this.by.optimizer.group_of)
     this.saved[:] = [each for each in this.saved if each.tensor() is not None]
     leaves = [(node, x) for node in graph if (x := getattr(node, "variable", None)) is not None]
     with contextlib.ExitStack() as undo:

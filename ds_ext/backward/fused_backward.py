@@ -211,8 +211,7 @@ class FusedBackward:
             for each in (self, *owners.others_used(self)):
                 stack.enter_context(each.rerun(loss))
             stack.enter_context(self.prepass.repeatable(loss))
-            own = functools.partial(self.layout.own_leaves, self.optimizer.group_of)
-            stack.enter_context(foreign_grads.preserved(self, loss, own))
+            stack.enter_context(foreign_grads.preserved(self, loss))
             loss.backward(retain_graph=True)
             self.buckets.finish()
         if self.layout.any(self.prepass.changed is not None):
@@ -321,11 +320,6 @@ class FusedBackward:
         buckets, state = self.buckets, self.state
         is_held = buckets.receiver is not None or buckets.holds() or bool(state.keeps)
         return is_held or bool(state.used_up) or not state.is_empty
-
-    @property
-    def has_updated(self) -> bool:
-        """Whether backward has updated parameters since the last step."""
-        return self.state.stepped > 0
 
     def begin_with(self, kept: Mapping[Tensor, Tensor]) -> None:
         """Begins a step with runs of gradients of earlier micro-batches."""

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ds_ext.backward.gradient_config import GradientConfig
 from ds_ext.backward.partial_grads import ModuleCalls
 from ds_ext.backward.reduced_grad import Receiver
+from ds_ext.backward.step_state import StepState
 from ds_ext.distributed import consensus
 from ds_ext.distributed.groups import Group
 from ds_ext.distributed.layout import Layout
@@ -32,6 +33,7 @@ class GradientOwner(Protocol):
     optimizer: RuleOptimizer
     layout: Layout
     grad_config: GradientConfig
+    state: StepState  # of the step in progress
     uses: ModuleCalls  # calls of its model's modules since the last backward pass
 
     def accepts(self, param: Tensor) -> bool:
@@ -42,10 +44,6 @@ class GradientOwner(Protocol):
 
     def rerun(self, loss: Tensor) -> contextlib.AbstractContextManager[None]:
         """A context for a backward pass of ``loss`` that is run once more afterwards."""
-
-    @property
-    def has_updated(self) -> bool:
-        """Whether backward has updated parameters since the last step."""
 
     def unfinished(self) -> str:
         """Describes pending work that would be lost if the step ended now; empty if none."""

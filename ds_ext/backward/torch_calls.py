@@ -125,7 +125,7 @@ def _explaining(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
         is_outermost = torch._C._current_graph_task_id() == -1
-        updated = [by for by in owners.all_owners() if by.has_updated] if is_outermost else []
+        updated = [by for by in owners.all_owners() if by.state.stepped] if is_outermost else []
         try:
             return run(*args, **kwargs)
         except RuntimeError as error:
