@@ -251,7 +251,8 @@ class FusedBackward:
         self._begin_step()
         if state.is_empty:
             return None
-        self.optimizer.rollback_step(state.end())
+        if skipped := state.end():
+            self.optimizer.rollback_step(skipped)
         return self._report(state)
 
     def _begin_step(self, kept: Mapping[Tensor, ReducedGrad] | None = None) -> None:

@@ -44,12 +44,7 @@ class BatchedStep:
         states: Sequence[State],
     ) -> None:
         self.table, self.rule, self.bucket = table, rule, (updates, states)
-        self._collect(plan)
-
-    def _collect(self, plan: BatchPlan) -> None:
-        """Collects the tensors of the batch."""
         self.plan, self.batch = plan, plan.batch
-        updates, states = self.bucket
         self.updates = [updates[i] for i in plan.positions]  # of the pieces' parameters
         self.states = [states[i] for i in plan.positions]
         self.params, runs, grads, *_ = map(list, zip(*self.updates, strict=True))
@@ -58,6 +53,7 @@ class BatchedStep:
         self.gradients = _gradients(plan, grads)
         self.sums: list[Tensor] = []  # of the update statistics, for each piece
         self.totals: Tensor | None = None  # [2 n], on a GPU what to add to them
+        self.restarted: BatchedStep | None = None  # the step of the good parameters alone
 
     def _masters(self) -> Runs | None:
         """The masters of the weights; creates, drops or converts them if the rule needs others."""
@@ -126,6 +122,7 @@ class BatchedStep:
     def _restart(self, good: NDArray[np.bool_], check: GradCheck) -> StepGenerator:
         """Undoes the step, and yields the rounds of a step of only the ``good`` parameters."""
         plan, stats, pieces = self.plan, self.table.update_stats, list[BatchItem]()
+        updates, states = self.bucket
         for piece, param, is_good in zip(plan.pieces, self.params, good, strict=True):
             if stats is not None:  # ``begin`` counts the good ones again
                 stats.discount(piece.number)
@@ -133,15 +130,12 @@ class BatchedStep:
                 pieces.append(piece)
             else:
                 check.bad[param] = None
-                rollback(self.bucket[1][piece.position])
-        self.batch.passes.detach()  # the plan outlives the step, and would hold its gradients
+                rollback(states[piece.position])
         self.runs = Runs([])
         if pieces:
-            some = BatchPlan(
-                plan.group_index, pieces, self.rule, plan.dtype, self.bucket[1], plan.device
-            )
-            self._collect(some)
-            yield from self.begin()
+            some = BatchPlan(plan.group_index, pieces, self.rule, plan.dtype, states, plan.device)
+            self.restarted = BatchedStep(self.table, some, self.rule, updates, states)
+            yield from self.restarted.begin()
 
     def checked_on_device(self, memory: Memory, check: GradCheck) -> StepGenerator:
         """Yields the rounds on a GPU. Kernels skip parameters with bad gradients.
@@ -193,7 +187,9 @@ class BatchedStep:
             torch.autograd.graph.increment_version(run)
         if self.plan.norm_cache is not None:
             norms[self.plan.norm_cache] = self.runs
-        self.batch.passes.detach()
+        self.batch.passes.detach()  # the plan outlives the step, and would hold its gradients
+        if self.restarted is not None:
+            self.restarted.end(norms)
 
 
 class BucketStep:
@@ -224,15 +220,16 @@ class BucketStep:
     ) -> None:
         self.table, self.plan, self.offloaded = table, plan, offloaded
         self.check, self.norms = check, norms
-        self.batches = [
-            BatchedStep(table, x, plan.rules[x.group_index], updates, states) for x in plan.batches
-        ]
+        self.batches: list[BatchedStep] = []
         self.memory: Memory | None = None
         self.generators: list[StepGenerator] = []
         if plan.uses_kernels:
             self.memory = Memory(updates[0].g.device, plan.memory_sizes)
             self.generators = Generators(self.memory.contiguous_span)
-        self.generators += map(self._begun, self.batches)
+        for x in plan.batches:
+            step = BatchedStep(table, x, plan.rules[x.group_index], updates, states)
+            self.batches.append(step)
+            self.generators.append(self._begun(step))
         if plan.turned is None:
             plan.turned = [u.shard for u in with_turns(table, [updates[i] for i in plan.alone])]
         self.alone: list[RunUpdate] = []

@@ -103,10 +103,13 @@ class BatchPlan:
         self._state = None  # left by a step that raised an error
         own = [states[i] for i in self.positions]
         try:
-            state, steps = self.state(own), {s["step"] for s in own}
+            state, step = self.state(own), own[0]["step"]
+            for s in own:
+                if s["step"] != step:
+                    return False
         except (KeyError, AttributeError, TypeError):  # something else was put there
             return False
-        if _layouts(state) != self._layouts or len(steps) != 1:
+        if _layouts(state) != self._layouts:
             return False
         self._state = state
         return True

@@ -54,8 +54,8 @@ FAULTS = (
     ),
     Fault(
         "optimizer/plans.py",
-        "or len(steps) != 1:",
-        "or len(steps) < 1:",
+        'if s["step"] != step:',
+        'if s["step"] == "":',
         "unit/test_native.py unit/test_optimizer.py",
     ),
     Fault(
