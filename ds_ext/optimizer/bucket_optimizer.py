@@ -208,8 +208,12 @@ class BucketOptimizer(ParamTable):
                 self.update_stats.discount(self.number_of[param])
             if not self.state[param]:
                 del self.state[param]
-        if params:  # the step has recorded norms of weights that it did not write
-            self._plans.clear()
+        left = {*map(id, params)}
+        for key, plan in self._plans.items() if left else ():
+            for batch in plan.batches:  # the step has recorded norms of weights it did not write
+                cache = batch.norm_cache
+                if cache is not None and not left.isdisjoint(key[i] for i in batch.positions):
+                    cache.forget()
 
     def check_states(self, buckets: Iterable[Sequence[RunUpdate]]) -> None:
         """Checks the states of several buckets, before the first one is stepped.
