@@ -64,7 +64,7 @@ class Int8Weight:
         self.absent = values.new_full((), torch.nan).expand(weight.shape)
         self.holders, self.lock = 0, threading.RLock()
         self.has_stepped = False  # whether a step has rounded the values that others still hold
-        self.copy: Callable[[], Tensor | None] = _none  # a copy that somebody still has
+        self.copy: Callable[[], Tensor | None] = lambda: None  # a copy that somebody still has
         self.encode(values)
 
     @property
@@ -137,10 +137,6 @@ class Int8Weight:
         with torch.inference_mode(False), torch.no_grad():  # they may be trained later
             new = torch.empty_like(self.absent, memory_format=torch.contiguous_format)
             return decode(self.stored, new)
-
-
-def _none() -> None:
-    return None
 
 
 def _scales(x: Tensor) -> Tensor:

@@ -20,11 +20,10 @@ from ds_ext.ops.executors.reference import Reference
 from ds_ext.ops.executors.tables import (
     BatchTables,
     Unsupported,
+    are_same,
     checked,
     each_of,
     inputs,
-    is_same,
-    reads_same,
     totals_of,
     weight_columns,
 )
@@ -104,7 +103,8 @@ class TablePasses(BatchTables, Reference):
             inputs(self.batch, x)
         totals = own.zeros(n * len(runs)).split(n)
         weights = [i for i, x in enumerate(sources) if x.form == "IS_WEIGHT"]
-        if len(sources) == 2 and len(weights) == 1 and own.fuses_squares and reads_same(*sources):
+        are_two = len(sources) == 2 and len(weights) == 1 and own.fuses_squares
+        if are_two and are_same(sources[0].storage, sources[1].storage):
             first, other = totals[weights[0]], totals[1 - weights[0]]
             source = sources[1 - weights[0]]
             self._run("square_sums", source, out=each_of(other), out2=each_of(first))
@@ -202,7 +202,7 @@ class TablePasses(BatchTables, Reference):
         if self.one is not None and source_of(u) is None:
             return self._apply_unread(p, stored, u, lr, weight_decay)
         source = self._source("apply", u)
-        if source.storage is not None and not is_same(source.storage.run, stored.run):
+        if source.storage is not None and not are_same(source.storage, stored):
             raise Unsupported  # the pass adds the weights that it writes
         numbers: Columns = {"lr": lr}
         decays = isinstance(weight_decay, Tensor) or weight_decay != 0

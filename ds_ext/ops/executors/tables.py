@@ -207,16 +207,11 @@ def _addresses(x: object) -> Iterator[NDArray[np.int64]]:
         yield from _addresses(x.x)
 
 
-def reads_same(a: Source, b: Source) -> bool:
-    """Whether both sources read the same weights."""
-    if a.storage is None or b.storage is None:
+def are_same(a: WeightStorage | None, b: WeightStorage | None) -> bool:
+    """Whether two runs of weights are the same tensors."""
+    if a is None or b is None:
         return False
-    return is_same(a.storage.run, b.storage.run)
-
-
-def is_same(a: Tensor | Runs, b: Tensor | Runs) -> bool:
-    """Whether two runs are the same tensors."""
-    return all(map(operator.is_, _tensors(a), _tensors(b)))
+    return all(map(operator.is_, _tensors(a.run), _tensors(b.run)))
 
 
 def _tensors(x: Tensor | Runs) -> Sequence[Tensor]:

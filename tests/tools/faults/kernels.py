@@ -67,7 +67,7 @@ FAULTS = (
     ),
     # the compiled division, of which the interpreter sees nothing
     Fault(
-        KERNELS + "moment_kernels.py",
+        KERNELS + "values.py",
         "return tl.fma(tl.fma(-quotient, y, x), reciprocal, quotient)",
         "return quotient",
         MOMENTS,

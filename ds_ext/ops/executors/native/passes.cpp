@@ -890,17 +890,6 @@ static void square_sums(const Call &call, const Entry &e, const Strip &s, double
     partial[1] = of_weights;
 }
 
-// A row of a strip, or a part of one.
-struct Line {
-    int64_t i, n;     // its first element in the run, and its length
-    int64_t line, c;  // its row, counted through all matrices, and its first column
-};
-
-INLINE Line next_line(const Entry &e, int64_t i, int64_t end) {
-    int64_t at = e.start + i, c = at % e.cols, n = e.cols - c;
-    return {i, n < end - i ? n : end - i, at / e.cols, c};
-}
-
 // Rows with at most this many elements are processed many at a time.
 const int64_t NARROW = 64;
 
@@ -964,18 +953,19 @@ static void row_col_sums(const Call &call, const Entry &e, const Strip &s, float
         return;
     }
     for (int64_t i = s.begin; i < s.end;) {
-        Line l = next_line(e, i, s.end);
-        float *to = (is_one ? col : col + l.line / e.rows * e.cols) + l.c;
+        int64_t line = (e.start + i) / e.cols, c = (e.start + i) % e.cols;
+        int64_t length = e.cols - c < s.end - i ? e.cols - c : s.end - i;  // of the row, or its part here
+        float *to = (is_one ? col : col + line / e.rows * e.cols) + c;
         double sum = 0;
-        for (int64_t k = 0; k < l.n; k += CHUNK) {
-            int64_t n = l.n - k < CHUNK ? l.n - k : CHUNK;
+        for (int64_t k = 0; k < length; k += CHUNK) {
+            int64_t n = length - k < CHUNK ? length - k : CHUNK;
             const float *x = value(call, e, i + k, n, buffer);
             float *__restrict at = to + k;
             for (int64_t j = 0; j < n; ++j) at[j] += x[j] * x[j];
             sum += square_sum(x, n);
         }
-        e.out[l.line] += static_cast<float>(sum);
-        i += l.n;
+        e.out[line] += static_cast<float>(sum);
+        i += length;
     }
 }
 

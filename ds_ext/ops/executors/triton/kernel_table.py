@@ -17,6 +17,7 @@ from ds_ext.ops.runs import Columns, Runs
 class Read(NamedTuple):
     """The arguments of a pass, as ``KernelTable.run`` takes them."""
 
+    name: str
     columns: Columns
     form: str
     dtype: torch.dtype | None
@@ -138,16 +139,17 @@ def _factors(table: Launcher, read: Read) -> None:
     table.launch(kernel, (), table.by_parameter, columns)
 
 
-def _normalize(table: Launcher, read: Read, is_by_row: bool) -> None:
+def _normalize(table: Launcher, read: Read) -> None:
+    is_by_row = read.name == "normalize_rows"
     size = table.geometry.cols if is_by_row else table.geometry.rows
     at = table.of_rows if is_by_row else table.of_cols
     columns = {**read.columns, "a": np.sqrt(size).astype(np.float32)}
     table.launch("normalize", (), at, columns)
 
 
-def _lerp(table: Launcher, read: Read, kernel: str) -> None:
+def _lerp(table: Launcher, read: Read) -> None:
     at = getattr(table, read.tiles)
-    table.launch(kernel, read.constants, at, read.numbers, OUT)
+    table.launch(read.name, read.constants, at, read.numbers, OUT)
 
 
 def _apply(table: Launcher, read: Read) -> None:
@@ -182,11 +184,11 @@ PASSES: dict[str, Callable[[Launcher, Read], SquareParts | None]] = {
     "row_col_sums": _row_col_sums,
     "weighted_sums": _weighted_sums,
     "normalize_whole_rows": _normalize_whole_rows,
-    "normalize_rows": functools.partial(_normalize, is_by_row=True),
-    "normalize_columns": functools.partial(_normalize, is_by_row=False),
+    "normalize_rows": _normalize,
+    "normalize_columns": _normalize,
     "factors": _factors,
-    "lerp": functools.partial(_lerp, kernel="lerp"),
-    "square_lerp": functools.partial(_lerp, kernel="square_lerp"),
+    "lerp": _lerp,
+    "square_lerp": _lerp,
     "apply": _apply,
 }
 
@@ -214,4 +216,4 @@ class KernelTable(Launcher):
         Returns:
             The partial sums of squares, if the pass leaves them.
         """
-        return PASSES[name](self, Read(columns, form, dtype, storage, decays))
+        return PASSES[name](self, Read(name, columns, form, dtype, storage, decays))

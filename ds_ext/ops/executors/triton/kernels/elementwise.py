@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from ds_ext.ops.executors.triton.kernels.moment_kernels import moved
 from ds_ext.ops.executors.triton.kernels.table_access import (
     COLS,
     EPS,
@@ -26,7 +25,7 @@ from ds_ext.ops.executors.triton.kernels.table_access import (
     run_at,
     size,
 )
-from ds_ext.ops.executors.triton.kernels.values import value_of
+from ds_ext.ops.executors.triton.kernels.values import moved, value_of
 from ds_ext.ops.executors.triton.kernels.weights import load_weight, store_weight
 
 

@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from ds_ext.ops.executors.triton.kernels.moment_kernels import moved
 from ds_ext.ops.executors.triton.kernels.sums import LARGEST_FACTOR
 from ds_ext.ops.executors.triton.kernels.table_access import (
     CLIP,
@@ -24,6 +23,7 @@ from ds_ext.ops.executors.triton.kernels.table_access import (
     number,
     pointer,
 )
+from ds_ext.ops.executors.triton.kernels.values import moved
 
 
 @triton.jit

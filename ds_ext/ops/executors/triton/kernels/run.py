@@ -7,23 +7,7 @@ The parameters of a launch may need different tiles or loads. Each such kind is 
 import triton
 import triton.language as tl
 
-from ds_ext.ops.executors.triton.kernels.elementwise import (
-    apply,
-    cached_norm,
-    lerp,
-    square_sums,
-)
-from ds_ext.ops.executors.triton.kernels.factored_kernels import factors
-from ds_ext.ops.executors.triton.kernels.sums import (
-    copy_checked_values,
-    fold,
-    normalize,
-    normalize_whole_rows,
-    normalize_wide_rows,
-    row_col_sums,
-    weighted_sums,
-    wide_weighted_sums,
-)
+from ds_ext.ops.executors.triton.kernels import elementwise, factored_kernels, sums
 from ds_ext.ops.executors.triton.kernels.table_access import (
     FOUND,
     INDEX,
@@ -98,28 +82,28 @@ def _checked(t, tile, P: tl.constexpr):
 @triton.jit
 def _pass(t, tile, P: tl.constexpr):
     if P.name == "square_sums":
-        square_sums(t, tile, P)
+        elementwise.square_sums(t, tile, P)
     elif P.name == "row_col_sums":
-        row_col_sums(t, tile, P)
+        sums.row_col_sums(t, tile, P)
     elif P.name == "weighted_sums":
-        weighted_sums(t, tile, P)
+        sums.weighted_sums(t, tile, P)
     elif P.name == "wide_weighted_sums":
-        wide_weighted_sums(t, tile, P)
+        sums.wide_weighted_sums(t, tile, P)
     elif P.name == "normalize_whole_rows":
-        normalize_whole_rows(t, tile, P)
+        sums.normalize_whole_rows(t, tile, P)
     elif P.name == "normalize_wide_rows":
-        normalize_wide_rows(t, tile, P)
+        sums.normalize_wide_rows(t, tile, P)
     elif P.name == "normalize":
-        normalize(t, tile, P)
+        sums.normalize(t, tile, P)
     elif P.name == "factors" or P.name == "clipped_factors":
-        factors(t, tile, P)
+        factored_kernels.factors(t, tile, P)
     elif P.name == "lerp" or P.name == "square_lerp":
-        lerp(t, tile, P)
+        elementwise.lerp(t, tile, P)
     elif P.name == "cached_norm":
-        cached_norm(t, tile, P)
+        elementwise.cached_norm(t, tile, P)
     elif P.name == "fold":
-        fold(t, tile, P)
+        sums.fold(t, tile, P)
     elif P.name == "copy_checked_values":
-        copy_checked_values(t, tile, P)
+        sums.copy_checked_values(t, tile, P)
     else:
-        apply(t, tile, P)
+        elementwise.apply(t, tile, P)
