@@ -39,16 +39,16 @@ class Stage:
 
 STAGES = (
     Stage(
+        "selftest",
+        "Steps of every optimizer equal those of torch's operations on this GPU, for each dtype, "
+        "way to store weights and 8-bit format, for whole parameters and the run of a middle rank. "
+        "A gradient with NaN changes no bit of its weight and state.",
+        180,
+    ),
+    Stage(
         "kernel_tests",
         "The tests of kernels pass on this GPU, with tensors in its memory. Where there is "
         "compute-sanitizer, it finds no access out of bounds in a step of some optimizers.",
-        240,
-    ),
-    Stage(
-        "checks",
-        "Steps of every batched optimizer equal those of torch's operations on this GPU, for each "
-        "dtype and way to store weights, for whole parameters and the runs of a first and a "
-        "middle rank. A gradient with NaN changes no bit of its weight and state.",
         240,
     ),
     Stage(
@@ -68,6 +68,7 @@ STAGES = (
         "a long kernel.",
         90,
     ),
+    Stage("host_gaps", "The time in which the GPU waits for the host in a training step.", 60),
     Stage(
         "ranks",
         "Training with NCCL's collectives, on one rank and on two if there are two GPUs, equals "

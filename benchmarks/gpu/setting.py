@@ -38,10 +38,8 @@ class Setting:
         steps: of a training run that is measured, and between two events.
         exact_steps: of a training run that is compared with another.
         exact_bucket: elements of its buckets, so that there are several.
-        optimizers: whose kernels are checked; None: all batched ones.
-        check_shapes: of the parameters that each optimizer is checked with.
+        optimizers: whose kernels are checked and timed; None: all.
         sides: of square matrices that are timed.
-        processes: that check optimizers.
     """
 
     device: torch.device
@@ -53,9 +51,7 @@ class Setting:
     exact_steps: int
     exact_bucket: int
     optimizers: tuple[str, ...] | None
-    check_shapes: tuple[tuple[int, ...], ...]
     sides: tuple[int, ...]
-    processes: int
 
     @property
     def is_rehearsal(self) -> bool:
@@ -90,13 +86,7 @@ GPU = Setting(
     exact_steps=10,
     exact_bucket=2**21,
     optimizers=None,
-    # Rows of vectors and not, of two widths of strips, wider than any; vectors.
-    check_shapes=(
-        *((512, 1024), (96, 4096), (300, 130), (4, 17000)),
-        *((3, 64, 256), (1000,), (4096,), (5,)),
-    ),
     sides=(16384, 4096),
-    processes=16,
 )
 TINY: Sizes = (64, 16, 24, 1, 2, 2, False)
 REHEARSAL = Setting(
@@ -109,9 +99,7 @@ REHEARSAL = Setting(
     exact_steps=2,
     exact_bucket=1000,
     optimizers=("lomo",),
-    check_shapes=((6, 20), (9,)),
     sides=(16,),
-    processes=1,
 )
 
 

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.checks import BATCHED, optimizer_of
 from benchmarks.gpu.setting import Rows, Setting, using_kernels
 from benchmarks.memory import shapes_of
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, plain_step
+from ds_ext.rules import REGISTRY
 
+BATCHED = [name for name, entry in REGISTRY.items() if entry.is_batched]
 CYCLES = 2e9  # of a GPU in a second, at most
 COPY, ADAMW = "copy_", "AdamW, torch fused"
 
@@ -58,7 +59,7 @@ def candidate(
         param.grad = grad
     if name == ADAMW:
         return torch.optim.AdamW(params, lr=1e-5, fused=True).step
-    return functools.partial(passes, optimizer_of(name, params, "stochastic"), params)
+    return functools.partial(passes, OPTIMIZERS[name](params), params)
 
 
 @torch.no_grad()

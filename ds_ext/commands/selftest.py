@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import os
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -15,7 +13,6 @@ DESCRIPTION = (
     "CPU) with PyTorch's operations: dtypes, ways to store weights, whole parameters and runs of a "
     "rank. Prints a table to paste into a report. The exit code is 1 if anything is wrong."
 )
-PROCESSES = 8  # at most, each of which compiles kernels
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -34,25 +31,21 @@ def run(options: argparse.Namespace) -> int:
     if options.cases:
         selftest.check_all(OPTIMIZERS, json.loads(options.cases), device)
         return 0
-    names = options.optimizer or [*OPTIMIZERS]
-    cases = [selftest.all_cases(registry.named(name, "--optimizer")) for name in names]
+    kinds = [registry.named(name, "--optimizer") for name in options.optimizer or OPTIMIZERS]
     selftest.require_executor(device)
     print(", ".join(f"{key} {value}" for key, value in selftest.versions(device).items()))
-    print(
-        "\n| optimizer | dtype | cases | largest error | verdict |\n| --- | --- | --- | --- | --- |"
-    )
+    print("\n| optimizer | dtype | cases | largest error | verdict |\n" + 5 * "| --- " + "|")
     wrong = []
-    with ThreadPoolExecutor(max(1, min(PROCESSES, (os.cpu_count() or 1) // 2))) as pool:
-        for rows in pool.map(lambda some: selftest.in_child(some, device), cases):
-            for dtype in selftest.DTYPES:
-                some = [row for row in rows if row["dtype"] == dtype]
-                bad = [row for row in some if row["verdict"] != selftest.RIGHT]
-                wrong += bad
-                if some:
-                    largest = f"{max(row['error'] for row in some):.1e}"
-                    verdict = f"{len(bad)} WRONG" if bad else selftest.RIGHT
-                    cells = some[0]["optimizer"], dtype, len(some), largest, verdict
-                    print("|", " | ".join(map(str, cells)), "|", flush=True)
+    for rows in selftest.rows_of(kinds, device):
+        for dtype in selftest.DTYPES:
+            some = [row for row in rows if row["dtype"] == dtype]
+            bad = [row for row in some if row["verdict"] != selftest.RIGHT]
+            wrong += bad
+            if some:
+                largest = f"{max(row['error'] for row in some):.1e}"
+                verdict = f"{len(bad)} WRONG" if bad else selftest.RIGHT
+                cells = some[0]["optimizer"], dtype, len(some), largest, verdict
+                print("|", " | ".join(map(str, cells)), "|", flush=True)
     print()
     for row in wrong:
         print(json.dumps(row))

@@ -16,9 +16,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,7 @@ Row = dict[str, Any]
 RIGHT, WRONG = "right", "WRONG"
 CHECKED = {"cuda"}  # types of devices on which an optimizer is checked before its first step
 SECONDS = 300  # after which a process that checks is ended
+PROCESSES = 8  # at most side by side: each of them compiles kernels
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 IN_16_BITS = ("stochastic", "nearest", "master", "master24")
 MATRICES = ((48, 64), (33, 130))  # rows with and without vectors of 16 bytes
@@ -49,7 +51,7 @@ RANKS = ((0, 1), (1, 3))  # (rank, ranks): whole parameters, and a run in their 
 STEPS = 2
 CLOSE = 1e-5  # error relative to the norm of the update, of fp32 weights and masters; of states
 CLOSE_24 = 1e-3  # the same of "master24", whose 8 bits may be rounded either way
-CLOSE_PRODUCTS = 0.1  # the same of products on a CPU whose operands are rounded to bf16
+CLOSE_PRODUCTS = 0.1  # the same of updates by matrix products, whose operands may be bf16
 APART = 1 / 200  # share of 16-bit weights, or codes of states, that may be rounded either way
 # Hyper-parameters with which small tensors show an error; those that are not checked; and those
 # that ask for other forms of passes than the defaults.
@@ -62,7 +64,7 @@ LATE = "it took longer than"
 PACKAGE = Path(__file__).parents[1]
 
 
-class Unavailable(Exception):
+class Unavailable(ValueError):
     """A process of its own cannot check the device; the message says why."""
 
 
@@ -208,32 +210,29 @@ def check(kind: type[Any], case: Case, ranks: Sequence[int], device: torch.devic
         judge = Stepped(kind, case, ranks, device)
         before = judge.all()
         expected = judge.run().all()
-    storage = case[1].get("weight_update", "stochastic")
-    close, limit = CLOSE_24 if storage == "master24" else CLOSE, cast(float | None, None)
-    if device.type == "cpu" and not entry.is_batched and bf16_products.is_available():
-        close = CLOSE_PRODUCTS
-    is_wide = case[2] == "fp32" or storage.startswith("master") or close == CLOSE_PRODUCTS
-    error = 0.0
+    row, error = row_of(case, ranks), 0.0
+    exact = row["dtype"] == "fp32" or row["weight_update"] == "master"
+    of_weights = CLOSE if exact else CLOSE_24 if row["weight_update"] == "master24" else None
+    limits = {"weights": of_weights if entry.is_batched else CLOSE_PRODUCTS, OF_OTHERS: 0.0}
+    is_rounded = not entry.is_batched and device.type == "cpu" and bf16_products.is_available()
     for key in dict.fromkeys(itertools.chain(*expected)):
         a, b, old = ([x[key] for x in of if key in x] for of in (found, expected, before))
-        limit, scale = 0.0 if key == OF_OTHERS else close, b
+        limit, scale = limits.get(key, CLOSE_PRODUCTS if is_rounded else CLOSE), b
         if key == "weights":
-            limit = close if is_wide else None
             scale = [y.double() - w for y, w in zip(b, old, strict=True)]
             errors = (_norm(x, y) / (_norm(u) or 1) for x, y, u in zip(a, b, scale, strict=True))
             error = max(errors)
         wrong[key] = len(a) != len(b) or not _is_near(a, b, scale, limit)
     named = [key for key, is_wrong in wrong.items() if is_wrong]
     verdict = f"{WRONG}: {', '.join(named)}" if named else RIGHT
-    return row_of(case, ranks) | {"error": error, "verdict": verdict, "passes": [*passes]}
+    return row | {"error": error, "verdict": verdict, "passes": [*passes]}
 
 
 def row_of(case: Case, ranks: Sequence[int]) -> Row:
     """Returns the first columns of a row."""
     name, hypers, dtype = case
-    how = hypers.get("weight_update", "stochastic")
-    where = f"{ranks[0]} of {ranks[1]}"
-    return {"optimizer": name, "dtype": dtype, "weight_update": how, "rank": where}
+    row = {"optimizer": name, "dtype": dtype, "rank": f"{ranks[0]} of {ranks[1]}"}
+    return row | {"weight_update": hypers.get("weight_update", "stochastic")}
 
 
 def _skips_nan(hit: Stepped, clean: Stepped) -> bool:
@@ -299,8 +298,8 @@ def in_child(cases: Sequence[Case], device: torch.device) -> list[Row]:
     paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {"PYTHONPATH": os.pathsep.join(paths), CHILD: "1"}
     env["CUDA_LAUNCH_BLOCKING"] = "1"  # the last pass that began is the one that failed
-    command = [sys.executable, "-m", "ds_ext", "selftest", "--device", str(device)]
-    command += ["--cases", json.dumps(cases)]
+    options = ["--device", str(device), "--cases", json.dumps(cases)]
+    command = [sys.executable, "-m", "ds_ext", "selftest", *options]
     try:
         done = subprocess.run(command, env=os.environ | env, capture_output=True, timeout=SECONDS)
         out, why = done.stdout, f"the process ended with status {done.returncode}"
@@ -313,7 +312,7 @@ def in_child(cases: Sequence[Case], device: torch.device) -> list[Row]:
     rows: list[Row] = []
     case, passes = [cases[0], RANKS[0]], list[str]()
     for line in out.decode(errors="replace").splitlines():
-        with suppress(ValueError):  # other lines, and one that was cut short
+        with suppress(json.JSONDecodeError):  # other lines, and one that was cut short
             kind, what = json.loads(line if line.startswith('["') else "")
             if kind == "unavailable":
                 raise Unavailable(what)
@@ -327,6 +326,12 @@ def in_child(cases: Sequence[Case], device: torch.device) -> list[Row]:
         last = f"{WRONG}: in {passes[-1] if passes else 'no pass'}, {why}"
         rows.append(row_of(*case) | {"error": math.inf, "verdict": last, "passes": passes})
     return rows
+
+
+def rows_of(kinds: Sequence[type[Any]], device: torch.device) -> Iterator[list[Row]]:
+    """Yields the rows of all cases of each optimizer class, each checked in a new process."""
+    with ThreadPoolExecutor(max(1, min(PROCESSES, (os.cpu_count() or 1) // 2))) as pool:
+        yield from pool.map(lambda kind: in_child(all_cases(kind), device), kinds)
 
 
 def require_executor(device: torch.device) -> None:

@@ -10,17 +10,17 @@ import torch
 
 from benchmarks.gpu import __main__ as child
 from benchmarks.gpu import (
-    checks,
+    host_gaps,
     kernel_tests,
     launch_order,
     ranks,
+    selftest,
     session,
     setting,
     timing,
     zero3,
 )
 from benchmarks.gpu.session import FAILED, LEFT, PASSED, SKIPPED, STAGES, Runner, Stage
-from ds_ext.ops.executors.triton import devices
 from tests import worlds
 from tests.common import needs
 
@@ -101,7 +101,8 @@ def test_all_stages_exist_and_take_20_minutes_at_most():
     assert max(stage.limit for stage in STAGES) < 10 * 60
     for stage in STAGES:
         assert callable(child.importlib.import_module(f"benchmarks.gpu.{stage.name}").rows)
-    assert [stage.name for stage in STAGES][:2] == ["kernel_tests", "checks"]  # right before fast
+    names = ["selftest", "kernel_tests", "launch_order", "training_memory", "timing", "host_gaps"]
+    assert [stage.name for stage in STAGES][:6] == names  # right before fast
 
 
 # A stage's own process.
@@ -129,7 +130,7 @@ def test_a_process_notes_rows_then_its_error_or_its_reason(tmp_path, monkeypatch
         yield
 
     def wrong(on):
-        yield "Numbers", {"x": 1, "verdict": setting.WRONG}
+        yield "Numbers", {"x": 1, "verdict": f"{setting.WRONG}: weights"}
 
     found, failed = noted(tmp_path, fails, monkeypatch)
     assert found == [["row", ["Numbers", {"x": 1.5}]], ["failed", "ValueError: first\nsecond"]]
@@ -150,38 +151,11 @@ def rehearsed(stage, on=ON):
         return [row for _, row in stage.rows(on)]
 
 
-@needs.triton
 @pytest.mark.slow
-def test_checks_see_a_wrong_step(monkeypatch):
-    shapes, device = ((6, 20), (9,)), torch.device("cpu")
-    row = checks.check("adalomo", "fp32", "nearest", (1, 3), shapes, device)
-    assert row["verdict"] == "right" and row["error"] <= checks.CLOSE
-    assert checks.with_nan("adalomo", "bf16", (0, 2), shapes, device)["verdict"] == "right"
-    make = checks.optimizer_of
-
-    def other_rate_by_torch(*of):
-        optimizer = make(*of)
-        optimizer.param_groups[0]["lr"] *= 1 if devices.DEVICES else 1.001
-        return optimizer
-
-    monkeypatch.setattr(checks, "optimizer_of", other_rate_by_torch)
-    assert checks.check("adalomo", "fp32", "nearest", (1, 3), shapes, device)["verdict"] == "WRONG"
-
-
-@needs.triton
-@pytest.mark.slow
-def test_checks_cover_dtypes_storages_and_ranks():
-    found = rehearsed(checks)
-    assert {row["verdict"] for row in found} == {"right"}
-    storages = {(row["dtype"], row["weight_update"], row["rank"]) for row in found}
-    assert len(storages) == 3 * (1 + 4 + 4) and len(found) == 27 + 9
-
-
-@needs.triton
-def test_a_nan_that_is_written_is_seen(monkeypatch):
-    monkeypatch.setattr(checks, "_judge", lambda optimizer, updates: None)
-    row = checks.with_nan("lomo", "fp32", (0, 1), ((6, 20), (9,)), torch.device("cpu"))
-    assert row["verdict"] == "WRONG" and not row["unchanged"] and not row["reported"]
+def test_the_first_stage_is_the_self_test():
+    found = rehearsed(selftest)
+    assert {row["verdict"] for row in found} == {"right"} and len(found) == 2 * 12
+    assert {row["passes"] for row in found} == {"apply_"}
 
 
 @pytest.mark.slow
@@ -212,6 +186,13 @@ def test_passes_are_timed_beside_a_copy_and_adamw():
     rows = rehearsed(timing)
     assert [row["step"] for row in rows] == ["copy_", timing.ADAMW, "LOMO"] * 2
     assert all(row["ms"] > 0 and row["ms / copy_"] > 0 for row in rows)
+
+
+def test_gaps_are_the_time_in_which_no_kernel_runs():
+    assert host_gaps.gaps([(5, 6), (0, 3), (1, 2), (2, 4), (6, 7), (9, 10)]) == [1, 2]
+    assert host_gaps.gaps([]) == []
+    (row,) = rehearsed(host_gaps)
+    assert row["verdict"] == "right" and row["kernels"] > 100 and 0 < row["idle, ms"]
 
 
 @needs.triton

@@ -17,7 +17,7 @@ from ds_ext.commands.cli import main
 from ds_ext.ops.executors import unbatched
 from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.triton import devices
-from ds_ext.optimizer import OPTIMIZERS, selftest
+from ds_ext.optimizer import OPTIMIZERS, nonfinite, selftest
 from ds_ext.optimizer.selftest import RIGHT
 from tests import worlds
 from tests.common import needs, paths
@@ -155,7 +155,7 @@ def test_a_fault_in_a_kernel_is_found_and_training_has_the_losses_of_the_referen
     )
     kernel = tmp_path / "ds_ext/ops/executors/triton/kernels/elementwise.py"
     right = kernel.read_text()
-    wrong = right.replace("new = old - number(t, LR) * u", "new = old - 1.01 * number(t, LR) * u")
+    wrong = right.replace("old - number(t, LR) * u", "old - 1.01 * number(t, LR) * u")
     assert wrong != right
     kernel.write_text(wrong)
     (tmp_path / "sitecustomize.py").write_text(AS_IF_ON_A_GPU)
@@ -241,3 +241,13 @@ def test_a_wrong_pass_of_native_code_is_seen(monkeypatch):
     monkeypatch.setattr(native_table.NativeTable, "run", wrong)
     row = selftest.check(ds_ext.LOMO, case, (1, 3), CPU)
     assert row["verdict"] == "WRONG: weights" and math.isclose(row["error"], 1e-3, rel_tol=1e-2)
+
+
+@needs.triton
+def test_a_nan_that_kernels_let_through_is_seen(kernels, monkeypatch):
+    monkeypatch.setattr(selftest, "MATRICES", ((6, 20),))
+    monkeypatch.setattr(selftest, "OTHER_SHAPES", ((9,),))
+    of = ds_ext.LOMO, ["lomo", {"lr": 0.1}, "bf16"], (1, 3), CPU
+    assert selftest.check(*of)["verdict"] == RIGHT
+    monkeypatch.setattr(nonfinite, "MAX_GOOD_VOTES", math.inf)
+    assert selftest.check(*of)["verdict"] == "WRONG: a NaN in a gradient"
