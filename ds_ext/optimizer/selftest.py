@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ds_ext import rules
 from ds_ext.logs import logger
-from ds_ext.ops.executors import table_passes, tables, unbatched
+from ds_ext.ops.executors import table_passes, unbatched
 from ds_ext.ops.executors.native import bf16_products, library
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.shard import Shard
@@ -201,6 +201,7 @@ def check(kind: type[Any], case: Case, ranks: Sequence[int], device: torch.devic
         tested, again = (Stepped(kind, case, ranks, device).run() for _ in range(2))
         found = tested.all()
         wrong = {
+            "native code and kernels are disabled or missing": not passes,
             "other bits in a second run": not _same(found, again.all()),
             "a NaN in a gradient": tested.is_checked and not _skips_nan(tested, again),
         }
@@ -281,12 +282,13 @@ def _tell(kind: str, what: object) -> None:
 def check_all(kinds: Mapping[str, type[Any]], cases: Iterable[Case], device: torch.device) -> None:
     """Checks cases in this process, and prints rows for the process in ``in_child``."""
     try:
-        torch.zeros(1, device=device)
-    except Exception as error:  # the GPU serves one process only, or has no memory left
-        return _tell("unavailable", str(error).partition("\n")[0])
-    for case, ranks in itertools.product(cases, RANKS):
-        _tell("case", [case, ranks])
-        _tell("row", check(kinds[case[0]], case, ranks, device))
+        for case, ranks in itertools.product(cases, RANKS):
+            _tell("case", [case, ranks])
+            _tell("row", check(kinds[case[0]], case, ranks, device))
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        _tell("unavailable", str(error).partition("\n")[0])
 
 
 def in_child(cases: Sequence[Case], device: torch.device) -> list[Row]:
@@ -298,13 +300,13 @@ def in_child(cases: Sequence[Case], device: torch.device) -> list[Row]:
     paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {"PYTHONPATH": os.pathsep.join(paths), CHILD: "1"}
     env["CUDA_LAUNCH_BLOCKING"] = "1"  # the last pass that began is the one that failed
-    options = ["--device", str(device), "--cases", json.dumps(cases)]
+    options = ["--device", str(device), "--cases", json.dumps(cases, default=str)]
     command = [sys.executable, "-m", "ds_ext", "selftest", *options]
     try:
         done = subprocess.run(command, env=os.environ | env, capture_output=True, timeout=SECONDS)
         out, why = done.stdout, f"the process ended with status {done.returncode}"
-        if done.returncode > 0:
-            why += ": " + done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:200]
+        lines = done.stderr.decode(errors="replace").splitlines()
+        why += f": {next((line[:200] for line in lines[::-1] if 'Error' in line), '')}"
     except subprocess.TimeoutExpired as error:
         out, why = error.stdout or b"", f"{LATE} {SECONDS} s"
     except OSError as error:
@@ -323,7 +325,9 @@ def in_child(cases: Sequence[Case], device: torch.device) -> list[Row]:
             elif kind == "row":
                 rows.append(what)
     if len(rows) < len(cases) * len(RANKS):
-        last = f"{WRONG}: in {passes[-1] if passes else 'no pass'}, {why}"
+        if not passes:  # the GPU serves one process only, or Python's environment differs
+            raise Unavailable(why)
+        last = f"{WRONG}: in {passes[-1]}, {why}"
         rows.append(row_of(*case) | {"error": math.inf, "verdict": last, "passes": passes})
     return rows
 
@@ -332,16 +336,6 @@ def rows_of(kinds: Sequence[type[Any]], device: torch.device) -> Iterator[list[R
     """Yields the rows of all cases of each optimizer class, each checked in a new process."""
     with ThreadPoolExecutor(max(1, min(PROCESSES, (os.cpu_count() or 1) // 2))) as pool:
         yield from pool.map(lambda kind: in_child(all_cases(kind), device), kinds)
-
-
-def require_executor(device: torch.device) -> None:
-    """Raises ValueError if only the reference can step tensors of a device."""
-    if not tables.supports(device):
-        switch = library.SWITCH if device.type == "cpu" else devices.SWITCH
-        raise ValueError(
-            f"there is nothing to check on {device}: PyTorch's operations step its parameters, "
-            f"because {switch} is 0, or there is no C++ compiler (on a CPU) or Triton (on a GPU)."
-        )
 
 
 def versions(device: torch.device) -> dict[str, str]:
@@ -366,35 +360,37 @@ def failure(table: ParamTable, device: torch.device) -> str:
     cases = cases_of(table) if device.type in CHECKED else []
     if not cases:
         return ""
-    software = versions(device)
+    software, names = versions(device), ", ".join(sorted({case[0] for case in cases}))
     sources = sorted([*PACKAGE.glob("ops/**/*.py"), *PACKAGE.glob("rules/*.py")])
-    key = [json.dumps([software, cases]).encode(), *(path.read_bytes() for path in sources)]
-    name = f"selftest-{hashlib.sha256(b''.join(key)).hexdigest()[:16]}.json"
-    path, own = library.cache_file(name)
-    if own is None:
-        rows = json.loads(path.read_bytes()[: -library.HASH_BYTES])
-    else:
-        began, names = time.monotonic(), ", ".join(sorted({case[0] for case in cases}))
-        with own:
-            try:
+    key = [json.dumps([software, cases], default=str).encode(), *map(Path.read_bytes, sources)]
+    name, began = (
+        f"selftest-{hashlib.sha256(b''.join(key)).hexdigest()[:16]}.json",
+        time.monotonic(),
+    )
+    try:
+        path, own = library.cache_file(name)
+        if own is None:
+            rows = json.loads(path.read_bytes()[: -library.HASH_BYTES])
+        else:
+            began = time.monotonic()
+            with own:
                 rows = in_child(cases, device)
-            except Unavailable as error:
-                logger.info("kernels of %s not checked on %s: %s", names, device, error)
-                return ""
-            if not any(LATE in row["verdict"] for row in rows):  # a slow machine, perhaps
-                new = Path(own.name) / name
-                new.write_text(json.dumps(rows))
-                library.seal(new).replace(path)
-        seconds = time.monotonic() - began
-        logger.info("kernels of %s checked on %s in %.0f s: %s", names, device, seconds, path)
-    wrong = [row for row in rows if row["verdict"] != RIGHT]
-    if not wrong:
+                if not any(LATE in row["verdict"] for row in rows):  # a slow machine, perhaps
+                    new = Path(own.name) / name
+                    new.write_text(json.dumps(rows))
+                    library.seal(new).replace(path)
+            seconds = time.monotonic() - began
+            logger.info("kernels of %s checked on %s in %.0f s: %s", names, device, seconds, path)
+    except (Unavailable, OSError) as error:
+        logger.info("kernels of %s not checked on %s: %s", names, device, error)
         return ""
-    row = wrong[0]
+    row = next((row for row in rows if row["verdict"] != RIGHT), None)
+    if row is None:
+        return ""
     return (
         f"the kernels of {row['optimizer']} are not right on this GPU, so PyTorch's operations "
         f"step all parameters on all ranks, slower: {row['dtype']}, {row['weight_update']!r}, rank "
         f"{row['rank']}: {row['verdict']} (passes: {', '.join(row['passes'])}). {software}. Please "
-        "open an issue of ds_ext with this line and the table of `python -m ds_ext selftest`. "
-        f"The result is kept: delete {path} to check again."
+        "open an issue of ds_ext with this line and the table of `python -m ds_ext selftest`. To "
+        f"check again, delete {path}."
     )
