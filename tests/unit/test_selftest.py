@@ -16,7 +16,7 @@ import ds_ext
 from ds_ext.commands.cli import main
 from ds_ext.ops.executors import unbatched
 from ds_ext.ops.executors.native import native_table
-from ds_ext.ops.executors.triton import devices
+from ds_ext.ops.executors.triton import devices, launches
 from ds_ext.optimizer import OPTIMIZERS, nonfinite, selftest
 from ds_ext.optimizer.selftest import RIGHT
 from tests import worlds
@@ -267,3 +267,24 @@ def test_a_nan_that_kernels_let_through_is_seen(kernels, monkeypatch):
     assert selftest.check(*of)["verdict"] == RIGHT
     monkeypatch.setattr(nonfinite, "MAX_GOOD_VOTES", math.inf)
     assert selftest.check(*of)["verdict"] == "WRONG: a NaN in a gradient"
+
+
+@needs.triton
+def test_a_model_that_kernels_have_stepped_goes_on_without_them(kernels, monkeypatch):
+    failures = iter(["", "wrong"])
+    monkeypatch.setattr(selftest, "failure", lambda *of: next(failures))
+    optimizers, models = [], [nn.Linear(5, 4), nn.Linear(5, 4)]
+
+    def step(i):
+        before = models[i].weight.detach().clone()
+        models[i](torch.ones(2, 5)).square().sum().backward()
+        optimizers[i].step()
+        assert not models[i].weight.equal(before) and models[i].weight.isfinite().all()
+
+    for i, kind in enumerate((ds_ext.AdaLomo, ds_ext.LOMO)):
+        optimizers.append(kind(models[i].parameters()))
+        ds_ext.fuse_into_backward(models[i], optimizers[i])
+        assert devices.supports(CPU) == (i == 0)
+        step(i)
+        monkeypatch.setattr(launches, "launch_kernel", None)  # nothing launches from now on
+    step(0)
