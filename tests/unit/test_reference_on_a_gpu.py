@@ -74,10 +74,10 @@ def test_the_documentation_has_a_row_for_each_optimizer():
 
 
 @pytest.mark.parametrize("name", LINEAR)
-def test_a_parameter_takes_the_documented_number_of_operations(name):
+def test_a_parameter_takes_about_the_documented_number_of_operations(name):
     for dtype, expected in zip(DTYPES, documented()[name], strict=True):
         found = (operations(name, dtype, 3) - operations(name, dtype, 1)) / 2
-        assert found == expected, dtype
+        assert abs(found - expected) <= 2 + expected / 20, dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
