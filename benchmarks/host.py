@@ -51,9 +51,10 @@ def main(args: argparse.Namespace) -> None:
         rows.append(row)
         print(report.table([row]), flush=True)
     found = [matrices(name, args.rounds) for name in args.optimizers if name in BY_MATRIX]
-    print(report.table(found), flush=True)
-    tables = {"Host": rows, "Matrices": found}
-    if host_gpu.are_there():
+    tables = {name: table for name, table in (("Host", rows), ("Matrices", found)) if table}
+    if found:
+        print(report.table(found), flush=True)
+    if batched and host_gpu.are_there():
         tables["By kernels"] = [host_gpu.row(name, args.rounds) for name in batched]
         print(report.table(tables["By kernels"]), flush=True)
         tables["In backward"] = [host_gpu.in_backward(name, args.rounds) for name in batched]
@@ -70,7 +71,7 @@ milliseconds, by native passes that do nothing; it is of `buckets` of parameters
 together, in `calls` of native passes for each of them. Medians over rounds. Times of a CPU are here
 because the host's time is what is measured: they say something beside one another only.
 
-The table of matrices is of optimizers that step each matrix by itself: microseconds of the process
+The table "Matrices" is of optimizers that step each matrix by itself: microseconds of the process
 for each of {MATRICES} matrices of {SHAPE[0]} x {SHAPE[1]} in bf16, in one bucket, the median and
 the least over rounds. `plain` is `optimizer.step()`, `of 2 ranks` the step of rank 0 without the
 other, and `by kernels` the same as on a GPU, with launches that do nothing and the products of a

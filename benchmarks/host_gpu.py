@@ -34,7 +34,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RANKS = 2
 
 TEXT = f"""
-The second table is of steps by kernels, on bf16 weights of Llama-7B and the gradients that rank 0
+The table "By kernels" is of steps, on bf16 weights of Llama-7B and the gradients that rank 0
 of {RANKS} has, the rounds included in which it would meet the other. Launches do nothing; what is
 timed is Python, torch's small operations, and the copies of addresses. `launches` of kernels,
 `copies` of addresses to the device, `rounds` and calls of `torch` that are no views are of a
@@ -43,9 +43,9 @@ in the memory of the CPU, and copies to it and launches of torch's operations ta
 they would. Memory of gradients and steps is then reused without a call of torch, which takes a
 GPU's allocator a few microseconds.
 
-The third table is of `fuse_into_backward` in one process: the hooks of all gradients and the end of
-the step, but not backward itself, with buckets of {BUCKET:,} elements, the default on a GPU, and of
-a matrix each.
+The table "In backward" is of `fuse_into_backward` in one process: the hooks of all gradients and
+the end of the step, but not backward itself, with buckets of {BUCKET:,} elements, the default on a
+GPU, and of a matrix each.
 """
 
 
