@@ -64,7 +64,7 @@ def operations(name, dtype, n):
 
 def documented():
     """Operations of a parameter in fp32 and in bf16, by optimizer."""
-    text = (ROOT / "docs" / "gpu.md").read_text().partition("## Without kernels")[2]
+    text = (ROOT / "docs/gpu.md").read_text().partition("## Without kernels")[2]
     rows = re.findall(r"^\| (\w[\w-]*) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
     return {name.lower().replace("-", ""): (int(a), int(b)) for name, a, b in rows}
 
