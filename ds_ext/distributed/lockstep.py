@@ -81,33 +81,37 @@ def _advance_all(
     found: dict[int, tuple[StepGenerator, Sums]] = {}
     rounds = Counter[int]()
     waiting: dict[Hashable, list[tuple[int, StepGenerator, Joint]]] = {}
-
-    def advance_one(i: int, generator: StepGenerator, totals: Sums | None) -> None:
+    ready: list[tuple[int, StepGenerator, Sums | None]] = []  # the last one is advanced first
+    others = ((i, *pair) for i, pair in enumerate(answered))
+    while (first := ready.pop() if ready else next(others, None)) is not None or waiting:
+        if first is None:
+            ready = _answered(waiting.pop(next(iter(waiting))))
+            continue
+        i, generator, totals = first
         sums = _next(generator, totals)
-        while sums is not None and not isinstance(sums, Joint):
-            rounds[i] += 1
-            if not is_alone:
-                found[i] = generator, sums
-                return
-            sums = _next(generator, sums)
-        if sums is not None:
-            key = sums.key
-            alike = waiting.setdefault(key, [])
+        if isinstance(sums, Joint):
+            alike = waiting.setdefault(sums.key, [])
             alike.append((i, generator, sums))
             if len(alike) >= sums.most:
-                answer(key)
-
-    def answer(key: Hashable) -> None:
-        alike = waiting.pop(key)
-        results = joint.answers([asked for *_, asked in alike])
-        for (i, generator, _), result in zip(alike, results, strict=True):
-            advance_one(i, generator, result)
-
-    for i, (generator, totals) in enumerate(answered):
-        advance_one(i, generator, totals)
-    while waiting:
-        answer(next(iter(waiting)))
+                ready += _answered(waiting.pop(sums.key))
+        elif sums is not None:
+            rounds[i] += 1
+            if is_alone:
+                ready.append((i, generator, sums))
+            else:
+                found[i] = generator, sums
     return [found[i] for i in sorted(found)], max(rounds.values(), default=0)
+
+
+def _answered(
+    alike: list[tuple[int, StepGenerator, Joint]],
+) -> list[tuple[int, StepGenerator, Sums | None]]:
+    """Generators with the results of their joint operation; the first one is last."""
+    results = joint.answers([asked for *_, asked in alike])
+    answered: list[tuple[int, StepGenerator, Sums | None]] = []
+    for (i, generator, _), result in zip(reversed(alike), reversed(results), strict=True):
+        answered.append((i, generator, result))
+    return answered
 
 
 def _next(generator: StepGenerator, totals: Sums | None) -> Sums | None:

@@ -193,12 +193,12 @@ class Summed(Placement, abc.ABC):
             return super().reduce(flats)
         self.bytes_sent += sum(flat.nbytes for flat in flats)
         with explained():
-            waits = [self._begin_sum(alike) for alike in by_dtype(flats)]
+            waits = [self._begin_sum(alike).wait for alike in by_dtype(flats)]
         return [self._own_part(flat) for flat in flats], wait_for(waits)
 
     @abc.abstractmethod
-    def _begin_sum(self, flats: list[Tensor]) -> Callable[[], object]:
-        """Begins one collective; the returned wait ends when ``_own_part`` has the sums."""
+    def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
+        """Begins a collective that writes this rank's part of the sums to ``_own_part``."""
 
     def _own_part(self, flat: Tensor) -> Tensor:
         """A view of this rank's padded run of a flat gradient or weight."""
@@ -222,8 +222,8 @@ class Replicated(Summed):
             group, grad_divisor, statistics_group, tensor_parallel_shards, size_of(group)
         )
 
-    def _begin_sum(self, flats: list[Tensor]) -> Callable[[], object]:
-        return self.group.allreduce_coalesced(flats).wait  # type: ignore[union-attr]
+    def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
+        return self.group.allreduce_coalesced(flats)  # type: ignore[union-attr]
 
 
 class Sharded(Summed):
@@ -269,21 +269,9 @@ class Sharded(Summed):
         self.publish_group = with_own_queue(self.group)
         self.group = with_own_queue(self.group, queue="reductions")
 
-    def _begin_sum(self, flats: list[Tensor]) -> Callable[[], object]:
-        scatter = self.group.reduce_scatter_tensor_coalesced  # type: ignore[union-attr]
+    def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
         runs = list(map(self._own_part, flats))
-        if len(flats) == 1 or not flats[0].is_cpu:
-            return scatter(runs, flats).wait
-        # gloo has a collective for each tensor. This one has the runs of each rank together.
-        own = flats[0].new_empty(sum(map(len, runs)))
-        by_rank = torch.cat([flat.view(self.num_shards, -1) for flat in flats], dim=1)
-        work = scatter([own], [by_rank.view(-1)])
-
-        def wait() -> None:
-            work.wait()
-            torch._foreach_copy_(runs, own.split(list(map(len, runs))))
-
-        return wait
+        return self.group.reduce_scatter_tensor_coalesced(runs, flats)  # type: ignore[union-attr]
 
     def reduce(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
         """Begins to sum flat gradients over the group, then over replicas; see ``Summed.reduce``.

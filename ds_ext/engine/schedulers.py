@@ -84,7 +84,8 @@ def problems(config: dict[str, Any], optimizer: RuleOptimizer | None) -> Iterato
     with rank_logging.quiet():
         try:
             if optimizer is None:
-                kind(AdamW([Parameter(torch.empty(1, device="meta"))]), **params)
+                weight = torch.empty(1, dtype=torch.float32, device="meta")
+                kind(AdamW([Parameter(weight)]), **params)
             else:
                 refuse_own_rate(optimizer)
                 check_betas(kind(optimizer, **params), optimizer)

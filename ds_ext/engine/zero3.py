@@ -154,15 +154,16 @@ class Zero3Layout(Layout):
         """Gathers persistent parameters from their updated partitions.
 
         Also drops hpZ's secondary copies of updated weights. The next forward pass creates new
-        copies. Partition first: partitioning makes a copy, and one of old weights is stale.
+        copies. Partition first: partitioning makes a copy, and one of old weights is stale. A
+        gather takes parameters with copies or without, so persistent ones are without.
         Under ``torch_autocast``, only this gather has the dtype, and the bits, of later ones.
         """
         host_offload.synchronize(self.device)  # DeepSpeed's gathers wait for no other stream
         self.offload.partition_all_parameters()
-        for param in self.updated:
+        persistent = self.offload.persistent_parameters
+        for param in (*self.updated, *persistent):
             deepspeed_parameter(param).ds_secondary_tensor = None
         self.updated.clear()
-        persistent = self.offload.persistent_parameters
         if persistent:
             persistent[0].all_gather_coalesced(persistent).wait()
 

@@ -103,7 +103,7 @@ def refuse_complex(table: ParamTable, params: Iterable[Tensor]) -> None:
 
 def refuse_shape(table: ParamTable, param: Tensor, shard: Shard) -> None:
     """Raises ValueError if the rule of ``param`` cannot step its dtype, or ``shard``'s shape."""
-    refuse_complex(table, [param])
+    refuse_complex(table, [param] if param.requires_grad else [])
     rule = table.hypers_of(table.group_of[param])
     entry = rules.entry_of(rule)
     is_stack = param in table.stacks

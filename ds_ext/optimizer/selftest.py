@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -55,12 +56,14 @@ CLOSE_PRODUCTS = 0.1  # the same of updates by matrix products, whose operands m
 APART = 1 / 200  # share of 16-bit weights, or codes of states, that may be rounded either way
 # Hyper-parameters with which small tensors show an error; those that are not checked; and those
 # that ask for other forms of passes than the defaults.
-SMALL: dict[str, Any] = {"lr": 1e-2, "rank": 4, "update_proj_gap": 2}
+SMALL: dict[str, Any] = {"lr": 0.01, "rank": 4, "update_proj_gap": 2}
 LEFT_OUT = {f.name for kind in (EmaConfig, SectionConfig) for f in dataclasses.fields(kind)}
 OTHERS = {"relative_step": False, "weight_decay": 0.1, "beta1": 0.9, "momentum": 0.9, "nbits": 32}
 OF_OTHERS = "weights of other ranks"
 CHILD = "DS_EXT_SELFTEST_CHILD"  # environment variable of processes that report to another
 LATE = "it took longer than"
+# Signals by which a user, a scheduler, or a host without memory ends a process.
+STOPPED = {signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM}
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -114,7 +117,7 @@ class Stepped:
         _, hypers, dtype = case
         shapes = MATRICES + OTHER_SHAPES if rules.entry_of(kind.rule).any_shape else MATRICES
         self._random = torch.Generator("cpu").manual_seed(0)
-        weights = [0.1 * torch.randn(s, generator=self._random, device="cpu") for s in shapes]
+        weights = [0.1 * self._normal(s) for s in shapes]
         self.params = [nn.Parameter(w.to(device, DTYPES[dtype])) for w in weights]
         self.optimizer = kind(self.params, **hypers)
         self.shards: dict[Tensor, Shard] = {
@@ -123,6 +126,10 @@ class Stepped:
         in_batches = self.optimizer.in_batches(self.shards, device)
         # Kernels can check the gradients of batches.
         self.is_checked = devices.supports(device) and in_batches == self.shards.keys()
+
+    def _normal(self, shape: Sequence[int]) -> Tensor:
+        """The next random numbers."""
+        return torch.randn(shape, generator=self._random, dtype=torch.float32, device="cpu")
 
     def run_of(self, p: Tensor, values: Tensor) -> Tensor:
         """Returns this rank's run of the values of a parameter."""
@@ -137,7 +144,7 @@ class Stepped:
         """
         updates = []
         for p, shard in self.shards.items():
-            g = torch.randn(p.shape, generator=self._random, device="cpu").to(p.device, p.dtype)
+            g = self._normal(p.shape).to(p.device, p.dtype)
             if p is bad:
                 g.view(-1)[shard.start + len(shard) // 2] = math.nan
             updates.append(RunUpdate(p, self.run_of(p, p), self.run_of(p, g), shard))
@@ -162,7 +169,7 @@ class Stepped:
     def tensors(self, p: Tensor) -> dict[str, Tensor]:
         """Copies of a parameter's state, of its weights with masters, and of other ranks' ones."""
         state = {k: v for k, v in self.optimizer.state.get(p, {}).items() if k != "master"}
-        found = {key: torch.as_tensor(x).clone() for key, x in _leaves("", state)}
+        found = {key: _copied(x) for key, x in _leaves("", state)}
         held = self.optimizer.weights(p, self.run_of(p, p), self.shards[p])
         others = p.detach().flatten().clone()
         self.run_of(p, others).zero_()
@@ -180,6 +187,12 @@ def _leaves(key: str, x: Any) -> Iterator[tuple[str, Any]]:
             yield from _leaves(f"{key}.{name}".lstrip("."), one)
     elif x is not None:
         yield key, x
+
+
+def _copied(x: Tensor | float) -> Tensor:
+    if isinstance(x, Tensor):
+        return x.clone()
+    return torch.tensor(x, dtype=torch.float64, device="cpu")
 
 
 @torch.no_grad()
@@ -304,6 +317,8 @@ def in_child(cases: Sequence[Case], device: torch.device) -> list[Row]:
     command = [sys.executable, "-m", "ds_ext", "selftest", *options]
     try:
         done = subprocess.run(command, env=os.environ | env, capture_output=True, timeout=SECONDS)
+        if -done.returncode in STOPPED:
+            raise Unavailable(f"its process got {signal.Signals(-done.returncode).name}")
         out, why = done.stdout, f"the process ended with status {done.returncode}"
         lines = done.stderr.decode(errors="replace").splitlines()
         why += f": {next((line[:200] for line in lines[::-1] if 'Error' in line), '')}"
@@ -375,10 +390,12 @@ def failure(table: ParamTable, device: torch.device) -> str:
             began = time.monotonic()
             with own:
                 rows = in_child(cases, device)
-                if not any(LATE in row["verdict"] for row in rows):  # a slow machine, perhaps
-                    new = Path(own.name) / name
-                    new.write_text(json.dumps(rows))
-                    library.seal(new).replace(path)
+                is_late = any(LATE in row["verdict"] for row in rows)  # a slow machine, perhaps
+                with suppress(OSError):  # a full disk: the next start checks again
+                    if not is_late:
+                        new = Path(own.name) / name
+                        new.write_text(json.dumps(rows))
+                        library.seal(new).replace(path)
             seconds = time.monotonic() - began
             logger.info("kernels of %s checked on %s in %.0f s: %s", names, device, seconds, path)
     except (Unavailable, OSError) as error:

@@ -146,28 +146,3 @@ def killed() -> None:
                 module[0].weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
             module(torch.randn(2, 12)).sum().backward()
             optimizer.step()
-
-
-def reduced_by_sharded() -> dict[str, Any]:
-    """Gradients of a bucket in two dtypes, the sums of them, and the tensors of each collective."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    draw = torch.Generator().manual_seed(rank)
-    sizes = [(6, torch.float32), (12, torch.bfloat16), (3, torch.float32), (30, torch.bfloat16)]
-    flats = [torch.randn(size, generator=draw).to(dtype) for size, dtype in sizes]
-    expected = [flat.clone() for flat in flats]
-    for flat in expected:
-        dist.all_reduce(flat)
-    counts, scatter = [], dist.ProcessGroup.reduce_scatter_tensor_coalesced
-
-    def counted(group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-        counts.append(len(inputs))
-        return scatter(group, outputs, inputs)
-
-    with mock.patch.object(dist.ProcessGroup, "reduce_scatter_tensor_coalesced", counted):
-        runs, wait = Sharded(dist.group.WORLD).reduce(flats)
-        wait()
-    own = [flat.view(world, -1)[rank] for flat in expected]
-    in_place = [run.data_ptr() for run in runs] == [
-        flat.view(world, -1)[rank].data_ptr() for flat in flats
-    ]
-    return {"runs": runs, "expected": own, "counts": counts, "in_place": in_place}

@@ -1,5 +1,6 @@
 """ZeRO among groups of ranks that hold copies: jobs of test_shard_size.py, on real ranks."""
 
+import copy
 import json
 import tempfile
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import zero_to_fp32
 
+import ds_ext
 from ds_ext.checkpoint import manifests
 from ds_ext.distributed.groups import size_of
 from tests.common import by_role, models, updates
@@ -189,3 +191,32 @@ def built() -> dict[str, Any]:
     engine.destroy()
     told = message(lambda: training_jobs.start(other, model))
     return {"same": identical(first), "after": identical(whole(model)), "told": told}
+
+
+def secondary_copies(frozen: int) -> list[tuple[float, float]]:
+    """Losses of hpZ with persistent biases, one of them frozen, and those of one process."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    model[frozen].bias.requires_grad_(False)
+    reference = copy.deepcopy(model)
+    zero = {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 10}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=ds_ext.LOMO(trained, lr=0.5),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3, **zero},
+        },
+    )
+    sgd, found = torch.optim.SGD([*reference.parameters()], lr=0.5), []
+    for step in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        losses = [m(x).square().mean() for m in (engine, reference)]
+        engine.backward(losses[0])
+        losses[1].backward()
+        engine.step()
+        sgd.step()
+        sgd.zero_grad()
+        found.append(tuple(loss.item() for loss in losses))
+    return found

@@ -81,3 +81,10 @@ def test_models_that_are_cut_while_they_are_built_are_the_same_in_all_copies():
     for got in worlds.once(4, shard_size_jobs.built):
         assert got["same"] and got["after"]
         assert "ds_ext.shard_size = 4" in got["told"] and "config_dict_or_path" in got["told"]
+
+
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_secondary_copies_and_a_frozen_persistent_parameter_go_together(frozen):
+    for losses in worlds.once(4, shard_size_jobs.secondary_copies, frozen):
+        assert losses[2][1] < losses[0][1] - 0.01
+        assert all(ours == pytest.approx(expected, rel=1e-5) for ours, expected in losses)

@@ -1,5 +1,8 @@
 """Joint operations: matrices that are stepped together get the weights of each stepped alone."""
 
+import weakref
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +15,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from tests.common import table
 from tests.common.simulated import Ranks, errors
 
+CPU = torch.device("cpu")
 MATRICES, STEPS = 5, 3
 SETTINGS = {
     "muon": {"lr": 0.02},
@@ -129,3 +133,21 @@ def test_no_more_matrices_wait_than_fill_a_block(monkeypatch):
     sizes.clear()
     assert lockstep.run([asking(doubled, torch.zeros(101), []) for _ in range(2)], None) == 1
     assert sizes == [1, 1]  # a large matrix does not wait
+
+
+def test_many_joints_of_one_matrix_neither_nest_nor_keep_results():
+    alive = weakref.WeakSet()
+    held = []
+
+    def operation(x):
+        return (x + 1,)
+
+    def rule():
+        for _ in range(3000):  # above Python's limit of nested calls
+            (part,) = yield Joint(operation, torch.zeros(scratch.product_limit(CPU) + 1))
+            alive.add(part)
+            held.append(len(alive))
+
+    with mock.patch.object(scratch, "product_limit", lambda device: 3):
+        lockstep.run([rule()], None)
+    assert len(held) == 3000 and max(held) <= 3

@@ -43,6 +43,8 @@ UNAVAILABLE = {
     "a GPU that is full": "def full(*of): raise torch.OutOfMemoryError('out of memory')\n"
     "launches.launch_kernel = full",
     "an environment that differs": "selftest.check = None",
+    "a scheduler": "import signal\n"
+    "launches.launch_kernel = lambda *of: os.kill(os.getpid(), signal.SIGTERM)",
     "a machine that is too slow": "import time; time.sleep(60)",
 }
 # Trains by kernels that are not checked, by those that are, and by the reference.
@@ -118,6 +120,20 @@ def test_an_optimizer_is_checked_once_and_the_result_kept(child, kernels, caplog
     with caplog.at_level(logging.INFO, logger="ds_ext"):
         lomo()[0].step()
     assert caplog.messages[0].startswith("kernels of lomo checked") and devices.supports(CPU)
+
+
+@needs.triton
+def test_a_full_disk_keeps_no_result(child, kernels, caplog, monkeypatch, tmp_path):
+    child()
+
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(selftest.library, "seal", full)
+    with caplog.at_level(logging.INFO, logger="ds_ext"):
+        lomo()[0].step()
+    assert caplog.messages[0].startswith("kernels of lomo checked") and devices.supports(CPU)
+    assert not [*(tmp_path / "cache" / "ds_ext").iterdir()]
 
 
 @needs.triton
