@@ -106,8 +106,8 @@ class BatchedStep:
     def checked_on_host(self, check: GradCheck) -> StepGenerator:
         """Yields the rounds of the step; drops gradients that the first round finds bad."""
         rule = self.begin()
-        sums, own = next(rule), self.squares()
-        *totals, found = yield (*sums, own)
+        sums, own = advance(rule, None), self.squares()
+        *totals, found = yield (*(sums or ()), own)
         good = found.numpy() <= self.plan.upper_bounds
         if not good.all():
             check.square = math.inf

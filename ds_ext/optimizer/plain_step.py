@@ -44,14 +44,15 @@ def step(optimizer: BucketOptimizer) -> None:
         for param in stepped:
             by_placement.setdefault(optimizer.placement(param), []).append(param)
     found = [
-        (placement, updates(bucket, placement))
+        (placement, bucket)
         for placement, params in by_placement.items()
         for bucket in buckets(params, size, placement)
     ]
     # ``update`` checks a bucket before it steps it
     if len(found) > 1:
-        optimizer.check_states(some for _, some in found)
-    for placement, some in found:
+        optimizer.check_states(updates(bucket, placement) for placement, bucket in found)
+    for placement, bucket in found:
+        some = updates(bucket, placement)  # some are copies: those of one bucket at a time
         optimizer.update(some, None if placement is None else placement.all_reduce)
         for param, p, *_ in some if placement is None else ():
             if not param.is_contiguous():  # its run is a copy

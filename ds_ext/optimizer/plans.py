@@ -184,7 +184,8 @@ class BucketPlan:
                 continue
             self.batched.append(i)
             is_stack = u.param in table.stacks  # its gradient is checked as a whole
-            common = group, u.p.dtype, u.g.dtype, is_stack, state["step"]
+            in_round = not is_stack and rules.entry_of(type(rule)).sums_first(rule, u.shard)
+            common = group, u.p.dtype, u.g.dtype, is_stack, in_round, state["step"]
             for piece in pieces:
                 found.setdefault((*common, *geometry_class(piece.shard)), []).append(piece)
         self.batches = [

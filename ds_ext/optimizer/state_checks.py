@@ -44,8 +44,10 @@ def check(table: ParamTable, u: RunUpdate, state: State, device: torch.device | 
     """Checks the sizes of a run; casts its state, and moves it to ``device`` if given.
 
     Raises:
-        ValueError: weight or gradient have another size than the shard, or the state does not fit.
+        ValueError: the weight is complex, weight or gradient have another size than the shard, or
+            the state does not fit.
     """
+    param_checks.refuse_complex(table, [u.param])
     n, sizes = len(u.shard), (u.p.numel(), u.g.numel())
     if sizes != (n, n):
         raise ValueError(

@@ -14,6 +14,7 @@ import ds_ext
 from ds_ext import ops, rules
 from ds_ext.distributed import lockstep
 from ds_ext.hyperparams import NonNegative
+from ds_ext.ops.joint import Joint
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, zeros
 from ds_ext.optimizer import OPTIMIZERS
@@ -111,7 +112,7 @@ def test_a_rule_without_yield_takes_no_rounds(page):
 
 
 @contextlib.contextmanager
-def registered(step, is_batched=False):
+def registered(step, is_batched=False, **more):
     """A rule of the registry with a step, and the moments "m" and "v"."""
 
     class Own:
@@ -122,7 +123,7 @@ def registered(step, is_batched=False):
 
     Own.step = step
     rule = dataclass(frozen=True)(Own)
-    rules.register(paper="", state="", rounds="", is_batched=is_batched)(rule)
+    rules.register(paper="", state="", rounds="", is_batched=is_batched, **more)(rule)
     try:
         yield rule
     finally:
@@ -172,6 +173,37 @@ def test_plain_operations_on_a_gradient_raise_on_every_path(operation, is_batche
     with registered(step, is_batched), pytest.raises((TypeError, AttributeError)) as raised:
         one_step(dtype, is_fused)
     assert "cannot read it: p and g of a rule" in str(raised.value)
+
+
+def by_joint(self, p, g, s, t, shard):
+    (half,) = yield Joint(lambda x: (x / 2,), ops.square_sum(g, shard, g))
+    (total,) = yield (half,)
+    ops.apply_(p, g, shard, lr=self.lr * total)
+
+
+def after_an_empty_round(self, p, g, s, t, shard):
+    yield ()
+    (total,) = yield (ops.square_sum(g, shard, g),)
+    ops.apply_(p, g, shard, lr=self.lr * total)
+
+
+@pytest.mark.parametrize("sums_first", [True, lambda rule, shard: shard.numel > 20])
+@pytest.mark.parametrize("step", [by_joint, after_an_empty_round])
+def test_first_rounds_that_check_gradients_change_no_step(step, sums_first):
+    found = []
+    for is_fused in (False, True):
+        torch.manual_seed(0)
+        sizes = [(4, 3), (3, 8), (8, 3)]  # of which one has 12 elements
+        model = torch.nn.Sequential(*(torch.nn.Linear(*size, bias=False) for size in sizes))
+        with registered(step, True, sums_first=sums_first):
+            optimizer = ds_ext.Own(model.parameters(), lr=1e-2)
+            if is_fused:
+                ds_ext.fuse_into_backward(model, optimizer, bucket_size=1000)
+            before = torch.cat([p.detach().flatten() for p in model.parameters()])
+            model(torch.ones(5, 4)).square().sum().backward()
+            optimizer.step()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*found) and not torch.equal(before, found[0])
 
 
 def test_what_a_rule_yields_is_a_tuple():

@@ -68,6 +68,20 @@ def test_complex_parameters_are_refused(name):
         OPTIMIZERS[name](Rotating(trains=True).parameters())
 
 
+@pytest.mark.parametrize("name", ["LOMO", "AdaLomo", "Muon"])
+def test_a_parameter_that_becomes_complex_is_refused(name):
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = getattr(ds_ext, name)([p], lr=0.1)
+    p.grad = torch.ones(4, 4)
+    optimizer.step()
+    p.data = p.data.to(torch.complex64)
+    p.grad = torch.ones(4, 4, dtype=torch.complex64)
+    before = p.detach().clone()
+    with pytest.raises(ValueError, match="complex64.*view_as_real"):
+        optimizer.step()
+    assert torch.equal(p, before)
+
+
 def test_a_group_with_a_complex_parameter_is_refused_and_not_added():
     model = Rotating(trains=True)
     optimizer = ds_ext.LOMO(model.linear.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""The passes of passes.py as one Triton kernel, ``run``, over all parameters of a bucket.
+"""The passes of functions.py as one Triton kernel, ``run``, over all parameters of a bucket.
 
 A program finds the parameter of its tile, and runs the pass on [TR, TC] elements of one matrix.
 Constants (``FORM``, dtypes) select the input of a pass; ``value_of`` computes the input for all
