@@ -123,6 +123,9 @@ class Reference:
         self, p: Writable, u: Readable, lr: Tensor | float, weight_decay: Tensor | float
     ) -> None:
         """p ← p − lr · (u + weight_decay · p)."""
+        for x in (p, u):
+            if isinstance(x, Tensor) and x.numel() != len(self.shard):
+                raise ValueError(f"{x.numel()} elements do not fit a run of {len(self.shard)}")
         decays = isinstance(weight_decay, Tensor) or weight_decay != 0
         if isinstance(lr, Tensor):
             u, weight_decay, lr = times(u, lr), lr * weight_decay, 1.0
