@@ -94,7 +94,8 @@ def hypers_of(rule: type[rules.Rule]) -> type:
     """
     split = (SectionConfig,) if rules.entry_of(rule).has_sections else ()
     bases = (sixteen_bit.RoundingConfig, EmaConfig, *split, rule)
-    made = make_dataclass(rule.__name__, [], bases=bases, frozen=True)
+    doc = {"__doc__": rule.__doc__}  # else help() shows the annotations of all fields
+    made = make_dataclass(rule.__name__, [], bases=bases, namespace=doc, frozen=True)
     for shape in ((2, 2), (2,)):  # ``state_spec`` refuses reserved keys
         made().state_spec(Shard.whole(shape))
     return made
