@@ -12,6 +12,7 @@ have bitsandbytes' format, in blocks of 256 elements of the whole parameter. If 
 block, a step takes one round.
 """
 
+import functools
 from dataclasses import dataclass
 
 from ds_ext import ops
@@ -52,7 +53,7 @@ class AdamW:
         u, p, shard = yield from self.adam.step(p, g, s, shard, *self.adam.biases(t))
         ops.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
 
-    @property
+    @functools.cached_property
     def adam(self) -> Adam:
         """Adam with these hyper-parameters."""
         return Adam.of_bits(self.betas, self.eps, self.nbits, self.min_8bit_size)

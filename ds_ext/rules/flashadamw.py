@@ -10,6 +10,7 @@ defines the formats, and documents where scales differ from the paper. If a cut 
 step takes one round.
 """
 
+import functools
 from dataclasses import dataclass
 
 from ds_ext import ops
@@ -44,7 +45,7 @@ class FlashAdamW:
         u, p, shard = yield from self.adam.step(p, g, s, shard, *self.adam.biases(t))
         ops.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
 
-    @property
+    @functools.cached_property
     def adam(self) -> Adam:
         """Adam with these hyper-parameters."""
         return Adam(self.betas, self.eps, (companding.MOMENT, companding.SQUARES))

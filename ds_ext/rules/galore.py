@@ -27,6 +27,7 @@ dimensions, and groups with rank null: moments 8·numel / d, and no rounds (with
 a cut splits a block).
 """
 
+import functools
 from collections.abc import Generator
 from dataclasses import dataclass
 
@@ -214,7 +215,7 @@ class GaLoreAdamW:
         right = sides.get(self.proj_type, self.proj_type == "right")
         return min(self.rank, shard.rows, shard.cols), right
 
-    @property
+    @functools.cached_property
     def adam(self) -> Adam:
         """Adam for a parameter or its projection."""
         eps = self.eps or (1e-8 if self.nbits == 8 else 1e-6)
