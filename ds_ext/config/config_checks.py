@@ -50,6 +50,8 @@ def all_problems(config: dict[str, Any], named: "Named", version: str | None = N
     return found
 
 
+NO_TYPE = 'optimizer.type is missing or "auto": name an optimizer, such as "AdaLomo".'
+
 # The settings.
 
 
@@ -249,6 +251,8 @@ def named_optimizer(config: dict[str, Any], grouping: Grouping = param_groups.st
     section = config.get("optimizer")
     if section is None:
         return Named()
+    if "type" not in section:
+        return Named(problems=(NO_TYPE,))
     try:
         optimizer_names.refuse_unknown(section["type"])
         key, params = optimizer_names.registry_key(section["type"]), section.get("params") or {}

@@ -126,8 +126,7 @@ def malformed(config: dict[str, Any]) -> Iterator[str]:
         value = lookup(config, key)
         is_old_format = key == "zero_optimization" and isinstance(value, bool)
         is_section = setting.type is SECTION and key in config
-        is_auto = value == "auto" and key != "zero_optimization.stage"  # nobody fills in the stage
-        if is_old_format or ((value is None or is_auto) and not is_section):
+        if is_old_format or (value in (None, "auto") and not is_section):
             continue
         try:
             _adapter(key).validate_python(value)

@@ -49,10 +49,14 @@ def announced(function: str) -> Iterator[None]:
     store = dist.distributed_c10d._get_default_store()
     rank, world = dist.get_rank(), dist.get_world_size()
     counts = [f"ds_ext/calls of {function}/{r}" for r in range(world)]
-    own = store.add(counts[rank], 1)
+    with explained():
+        own = store.add(counts[rank], 1)
 
     def warn() -> None:
-        absent = [r for r, count in enumerate(counts) if store.add(count, 0) < own]
+        try:
+            absent = [r for r, count in enumerate(counts) if store.add(count, 0) < own]
+        except RuntimeError:  # the rank with the store has ended: the function itself says so
+            return
         if absent:
             logs.logger.warning(
                 f"rank {rank} has waited in {function} for {PATIENCE:g} s: "

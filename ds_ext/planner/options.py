@@ -74,6 +74,8 @@ class PlanOptions:
             raise ValueError(
                 "--stage none has no int8 weights and no offload: choose another --stage."
             )
+        if lookup(self.config, "ds_ext.weight_storage") == "int8" and self.dtype == "fp32":
+            raise ValueError("--weight-storage int8 needs 16-bit weights: remove --dtype fp32.")
         if stage != 3 and self.offloads("param"):
             raise ValueError("zero_optimization.offload_param: only ZeRO-3 has it; add --stage 3.")
         named = config_checks.named_optimizer(config)
@@ -253,6 +255,8 @@ def _of_file(path: Path) -> dict[str, Any]:
         config_checks.raise_first(parsing.malformed(given))
         config = parsing.normalized(given)
         if kind := config.get("optimizer"):
+            if "type" not in kind:
+                raise ValueError(config_checks.NO_TYPE)
             optimizer_names.refuse_unknown(kind["type"])
     except ValueError as error:
         raise ValueError(f"--config {path}: {error}") from None

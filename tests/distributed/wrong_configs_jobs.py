@@ -78,7 +78,6 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
     (None, {"zero_optimization": True}),
     (None, {"zero_optimization": False}),
     # "auto" where neither HF Trainer nor accelerate fills it in.
-    ("zero_optimization.stage is 'auto'", _zero("auto")),
     ("ds_ext.clip_value is 'auto'", {"ds_ext": {"clip_value": "auto"}}),
     ("ds_ext.chunked_loss is 'auto'", {"ds_ext": {"chunked_loss": "auto"}}),
     ("ds_ext is 'auto'", {"ds_ext": "auto"}),

@@ -294,9 +294,10 @@ def test_a_later_save_of_deepspeed_is_not_hidden_by_a_killed_move(
     save(tmp_path, "run", 1)
     moving_files(monkeypatch, tmp_path, "run", 2, moved)
     (tmp_path / "run/mp_rank_00_model_states.pt").unlink(missing_ok=True)
+    for old in (tmp_path / "run").rglob("*"):
+        os.utime(old, (time.time() - 3600,) * 2)
     later = tmp_path / "run" / name
     later.write_text("DeepSpeed's own")
-    os.utime(tmp_path / "run/.complete/ds_ext.json", (time.time() - 3600,) * 2)
     with pytest.raises(CheckpointError, match=f"{name} was saved after"):
         steps_of(tmp_path, "run")
     assert manifests.newest_checkpoint(tmp_path) is None

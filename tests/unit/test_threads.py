@@ -117,7 +117,7 @@ def test_a_model_is_owned_when_its_owner_is_complete():
     def looking(self, *args):
         attach(self, *args)
         for each in owners.all_owners():
-            seen.append((each.uses, each.leaf, each.unfinished()))
+            seen.append((each.uses, each.unfinished()))
 
     model = make(0, "plain")
     with pytest.MonkeyPatch.context() as patched:

@@ -49,7 +49,7 @@ FAULTS = (
     ),
     Fault(
         "engine/zero3.py",
-        "for param in self.updated:",
+        "for param in (*self.updated, *persistent):",
         "for param in ():",
         "distributed/test_refusals.py -k stale",
     ),
