@@ -245,6 +245,7 @@ def config(name: str, stage: int = 3, **section: Any) -> dict[str, Any]:
 REFUSED = [
     (config("offload_param", device="nvme", nvme_path="/x"), ["offload_param.device", '"cpu"']),
     (config("offload_optimizer", device="nvme"), ["offload_optimizer.device", "NVMe"]),
+    (config("offload_param", stage=1, device="nvme"), ["offload_param.device", "NVMe"]),
     (config("offload_optimizer", ratio=0.5), ["offload_optimizer.ratio = 0.5"]),
     (config("offload_optimizer", super_offload=True), ["offload_optimizer.super_offload"]),
 ]
@@ -261,14 +262,13 @@ GRANTED = [
     config("offload_param", pin_memory=False),
     config("offload_optimizer", stage=0, pin_memory=True),
     config("offload_optimizer", ratio=1.0, super_offload=False),
-    config("offload_param", stage=1, device="none", buffer_count=5),
+    config("offload_param", stage=1, device="none"),
     {"zero_optimization": {"offload_param": None}},
     {"zero_optimization": True},
     {},
 ]
 WITHOUT_EFFECT = [
     (config("offload_param", stage=2), ["offload_param.device", '"cpu"', "stage is 2"]),
-    (config("offload_param", stage=1, device="nvme"), ["offload_param.device", '"nvme"']),
     (config("offload_param", max_in_cpu=10, nvme_path="/x"), ["max_in_cpu", "nvme_path"]),
     (config("offload_optimizer", pipeline_read=False), ["offload_optimizer.pipeline_read"]),
     (config("offload_optimizer", stage=0, buffer_count=4), ["offload_optimizer.buffer_count"]),
