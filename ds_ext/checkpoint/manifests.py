@@ -103,8 +103,9 @@ def read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / MANIFEST} is damaged.")
     if later := later_file(path):
         raise CheckpointError(
-            f"{later} was saved after {path / COMPLETE}, which a killed save left: delete that "
-            f"folder, and {MANIFEST} beside it, to load the later checkpoint."
+            f"{later} was saved after {path / COMPLETE}, which a killed save left. Delete that "
+            f"folder, and {MANIFEST} beside it, to load the later checkpoint. If the folder was "
+            "copied without its times, copy it again with them (cp -a) to load the killed save."
         )
     if version != VERSION:
         age = "a newer" if version > VERSION else "an older"
