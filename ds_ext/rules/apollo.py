@@ -30,7 +30,6 @@ sends ‖N‖² of each channel to all ranks. ‖U‖² = sum(a² · ‖channel�
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ds_ext import ops
@@ -87,7 +86,7 @@ class APOLLO:
         )
         (n_sq,) = yield (ops.pad(self.row_square_sums(adam, r[own]), own, g_sq),)
 
-        r_sq = torch.linalg.vector_norm(r, dim=1).square()
+        r_sq = self.row_square_sums(r.view(-1), r)
         del r, adam  # the joint operation waits for other matrices
         factor = (1 - beta2**t) ** 0.5 / (1 - beta1**t) * self.scale**0.5
         factor *= 1 - self.lr * self.weight_decay  # weight decay follows the update
