@@ -16,7 +16,7 @@ from ds_ext.distributed.lockstep import Generators, StepGenerator, advance
 from ds_ext.ops import sixteen_bit, turns
 from ds_ext.ops.executors.tables import AnyNormCache
 from ds_ext.ops.executors.triton import devices
-from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable
+from ds_ext.ops.executors.triton.kernel_table import KernelTable
 from ds_ext.ops.executors.triton.launch_memory import Memory
 from ds_ext.ops.executors.triton.launcher import GradLimits
 from ds_ext.ops.runs import Runs

@@ -303,6 +303,7 @@ def test_the_version_is_told(capsys):
 
 # Of each wrong line: what is told, and what is not, since nobody wrote it.
 TYPOS = {
+    "plan --modl llama-3.1-8b": ["the following arguments are required: --model"],
     "plan --model llama-3.1-8b --optimizr lomo": [
         "unknown option --optimizr. Did you mean --optimizer?"
     ],

@@ -28,7 +28,6 @@ from ds_ext.ops.executors.tables import (
     weight_columns,
 )
 from ds_ext.ops.executors.triton import devices
-from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable
 from ds_ext.ops.executors.triton.launcher import SquareParts
 from ds_ext.ops.expressions import (
     Gradient,

@@ -20,7 +20,7 @@ from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.executors.native.norm_cache import NormCache
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
-from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable
+from ds_ext.ops.executors.triton.kernel_table import KernelTable
 from ds_ext.ops.executors.triton.launch_memory import DeviceArrays, Memory
 from ds_ext.ops.executors.triton.launcher import GradLimits, SquareParts
 from ds_ext.ops.expressions import Scaled, Source, WeightStorage
