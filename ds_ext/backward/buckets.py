@@ -5,9 +5,8 @@ reduced in place: each rank's run of the summed gradient lies in the gradient's 
 receiver then steps by these runs, measures or keeps them (receivers.py).
 """
 
-import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from types import MethodType
 from typing import NamedTuple, cast
 
@@ -84,8 +83,6 @@ class Buckets:
         self.deferred: dict[Tensor, int] = {}  # those of them that wait for the end: see SMALL
         self.asked: Callable[[], Agreement] | None = None  # waits for their answer
         self.asks_ahead = self.streams.are_used and not layout.agrees_at_once
-        self.extra_grads: dict[Tensor, Tensor] = {}  # gradients that autograd may add to
-        self.postponed: dict[Tensor, None] | None = None  # parameters not to be taken yet
         self.parts: dict[Tensor, ReducedGrad] = {}  # of parameters whose gradient comes in parts
         leaves = layout.leaves(module)
         self.leaf_params = {p for params in leaves.values() for p in params}
@@ -153,34 +150,13 @@ class Buckets:
 
     def holds(self) -> bool:
         """Returns whether gradients have come that are not delivered."""
-        return bool(self.waiting or self.extra_grads or self.parts or self.sent)
-
-    @contextlib.contextmanager
-    def set_aside(self) -> Iterator[list[Tensor]]:
-        """A context that leaves gradients in ``grad`` as parts, and lists their parameters."""
-        outer, self.postponed = self.postponed, {}
-        left: list[Tensor] = []
-        try:
-            yield left
-        finally:
-            left += self.postponed
-            self.postponed = outer
-
-    @torch.no_grad()
-    def join(self, param: Tensor, grad: Tensor) -> None:
-        """Adds a gradient to the one that autograd computes in this pass, if any."""
-        self.extra_grads[param] = (
-            self.extra_grads[param] + grad if param in self.extra_grads else grad
-        )
+        return bool(self.waiting or self.parts or self.sent)
 
     def take(self, param: Tensor) -> None:
         """The hook: moves a parameter's gradient into the bucket; ``grad`` may be None."""
         if torch.is_grad_enabled():  # it is not in hooks, unless by ``create_graph``
             with torch.no_grad():
                 return self.take(param)
-        if self.postponed is not None:
-            self.postponed[param] = None
-            return
         if param not in self.trained:
             if owners.owner(param) not in (None, self.owner):
                 return  # another model trains it
@@ -189,9 +165,6 @@ class Buckets:
             self.owner.optimizer.follow_groups()
             self.has_followed = True
         grad, param.grad = param.grad, None
-        if self.extra_grads and param in self.extra_grads:
-            joining = self.extra_grads.pop(param)
-            grad = joining if grad is None else grad + joining
         if not self.owner.accepts(param):
             param.grad = grad
             self.not_stepped.add(param)
@@ -299,8 +272,6 @@ class Buckets:
     @torch.no_grad()
     def finish(self) -> None:
         """Ends a backward pass: delivers gradients that wait on any rank, or came in parts."""
-        for param in list(self.extra_grads):
-            self.take(param)
         while not self.flush(ended=True):
             pass
         self._receive()
@@ -321,7 +292,6 @@ class Buckets:
                 self.waiting.pop(param, None)
                 self.deferred.pop(param, None)
                 self.parts.pop(param, None)
-                self.extra_grads.pop(param, None)
             return
         if self.sent is not None:
             with self.streams.stepping():
@@ -339,7 +309,7 @@ class Buckets:
         if self.sent is not None:
             self.streams.hold(self.sent, is_stepped=False)
         self.sent = self.receiver = self.asked = None
-        self.waiting, self.elements, self.extra_grads, self.parts = {}, 0, {}, {}
+        self.waiting, self.elements, self.parts = {}, 0, {}
         self.deferred = {}
 
     def begin_with(self, receiver: Receiver) -> None:

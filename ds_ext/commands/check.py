@@ -17,9 +17,9 @@ from ds_ext.config import config_checks, parsing
 from ds_ext.config.config_checks import Named, named_optimizer
 from ds_ext.config.parsing import lookup, normalized
 from ds_ext.optimizer import param_groups
-from ds_ext.optimizer.model_view import ModelView, at_zero, summary
+from ds_ext.optimizer.model_view import ModelView, summary
 from ds_ext.optimizer.param_groups import Grouped
-from ds_ext.planner import lora, models
+from ds_ext.planner import models
 from ds_ext.rules import RuleEntry
 
 HELP = "list all problems of a DeepSpeed config before a run"
@@ -43,12 +43,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``check``."""
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a DeepSpeed config (JSON)")
     parser.add_argument("--model", help="a Hugging Face folder, or a name that `plan` knows")
-    parser.add_argument(
-        "--lora",
-        metavar="RANK",
-        help="with --model: train LoRA's adapters of this rank; or the folder of PEFT's "
-        "adapter_config.json",
-    )
     parser.add_argument("--ranks", type=int, help="data-parallel ranks, to check batch sizes")
 
 
@@ -56,11 +50,7 @@ def run(options: argparse.Namespace) -> int:
     """Prints the report; returns 1 if there is a problem. ValueError for a wrong option."""
     if options.ranks is not None and options.ranks < 1:
         raise ValueError(f"--ranks is {options.ranks}; allowed: a whole number > 0.")
-    if options.lora is not None and options.model is None:
-        raise ValueError("--lora needs a model: add --model.")
     model = None if options.model is None else models.skeleton(models.config(options.model))
-    if model is not None and options.lora is not None:
-        model = lora.adapted(model, options.lora)
     report = examine(parsing.load(options.config), model, options.ranks)
     for note in report.notes:
         print(f"note: {note}")
@@ -122,7 +112,7 @@ def _named(config: dict[str, Any], model: nn.Module | None, report: Report) -> N
     """The optimizer that a config names; notes which optimizer steps which parameters."""
     if model is None:
         return named_optimizer(config)
-    view, names = ModelView(model), [name for name, _ in model.named_parameters()]
+    view = ModelView(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[Grouped] = []
 
@@ -130,16 +120,12 @@ def _named(config: dict[str, Any], model: nn.Module | None, report: Report) -> N
         groups.append(param_groups.of_config(entry, params, view, trained))
         return groups[0]
 
-    has_adapters = any("lora_" in name for name in names)
-    if "lora_" in str(lookup(config, "optimizer.params.param_groups")) and not has_adapters:
-        report.unchecked.append("the names of LoRA's adapters; add --lora RANK")
+    if "lora_" in str(lookup(config, "optimizer.params.param_groups")):
+        report.unchecked.append("the names of LoRA's adapters, which only a run has")
         return named_optimizer(config)
     named = named_optimizer(config, grouping)
-    if (optimizer := named.ours) is not None:
-        report.notes += _group_notes(groups[0], type(optimizer).__name__, view)
-        relative = [view.owners[p][0] for p in optimizer.group_of if optimizer.is_relative(p)]
-        if zeros := [name for name in relative if "lora_B" in name]:
-            report.notes.append(at_zero(type(optimizer).__name__, zeros))
+    if named.ours is not None:
+        report.notes += _group_notes(groups[0], type(named.ours).__name__, view)
     return named
 
 

@@ -12,9 +12,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ds_ext.config import parsing
-from ds_ext.config.override import VARIABLE
-from ds_ext.optimizer import named
 from ds_ext.registration import IMPORTS
 
 HELP = "run an unmodified program with the optimizers of ds_ext"
@@ -34,15 +31,7 @@ def add_launcher_options(parser: argparse.ArgumentParser) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``run``. TARGET and its own arguments follow them."""
-    parser.usage = (
-        "python -m ds_ext run [-h] [--config FILE] [--import MODULE] [-m] TARGET [ARGUMENT ...]"
-    )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="a DeepSpeed config; its optimizer and section ds_ext replace those of the config "
-        'that TARGET makes in code, as OpenRLHF does; "auto" keeps the value of TARGET',
-    )
+    parser.usage = "python -m ds_ext run [-h] [--import MODULE] [-m] TARGET [ARGUMENT ...]"
     parser.add_argument("-m", dest="is_module", action="store_true", help="TARGET is a module")
     parser.add_argument(
         "target",
@@ -56,8 +45,7 @@ def run(options: argparse.Namespace) -> None:
     """Becomes the program.
 
     Raises:
-        ValueError: the program does not exist, Python ignores PYTHONPATH, or ``--config`` names no
-            optimizer of ds_ext.
+        ValueError: the program does not exist, or Python ignores PYTHONPATH.
     """
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise ValueError("python -E, -I and -S keep PYTHONPATH or site from the program.")
@@ -66,42 +54,24 @@ def run(options: argparse.Namespace) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        variables = environment(os.environ, options.config, options.imports)
-        os.execve(command[0], command, variables)
+        os.execve(command[0], command, environment(os.environ, options.imports))
     except OSError as error:
         raise ValueError(f"{command[0]}: {error.strerror}") from None
 
 
-def environment(
-    current: Mapping[str, str], config: str | None = None, imports: Sequence[str] = ()
-) -> dict[str, str]:
+def environment(current: Mapping[str, str], imports: Sequence[str] = ()) -> dict[str, str]:
     """Returns an environment in which Python registers our optimizers when it starts.
 
     Args:
         current: the environment of this process.
-        config: a DeepSpeed config file whose optimizer replaces that of the program.
         imports: modules to import with DeepSpeed; the program finds those of this folder too.
-
-    Raises:
-        ValueError: the file names no optimizer of ds_ext.
     """
     paths = [str(CHILDREN), *filter(None, [current.get("PYTHONPATH")])]
     paths += [os.getcwd()] if imports else []
     own = {"PYTHONPATH": os.pathsep.join(paths)}
     if imports:
         own[IMPORTS] = " ".join(imports)
-    return {**current, **own} if config is None else {**current, **own, VARIABLE: _checked(config)}
-
-
-def _checked(config: str) -> str:
-    """The absolute path of a config that names an optimizer of ds_ext."""
-    read = parsing.load(Path(config))
-    for problem in parsing.malformed(read):
-        raise ValueError(f"--config {config}: {problem}")
-    if "optimizer" not in read:
-        raise ValueError(f"--config {config}: it has no optimizer.type.")
-    named(read["optimizer"]["type"], f"--config {config}: optimizer.type")
-    return os.path.abspath(config)
+    return {**current, **own}
 
 
 def _command(target: list[str], is_module: bool, first: list[str]) -> list[str]:
@@ -109,6 +79,8 @@ def _command(target: list[str], is_module: bool, first: list[str]) -> list[str]:
     if not target:
         raise ValueError("TARGET is missing: a Python file, a command, or -m and a module.")
     name, *rest = target
+    if name.startswith("-"):
+        raise ValueError(f"unknown option {name}: the options of TARGET follow TARGET.")
     python = [sys.executable, *_flags(sys.orig_argv)]
     if is_module:
         return [*python, "-m", name, *first, *rest]

@@ -1,6 +1,6 @@
 """Reads DeepSpeed configs as DeepSpeed does, and the settings of them that ds_ext uses.
 
-The engine and the commands ``check``, ``plan`` and ``run`` share these functions.
+The engine and the commands ``check`` and ``plan`` share these functions.
 """
 
 import base64

@@ -17,13 +17,14 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_ext.backward import foreign_grads, fuse, int8_weights, norm_prepass, owners
-from ds_ext.config import config_checks, optimizer_names, override, parsing
+from ds_ext.config import config_checks, optimizer_names, parsing
 from ds_ext.distributed import groups
 from ds_ext.engine import (
     deepspeed_config,
@@ -34,13 +35,11 @@ from ds_ext.engine import (
     own_engine,
     replica_groups,
     sequence_parallel,
-    tiled,
     trainer_checks,
     unsupported_api,
 )
 from ds_ext.engine.adapter import ZeroAdapter
 from ds_ext.engine.parameters import as_vectors, deepspeed_parameter
-from ds_ext.engine.rank_logging import log
 from ds_ext.optimizer import RuleOptimizer
 
 Method: TypeAlias = Callable[..., Any]
@@ -77,7 +76,6 @@ def register() -> None:
     methods = [_bound(getattr(patch.owner, patch.name), patch.function) for patch in PATCHES]
     fuse.REFUSALS += [expert_parallel.refuse_spread_experts, hook_cleanup.refuse_zero3]
     norm_prepass.HARMLESS.add(LinearFunctionForZeroStage3.__name__)  # every linear
-    tiled.register()
     for patch, method in zip(PATCHES, methods, strict=True):
         setattr(patch.owner, patch.name, method)
 
@@ -98,21 +96,12 @@ def report_config_errors(
     original: Method, config: DeepSpeedConfig, given: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Reports invalid keys and values as the command ``check`` does, one line per key."""
-    taken = override.apply(given)
-    if not optimizer_names.concerns_us(taken):
+    if not optimizer_names.concerns_us(given):
         original(config, given, *args, **kwargs)
         return
-    loaded = parsing.load(taken)
-    if taken is not given:
-        _log_replaced(*(one["optimizer"].get("type") for one in (given, taken)))
+    loaded = parsing.load(given)
     make = functools.partial(original, config, loaded, *args, **kwargs)
     deepspeed_config.read(make, config, loaded)
-
-
-@functools.cache
-def _log_replaced(own: str, ours: str) -> None:
-    """Logs that ``run --config`` replaces the program's optimizer, once per pair of names."""
-    log(f"run --config: {ours} replaces {own} of the program's DeepSpeed config")
 
 
 # DeepSpeed cannot be given a class of engines.
@@ -122,7 +111,6 @@ def build(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) 
     sequence_parallel.reset()
     passed = inspect.signature(original).bind(engine, *args, **kwargs).arguments
     model, client, config = passed["model"], passed.get("optimizer"), passed["config_class"]
-    override.refuse_object(client)
     if client is not None:
         optimizers.warn_ignored_type(client, config)
     is_stored = int8_weights.is_stored(model)
@@ -179,6 +167,16 @@ def _backward_prologue(original: Method, engine: DeepSpeedEngine) -> None:
     if is_inference and "ds_ext" in engine._config._param_dict:
         raise RuntimeError(unsupported_api.NO_OPTIMIZER)
     original(engine)
+
+
+# It runs backward inside forward, and tells no hook of a weight that the loss may still be scaled.
+@replaces(TiledFusedLogitsLoss, "forward")
+def refuse_gradients_in_forward(original: Method, ctx: Any, *args: Any) -> Any:
+    """Rejects DeepSpeed's tiled loss with weights that ds_ext steps."""
+    modules = [arg for arg in args if isinstance(arg, nn.Module)]
+    if owners.of(param for module in modules for param in module.parameters()):
+        raise RuntimeError(unsupported_api.TILED_LOSS)
+    return original(ctx, *args)
 
 
 # ZeRO-3's contexts, which belong to no engine.

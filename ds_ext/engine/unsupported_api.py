@@ -44,6 +44,10 @@ NO_OPTIMIZER = (
     'this engine cannot train: its config has a section "ds_ext" and names no optimizer. Name one '
     'in optimizer.type, such as "AdaLomo", or pass one to deepspeed.initialize.'
 )
+TILED_LOSS = (
+    "TiledFusedLogitsLoss computes gradients inside the forward pass, and ds_ext uses them inside "
+    'backward: call the model\'s own loss, with "ds_ext": {"chunked_loss": true} in the config.'
+)
 MEASURED_BESIDE = (
     "gradient_clipping: this loss also reaches an engine with an optimizer of DeepSpeed's own, "
     "which would count the backward pass that measures the norm as one of its steps. Set "

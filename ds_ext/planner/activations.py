@@ -7,7 +7,7 @@ keeps no scores. Temporary memory inside operators is not counted.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,6 @@ def peak(
     dtype: torch.dtype,
     batch: MicroBatch,
     gradients: GradientLifetime,
-    adapt: Callable[[nn.Module], None] | None = None,
 ) -> int:
     """Returns the peak bytes of a forward and a backward pass, including gradients, less weights.
 
@@ -103,7 +102,6 @@ def peak(
         dtype: the dtype of weights and activations.
         batch: the micro-batch of one rank.
         gradients: how long gradients live.
-        adapt: changes the model in place, for example by adding adapters.
 
     Raises:
         ValueError: the model cannot run on fake tensors.
@@ -114,8 +112,6 @@ def peak(
     try:
         with FakeTensorMode(), torch.device("cpu"):
             model: Any = models.build(config, dtype=dtype, attn_implementation=attention).train()
-            if adapt is not None:
-                adapt(model)
             if batch.checkpointing:
                 _checkpoint(model)
             split_batch(model, batch.splits)

@@ -43,33 +43,23 @@ class ResourceUse(NamedTuple):
     use: MemoryUse
 
 
-def unsupported(options: PlanOptions) -> str | None:
-    """Returns an option of ``plan`` that ``--fit`` does not support, or None."""
-    found = {
-        "--lora": options.lora is not None,
+def check(options: PlanOptions) -> None:
+    """Raises ValueError for options of ``plan`` that ``--fit`` does not support."""
+    if options.batch is None or len(options.cards) != 1:
+        raise ValueError("--fit: add --seq TOKENS, and --memory with one number of GiB.")
+    others = {
         "--plot": options.picture is not None,
         "--stage none": options.get("stage", ALL) is None,
         "--config": options.file is not None,
     }
-    if options.batch is None or len(options.cards) != 1:
-        return ""
-    return next((option for option, is_given in found.items() if is_given), None)
+    for option, is_given in others.items():
+        if is_given:
+            raise ValueError(
+                f"--fit writes the config of one DeepSpeed run without {option}: remove it."
+            )
 
 
-def check(options: PlanOptions) -> None:
-    """Raises ValueError for options of ``plan`` that ``--fit`` does not support."""
-    option = unsupported(options)
-    if option == "":
-        raise ValueError("--fit: add --seq TOKENS, and --memory with one number of GiB.")
-    if option is not None:
-        raise ValueError(
-            f"--fit writes the config of one DeepSpeed run without {option}: remove it."
-        )
-
-
-def cheapest_reductions(
-    options: PlanOptions, peaks: MemoryPlan | None = None
-) -> tuple[MemoryPlan, list[ResourceUse]]:
+def cheapest_reductions(options: PlanOptions) -> tuple[MemoryPlan, list[ResourceUse]]:
     """Returns the plan, and its memory at first and after each step. The last one fits.
 
     Steps are tried in the order of ``_steps``. Steps that save nothing, and steps that the model or
@@ -78,7 +68,6 @@ def cheapest_reductions(
 
     Args:
         options: the options, with a model, a micro-batch and one card.
-        peaks: a plan of the same model and dtype, whose activations are known.
 
     Raises:
         ValueError: no steps suffice, or the plan cannot be made.
@@ -88,7 +77,7 @@ def cheapest_reductions(
     start = options.edited(
         {"optimizer": _optimizer(first.__name__, options), KEYS["stage"]: options.get("stage", 3)}
     )
-    plan = MemoryPlan(start) if peaks is None else peaks.changed(start)
+    plan = MemoryPlan(start)
 
     @functools.cache
     def after(*names: str) -> ResourceUse:

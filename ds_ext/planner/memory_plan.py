@@ -4,7 +4,6 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ds_ext.planner.advice import advice
 from ds_ext.planner.memory import MemoryUse
 from ds_ext.planner.options import DTYPES, PlanOptions
 from ds_ext.planner.rows import GIB, MemoryPlan
@@ -24,7 +23,6 @@ def show(options: PlanOptions) -> None:
     print("\n" + not_counted(options, plan.n, unit))
     if options.picture:
         print(f"\nPicture: {options.picture}")
-    print("\n" + advice(plan, table))
 
 
 def unit_of(sizes: Iterable[float]) -> str:

@@ -1,14 +1,14 @@
 """Creates models by name on the device "meta": known models, and any that transformers can read."""
 
-import difflib
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from ds_ext.config.optimizer_names import did_you_mean
 
 # Configurations as published with the weights, with the keys of config.json. Missing keys have
 # transformers' defaults. Gemma 3's configurations omit the vision tower. "removed" has the Hub
@@ -16,52 +16,28 @@ from torch import nn
 _DATA = json.loads((Path(__file__).parent / "models.json").read_text(encoding="utf-8"))
 KNOWN: dict[str, dict[str, Any]] = _DATA["known"]
 REMOVED: dict[str, str] = _DATA["removed"]
-# Suffixes of Hub names after the architecture.
-_ENDINGS = re.compile(r"[-_.](instruct|it|chat|base|pt|hf|v\d[\d.]*|\d{4})$")
-
-
-def known(name: str) -> str | None:
-    """Returns the key in ``KNOWN`` for a name in any spelling, or None.
-
-    "qwen3-8B", "Qwen 3 8B" and "Qwen/Qwen3-8B-Base" give "qwen3-8b".
-    """
-    wanted = name.lower().rsplit("/", 1)[-1]
-    while (shorter := _ENDINGS.sub("", wanted)) != wanted:
-        if _plain(wanted) in _PLAIN:
-            break
-        wanted = shorter
-    return _PLAIN.get(_plain(wanted))
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
-_PLAIN = {_plain(name): name for name in KNOWN}
-_PLAIN |= {_plain(name): same for name, same in _DATA["same_shapes"].items()}
 
 
 def config(model: str) -> Any:
     """Returns the transformers config that ``--model`` names.
 
     Args:
-        model: a folder, a config.json, a known name, or a name on the Hub.
+        model: a folder, a config.json, a known name in any case, or a name on the Hub.
 
     Raises:
         ValueError: there is no such model, or transformers is missing.
     """
-    is_path = os.path.exists(model)
-    name = None if is_path else known(model)
-    if name is None and not is_path and "/" not in model:
-        hub = {_plain(name): hub for name, hub in REMOVED.items()}.get(_plain(model))
-        if hub is not None:
-            raise ValueError(f"--model {model} is no longer built in: use its Hub name, {hub}.")
-        near = difflib.get_close_matches(_plain(model), _PLAIN, n=3, cutoff=0.5)
-        guess = " or ".join(dict.fromkeys(_PLAIN[x] for x in near))
-        hint = f" Did you mean {guess}?" if guess else ""
+    name = model.lower()
+    if os.path.exists(model) or "/" in model:
+        name = ""
+    elif name in REMOVED:
         raise ValueError(
-            f"--model {model}: no such folder or file, and no known model.{hint} Known: "
-            f"{', '.join(KNOWN)}."
+            f"--model {model} is no longer built in: use its Hub name, {REMOVED[name]}."
+        )
+    elif name not in KNOWN:
+        raise ValueError(
+            f"--model {model}: no such folder or file, and no known model."
+            f"{did_you_mean(name, KNOWN)} Known: {', '.join(KNOWN)}."
         )
     try:
         import transformers
@@ -70,7 +46,7 @@ def config(model: str) -> Any:
             f"--model {model}: reading it needs transformers (pip install ds-ext[hf])."
         ) from None
     try:
-        if name is not None:
+        if name:
             return transformers.AutoConfig.for_model(**KNOWN[name])
         return transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

@@ -51,7 +51,6 @@ class PlanOptions:
     ranks: int = 1
     tokens: int | None = None  # of a row; None: activations are not counted
     checkpointing: bool = False
-    lora: int | None = None  # rank
     cards: tuple[float, ...] = ()  # GiB
     picture: Path | None = None
     file: Path | None = None  # --config
@@ -181,7 +180,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--checkpointing", action="store_true", help="activation checkpointing of each layer")
     add("--batch-splits", type=_positive, metavar="N", help="as ds_ext.batch_splits")
     add("--chunked-loss", action="store_true", help="as ds_ext.chunked_loss")
-    add("--lora", type=_positive, metavar="RANK", help="also LoRA of this rank with AdamW")
     size = f"{GPU_BUCKET_BYTES // 2**20} MiB, at most {GPU_SHARE} of the smallest --memory"
     add("--bucket", type=_positive, help=f"reduce_bucket_size, in elements (default: {size})")
     add(
@@ -241,7 +239,6 @@ def read(line: argparse.Namespace) -> PlanOptions:
         ranks=line.ranks,
         tokens=line.seq,
         checkpointing=line.checkpointing,
-        lora=line.lora,
         cards=line.memory,
         picture=line.plot,
         file=line.config,

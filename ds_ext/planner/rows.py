@@ -10,10 +10,10 @@ from torch import nn
 from ds_ext.backward.streams import IN_FLIGHT
 from ds_ext.config import config_checks, optimizer_names
 from ds_ext.optimizer import RuleOptimizer
-from ds_ext.planner import activations, lora, memory, models
+from ds_ext.planner import activations, memory, models
 from ds_ext.planner.activations import GradientLifetime, MicroBatch
 from ds_ext.planner.memory import MemoryUse
-from ds_ext.planner.options import ALL, DTYPES, KEYS, PlanOptions
+from ds_ext.planner.options import DTYPES, PlanOptions
 
 GIB = 2**30
 
@@ -25,8 +25,6 @@ class Row:
     label: str
     use: MemoryUse  # without activations
     gradients: GradientLifetime = GradientLifetime(0)  # how long gradients live in backward
-    lora: int = 0  # the rank of adapters, if only adapters are trained
-    optimizer: type[RuleOptimizer] | None = None  # None if it is not an optimizer of ds_ext
 
     @property
     def constant(self) -> float:
@@ -44,13 +42,13 @@ class MemoryPlan:
         self.model: nn.Module = models.skeleton(self.config)
         self.shapes = memory.shapes_of(self.model)
         self.n = memory.elements(self.shapes)
-        self._peaks: dict[tuple[MicroBatch, GradientLifetime, int], int] = {}
+        self._peaks: dict[tuple[MicroBatch, GradientLifetime], int] = {}
 
     @functools.cached_property
     def rows(self) -> list[Row]:
-        """Rows of ds_ext optimizers, LoRA if requested, and DeepSpeed's AdamW."""
+        """Rows of ds_ext optimizers, and of DeepSpeed's AdamW."""
         found = [row for optimizer in self.options.optimizers for row in self._ours(optimizer)]
-        return [*found, *self._fused(), *self._lora(), *self._adamw()]
+        return [*found, *self._adamw()]
 
     def changed(self, options: PlanOptions) -> "MemoryPlan":
         """Returns the plan of the same model and dtype with other options. Reuses activations."""
@@ -68,11 +66,9 @@ class MemoryPlan:
 
     def _peak(self, row: Row, batch: MicroBatch) -> int:
         """Bytes of activations and gradients in backward. Cached, because many rows share them."""
-        key = (batch, row.gradients, row.lora)
+        key = (batch, row.gradients)
         if key not in self._peaks:
-            adapt = functools.partial(lora.adapt, rank=row.lora) if row.lora else None
-            of = (self.config, self.dtype, batch, row.gradients)
-            self._peaks[key] = activations.peak(*of, adapt)
+            self._peaks[key] = activations.peak(self.config, self.dtype, *key)
         return self._peaks[key]
 
     def largest_batch(self, row: Row, batch: MicroBatch, card: float) -> int:
@@ -115,30 +111,7 @@ class MemoryPlan:
                 0.0 if options.accumulates else use.host / self.n,
                 together=stage == 3,
             )
-            row = Row(label, use, waiting, optimizer=optimizer)
-            yield row
-            is_open = options.get("stage", ALL) == ALL
-            if stage == 0 and options.ranks == 1 and is_open and not offloads:
-                yield replace(row, label=f"{name}, fuse_into_backward")
-
-    def _fused(self) -> Iterator[Row]:
-        """In a plan of all optimizers on one rank: AdaLomo by ``fuse_into_backward``."""
-        options = self.options
-        is_open = options.get("stage", ALL) == ALL and options.stages == [3]
-        in_engine = options.offloads("param") or options.offloads("optimizer")
-        in_engine = in_engine or bool(options.own.weight_storage)
-        if options.has_all_optimizers and options.ranks == 1 and is_open and not in_engine:
-            kind = {"type": "AdaLomo", "params": options.params}
-            alone = options.edited({"optimizer": kind, KEYS["stage"]: 0})
-            yield replace(self.changed(alone).rows[0], label="AdaLomo, fuse_into_backward")
-
-    def _lora(self) -> Iterator[Row]:
-        rank, stage = self.options.lora, max(s or 0 for s in self.options.stages)
-        if rank is not None:
-            skeleton = models.skeleton(self.config)
-            of = (stage, self.options.ranks, self.dtype, self.options.bucket)
-            label = f"LoRA of rank {rank}, DeepSpeed's AdamW, ZeRO-{stage}"
-            yield Row(label, lora.lora(skeleton, rank, *of), lora=rank)
+            yield Row(label, use, waiting)
 
     def _adamw(self) -> Iterator[Row]:
         """Rows of DeepSpeed's AdamW, which partitions gradients from stage 2 on."""

@@ -20,7 +20,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.sequence_parallel.ulysses_sp import SequenceTiledCompute
 from deepspeed.utils import groups, logger
 from torch import nn
 
@@ -162,17 +161,6 @@ def partitioned() -> list[float]:
     return _weights(model)
 
 
-def tiled() -> list[float]:
-    """Of a layer that computes its sequence in tiles."""
-    model = nn.Linear(4, 4)
-    nn.init.ones_(model.weight)
-    x = torch.ones(1, 6, 4, requires_grad=True)
-    given = 6, 2, ["x"], ["model"], "x", [model.weight], 1, None, x, model
-    of_tiles = SequenceTiledCompute.apply(lambda model, x: model(x), *given)
-    of_tiles.sum().backward()
-    return model.weight.grad.flatten().tolist()
-
-
 def wrong_config() -> None:
     deepspeed.initialize(model=_model(), config=_config(0) | {"zero_optimization": {"stge": 3}})
 
@@ -205,7 +193,6 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
     "rank 0 alone": rank_0_alone,
     "pipeline": pipeline,
     "partitioned": partitioned,
-    "tiled": tiled,
     "wrong config": wrong_config,
     "unknown type": unknown_type,
     "failing ranks": failing_ranks,

@@ -148,7 +148,7 @@ def test_one_stage_and_the_cards_that_it_fits(capsys):
 def test_all_optimizers_stand_beside_adamw(capsys):
     _, rows = plan(capsys, "--model", "llama-3.1-8b", "--ranks", 8)
     ours = [f"{in_config(optimizer.__name__)}, ZeRO-3" for optimizer in OPTIMIZERS.values()]
-    assert list(rows)[: len(ours) + 1] == [*ours, "AdamW, DeepSpeed ZeRO-3"]
+    assert list(rows) == [*ours, "AdamW, DeepSpeed ZeRO-3"]
     adamw = float(rows["AdamW, DeepSpeed ZeRO-3"]["total"])
     assert all(float(rows[label]["total"]) < adamw for label in ours)
     single = plan(capsys, "--model", "llama-3.1-8b", "--ranks", 8, "--optimizer", "galoreadamw")[1]

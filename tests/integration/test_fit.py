@@ -197,7 +197,6 @@ REFUSED = [
     ((), "--fit: add --seq TOKENS, and --memory with one number"),
     (("--seq", 8, "--memory", "8,16"), "--memory with one number"),
     (("--seq", 8, "--memory", 8, "--stage", "none"), "without --stage none: remove it"),
-    (("--seq", 8, "--memory", 8, "--lora", 4), "without --lora: remove it"),
     (("--seq", 8, "--memory", 8, "--plot", "x.png"), "without --plot: remove it"),
     (("--seq", 8, "--memory", 8, "--config", "ds.json"), "without --config: remove it"),
 ]

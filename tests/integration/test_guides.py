@@ -87,6 +87,6 @@ def test_hf_trainer(tmp_path):
 
 
 def test_guides_of_clients_that_need_a_gpu_begin_with_it():
-    for guide in ("lightning", "openrlhf", "verl"):
+    for guide in ("lightning", "verl"):
         first = (ROOT / "docs/guides" / f"{guide}.md").read_text().splitlines()[2]
         assert first.startswith("Needs a GPU: ")

@@ -12,7 +12,7 @@ from benchmarks import memory as measured
 from ds_ext.commands.cli import main
 from ds_ext.config import optimizer_names
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.planner import activations, lora, memory, models
+from ds_ext.planner import activations, memory, models
 from ds_ext.planner.activations import GradientLifetime, MicroBatch
 from tests.common.choose import params
 from tests.common.cli import refused
@@ -59,21 +59,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "written, meant",
-    [
-        ("llama3.1 8b", "llama-3.1-8b"),
-        ("Llama 3 8B", "llama-3.1-8b"),
-        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
-        ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
-        ("google/gemma-3-4b-it", "gemma-3-4b"),
-        ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m"),
-        ("llama-9b", None),
-        ("qwen3", None),
-    ],
-)
-def test_names_may_be_written_in_many_ways(written, meant):
-    assert models.known(written) == meant
+def test_a_name_may_have_any_case():
+    assert models.config("Qwen3-8B").hidden_size == 4096
 
 
 def small(**changed):
@@ -191,24 +178,12 @@ def test_a_model_that_cannot_be_run_is_told():
         activations.peak(config, torch.float32, MicroBatch(1, 8, False), GradientLifetime(0))
 
 
-def test_lora_trains_adapters_alone():
-    model = models.skeleton(CONFIG)
-    n = memory.elements(memory.shapes_of(model))
-    held = lora.lora(model, 8, 3, 2, torch.bfloat16, 2**24)
-    linear = [(64, 64), (32, 64), (32, 64), (64, 64), (96, 64), (96, 64), (64, 96)]
-    trained = SIZES["num_hidden_layers"] * sum(8 * (r + c) for r, c in linear)
-    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == trained
-    assert held.state == 8 * trained / 2 and held.master == 4 * trained / 2
-    assert held.weights == 2 * (n + trained) / 2
-
-
 def test_a_plan_with_activations_and_the_largest_batch(folder, capsys):
-    asked = ["--model", folder, "--ranks", 2, "--seq", 64, "--dtype", "fp32", "--lora", 4]
+    asked = ["--model", folder, "--ranks", 2, "--seq", 64, "--dtype", "fp32"]
     asked += ["--optimizer", "adalomo", "--stage", 3, "--bucket", 20_000]
     card = 5 / 1024
     heading, rows = plan(capsys, *asked, "--batch", 2, "--memory", card)
     assert "2 rows of 64 tokens each" in heading
-    assert {"AdaLomo, ZeRO-3", "LoRA of rank 4, DeepSpeed's AdamW, ZeRO-3"} < rows.keys()
     row = rows["AdaLomo, ZeRO-3"]
     assert float(row["activations"]) > 0.5
     most = int(row[f"in {card:g} GiB"].removeprefix("batch "))
@@ -273,44 +248,9 @@ def test_optimizers_of_deepspeed_in_a_config_are_its_own(tmp_path, folder, capsy
     assert {"AdaLomo, ZeRO-0", "AdamW, DeepSpeed ZeRO-0"} < rows.keys()  # all, beside AdamW
 
 
-ADVICE = [
-    ("100", "100 GiB: DeepSpeed's AdamW fits (AdamW, DeepSpeed ZeRO-3)"),
-    ("17", "17 GiB: FlashAdamW, ZeRO-3 makes AdamW's steps in less memory, and fits."),
-    ("7.5", "7.5 GiB: AdaLomo, ZeRO-3 fits. Learning rate: start at 5e-4 (published for LLaMA 7B"),
-    ("6.26", "6.26 GiB: LOMO, ZeRO-3 fits. Learning rate: start at 3e-3 (measured on a model of"),
-    ("3", "3 GiB: nothing fits; give more --ranks"),
-]
-
-
-@pytest.mark.parametrize("cards, told", ADVICE)
-def test_a_line_of_advice_ends_it(cards, told, capsys):
-    given = ["--model", "llama-3.1-8b", "--ranks", "4", "--stage", "3", "--bucket", 2**28]
-    assert main(["plan", *map(str, given), "--memory", cards]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(told)
-    assert ("Learning rate: start at " in last) is ("nothing fits" not in last)
-
-
-def test_a_plan_that_does_not_fit_names_the_steps_of_fit(folder, capsys):
-    given = ["--model", folder, "--seq", 256, "--batch", 4, "--ranks", 2, "--dtype", "fp32"]
-    _, rows = plan(capsys, *given)
-    least = min(float(row["total"]) for row in rows.values())
-    assert main(["plan", *map(str, given), "--memory", str(0.8 * least / 1024)]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert "nothing fits as it is" in last and "chunked loss" in last and "--fit" in last
-
-
 def test_optimizers_that_deepspeed_has_too_have_their_name_in_a_config(folder, capsys):
     _, rows = plan(capsys, "--model", folder)
     assert {"ds_ext.AdamW, ZeRO-3", "AdamW, DeepSpeed ZeRO-3", "FlashAdamW, ZeRO-3"} < rows.keys()
-
-
-def test_fuse_into_backward_on_one_gpu_has_a_row(folder, capsys):
-    _, rows = plan(capsys, "--model", folder, "--optimizer", "adalomo")
-    assert rows["AdaLomo, fuse_into_backward"] == rows["AdaLomo, ZeRO-0"]
-    assert "AdaLomo, fuse_into_backward" in plan(capsys, "--model", folder)[1]
-    two = plan(capsys, "--model", folder, "--optimizer", "adalomo", "--ranks", 2)[1]
-    assert "AdaLomo, fuse_into_backward" not in two
 
 
 def test_offload_says_what_the_host_holds(capsys):
@@ -324,9 +264,9 @@ def test_offload_says_what_the_host_holds(capsys):
 
 
 def test_models_that_are_built_in_no_longer_have_a_name_on_the_hub(capsys):
-    told = refused(capsys, "plan", "--model", "Llama 2 7B")
+    told = refused(capsys, "plan", "--model", "Llama-2-7B")
     assert "use its Hub name, meta-llama/Llama-2-7b-hf" in " ".join(told.split())
-    assert not {models._plain(x) for x in models.REMOVED} & models._PLAIN.keys()
+    assert not models.REMOVED.keys() & models.KNOWN.keys()
     assert len(models.KNOWN) <= 15
 
 

@@ -68,16 +68,6 @@ CLIENTS = (
         ("ms-swift==4.6.0 transformers==5.19.0 trl==0.29.1 peft==0.20.0 datasets==4.8.4",),
         (Run("ms-swift", "full SFT, plugin", "python {here}/run_ms_swift.py"),),
     ),
-    Client(  # --no-deps: without flash-attn, vllm and ray
-        "openrlhf",
-        (
-            "--no-deps openrlhf==0.11.2",
-            "transformers==5.15.0 accelerate==1.15.0 datasets==5.2.0 peft==0.21.2",
-            "torchdata==0.11.0 sympy pylatexenc tqdm aiohttp packaging",
-        ),
-        (Run("openrlhf", "SFT, CUDA calls replaced", "python {here}/run_openrlhf.py"),),
-        deepspeed="0.19.6",
-    ),
     Client(  # --no-deps: without what its trainers need of CUDA
         "verl",
         (
