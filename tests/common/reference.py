@@ -1,15 +1,12 @@
-"""The optimizers to compare with: one process, whole parameters, no line shared with ds_ext.
+"""The authors' optimizers in one process, and random numbers, without a line of ds_ext.
 
-``Authors(rule, params, **hypers)`` is the code of an algorithm's authors, and
-``Textbook(rule, params, **hypers)`` the formulas of docs/algorithms.md in plain torch. Both copy
-``params`` (a list of tensors, fp32 or fp64), update their own ``.params`` at each ``.step(grads)``
-and compute in the dtype of the parameters. Hyper-parameters that are not given are the authors'
-defaults in the first and those of docs/algorithms.md in the second.
+``Authors(rule, params, **hypers)`` copies ``params`` (a list of tensors, fp32 or fp64), updates its
+own ``.params`` at each ``.step(grads)`` and computes in the dtype of the parameters.
+Hyper-parameters that are not given are the authors' defaults.
 """
 
 import contextlib
 import functools
-import math
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -121,100 +118,6 @@ def _in_dtype(dtype: torch.dtype) -> Iterator[None]:
         for module in (lomo_optim.adalomo, lomo_optim.lomo):
             stack.enter_context(mock.patch.object(module, "torch", Torch()))
         yield
-
-
-class Textbook:
-    """The formulas of docs/algorithms.md on whole tensors."""
-
-    def __init__(self, rule: str, params: list[Tensor], **hypers: Any) -> None:
-        self.params = [p.detach().clone() for p in params]
-        self.states: list[dict[str, Any]] = [{} for _ in params]
-        self.rule, self.hypers, self.t = _FORMULAS[rule], hypers, 0
-
-    def step(self, grads: list[Tensor]) -> None:
-        """One step by the gradients of all parameters."""
-        self.t += 1
-        for i, (g, s) in enumerate(zip(grads, self.states, strict=True)):
-            self.params[i] = self.rule(self.params[i], g, s, self.t, **self.hypers)
-
-
-def _lomo(p, g, s, t, lr=1e-3, weight_decay=0.0):
-    return p * (1 - lr * weight_decay) - lr * g
-
-
-def _adalomo(
-    p, g, s, t, lr=1e-3, eps=(1e-30, 1e-3), clip_threshold=1.0, decay_rate=-0.8, weight_decay=0.0
-):
-    u = _clip(g / _factored(s, "v", g**2 + eps[0], 1 - t**decay_rate).sqrt(), clip_threshold)
-    alpha = lr * max(eps[1], _rms(p))
-    return p * (1 - alpha * weight_decay) - alpha * u
-
-
-def _adafactor(
-    p,
-    g,
-    s,
-    t,
-    lr=None,
-    eps=(1e-30, 1e-3),
-    clip_threshold=1.0,
-    decay_rate=-0.8,
-    beta1=None,
-    weight_decay=0.0,
-    scale_parameter=True,
-    relative_step=True,
-    warmup_init=False,
-):
-    u = _clip(g / _factored(s, "v", g**2 + eps[0], 1 - t**decay_rate).sqrt(), clip_threshold)
-    if relative_step:
-        lr = min(1e-6 * t if warmup_init else 1e-2, 1 / math.sqrt(t))
-    alpha = lr * max(eps[1], _rms(p)) if scale_parameter else lr
-    u = alpha * u
-    if beta1 is not None:
-        u = s["m"] = beta1 * s.get("m", 0) + (1 - beta1) * u
-    return p * (1 - alpha * weight_decay) - u
-
-
-def _came(
-    p,
-    g,
-    s,
-    t,
-    lr=2e-4,
-    betas=(0.9, 0.999, 0.9999),
-    eps=(1e-30, 1e-16),
-    clip_threshold=1.0,
-    weight_decay=0.0,
-):
-    u = _clip(g / _factored(s, "v", g**2 + eps[0], betas[1]).sqrt(), clip_threshold)
-    m = s["m"] = betas[0] * s.get("m", 0) + (1 - betas[0]) * u
-    if p.dim() > 1:
-        m = m / _factored(s, "r", (u - m) ** 2 + eps[1], betas[2]).sqrt()
-    return p * (1 - lr * weight_decay) - lr * m
-
-
-_FORMULAS = {"lomo": _lomo, "adalomo": _adalomo, "adafactor": _adafactor, "came": _came}
-
-
-def _factored(s: dict[str, Any], name: str, square: Tensor, beta: float) -> Tensor:
-    """The running mean of ``square``: of rank one for the last two dimensions, if there are two."""
-
-    def mean(key, new):
-        s[name + key] = beta * s.get(name + key, 0) + (1 - beta) * new
-        return s[name + key]
-
-    if square.dim() < 2:
-        return mean("", square)
-    row, col = mean("row", square.mean(-1)), mean("col", square.mean(-2))
-    return row[..., :, None] * col[..., None, :] / row.mean(-1)[..., None, None]
-
-
-def _rms(x: Tensor) -> Tensor:
-    return (x**2).mean().sqrt()
-
-
-def _clip(u: Tensor, threshold: float) -> Tensor:
-    return u / max(1, _rms(u) / threshold)
 
 
 # Normal numbers from a counter, as ops/normal.py describes them.

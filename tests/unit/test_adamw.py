@@ -47,16 +47,6 @@ FORMULA = Formula(
 )
 
 
-def test_fp32_equals_torch():
-    rule = all_rules.AdamW(**SETTINGS["decay"])
-    ranks, rounds = stepped(rule, SHAPES, 3, STEPS, torch.float32)
-    before = table.weights(SHAPES, torch.float32)
-    steps = table.gradients(STEPS, SHAPES, torch.float32)
-    doubles = [p.double() for p in before], [[g.double() for g in x] for x in steps]
-    exact = by_torch(*doubles, **SETTINGS["decay"])
-    assert rounds == {0} and max(errors(ranks.params, exact, before)) <= 1e-5
-
-
 def test_defaults_are_those_of_torch():
     (theirs,) = torch.optim.AdamW([torch.zeros(1)]).param_groups
     (own,) = ds_ext.AdamW([torch.zeros(1)]).param_groups

@@ -11,13 +11,12 @@ import ds_ext
 from ds_ext.ops import products
 from ds_ext.ops.normal import normals
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import leaves, saved, zeros
+from ds_ext.ops.state import zeros
 from ds_ext.rules import apollo
 from ds_ext.rules.apollo import APOLLO, APOLLOMini
 from tests.common import low_rank, plain, table
-from tests.common.choose import params
 from tests.common.low_rank import projection
-from tests.common.simulated import EXACT, Formula, Ranks, errors, stepped
+from tests.common.simulated import EXACT, Formula, Ranks, errors
 from tests.common.table import WORLDS
 
 STEPS = 12
@@ -101,20 +100,6 @@ def test_a_step_takes_two_rounds(world):
     assert [ranks.step(grads) for grads in table.gradients(4, SHAPES)] == [2] * 4
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_moments_are_cut_over_the_ranks(shape, world):
-    rule = APOLLO(rank=4)
-    for key in ("m", "v"):
-        parts = [rule.state_spec(Shard.of_rank(shape, r, world))[key] for r in range(world)]
-        kept = [i for part in parts for i in range(part.start, part.stop)]
-        assert kept == list(range(4 * max(shape)))  # each by one rank
-        assert {part.total for part in parts} == {4 * max(shape)}
-    parts = rule.state_spec(Shard.of_rank(shape, 0, world))
-    ours = [part.shape for _, part in leaves(saved(parts))]
-    assert sorted(ours)[:2] == [(), ()] and len(ours) == 4  # the limiter's norm and the stream
-
-
 def authors(before, steps, **hypers):
     """The parameters after ``steps``, by apollo_torch; their streams are their numbers."""
 
@@ -135,19 +120,6 @@ def test_equals_the_authors(kind, dtype, close):
     ours = getattr(ds_ext, kind.__name__)
     mine, _ = plain.stepped(lambda ps: ours(ps, **given, update_proj_gap=GAP), before, steps)
     assert max(errors(mine, theirs, before)) <= close
-
-
-@pytest.mark.parametrize("world", params([2, 3, 7, 16], [3]))
-@pytest.mark.parametrize("scale_type", ["channel", "tensor"])
-def test_sharded_equals_the_authors_in_fp32(scale_type, world):
-    for shape in SHAPES:  # alone: simulated parameters are all of stream 0
-        before = table.weights([shape], torch.float32)
-        steps = table.gradients(STEPS, [shape], torch.float32)
-        own = {"rank": 4, "scale": 2.0, "scale_type": scale_type}
-        rule = APOLLO(lr=0.1, **own, update_proj_gap=GAP)
-        ranks, _ = stepped(rule, [shape], world, STEPS, torch.float32)
-        theirs = authors(before, steps, lr=0.1, **own)
-        assert max(errors(ranks.params, theirs, before)) <= 1e-5
 
 
 @pytest.mark.parametrize("scale_type", ["channel", "tensor"])

@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 
+from ds_ext.ops import scratch
 from ds_ext.ops.shard import Shard
 from tests.common import table
 from tests.common.choose import params
@@ -83,6 +84,14 @@ def test_a_run_in_the_wrong_place_is_seen(name, setting, world, shapes, shift):
 @pytest.mark.parametrize("limit", [1, 4, 40])
 @pytest.mark.parametrize("name, setting, shapes", cases("blocks"))
 def test_blocks_of_any_size_give_the_same(name, setting, shapes, limit, monkeypatch):
-    original = Shard.blocks
-    monkeypatch.setattr(Shard, "blocks", lambda self, _=None: original(self, limit))
-    assert FORMULAS[name].error(setting, 3, shapes) <= EXACT
+    def forget():  # shards that are kept know the limit
+        Shard.whole.cache_clear()
+        Shard.of_rank.cache_clear()
+
+    monkeypatch.setattr("ds_ext.ops.shard.BLOCK", limit)
+    monkeypatch.setattr(scratch, "product_limit", lambda device: limit)
+    forget()
+    try:
+        assert FORMULAS[name].error(setting, 3, shapes) <= EXACT
+    finally:
+        forget()

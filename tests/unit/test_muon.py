@@ -1,9 +1,7 @@
 """Muon on simulated ranks is torch.optim.Muon on whole matrices, whose bf16 is made fp64 here."""
 
-import dataclasses
 import functools
 import itertools
-from collections import Counter
 
 import pytest
 import torch
@@ -13,8 +11,8 @@ import ds_ext
 from ds_ext.distributed import lockstep
 from ds_ext.ops import products
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import leaves, zeros
-from ds_ext.rules import muon, newton_schulz
+from ds_ext.ops.state import leaves
+from ds_ext.rules import newton_schulz
 from ds_ext.rules.muon import Muon
 from tests.common import low_rank, plain, table
 from tests.common.choose import params
@@ -84,20 +82,6 @@ def test_matrices_have_their_own_steps_by_name(fused):
         exact, other = (torchs([before[i]], grads, lr=0.02, ns_steps=k) for k in (n, 5))
         assert max(errors([p.detach()], exact, [before[i]])) <= EXACT
         assert n == 5 or max(errors(other, exact, [before[i]])) > BROKEN
-
-
-def test_an_update_of_torchs_algorithm_written_out():
-    """One step from zero momentum: singular values through the polynomial, by an SVD."""
-    (p,), (g,) = table.weights([(29, 13)]), table.gradients(1, [(29, 13)])[0]
-    u, s, v = torch.linalg.svd(g, full_matrices=False)
-    s = s / s.norm()
-    for _ in range(5):
-        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    for world in (1, 3):
-        ranks = Ranks(Muon(lr=0.1, weight_decay=0.5), [p], world)
-        ranks.step([g])
-        after = p * (1 - 0.1 * 0.5) - 0.1 * (29 / 13) ** 0.5 * u @ torch.diag(s) @ v
-        assert max(errors(ranks.params, [after], [p])) <= EXACT
 
 
 def hard(n, m):
@@ -215,36 +199,6 @@ def test_a_tall_matrix_sends_half_of_its_short_sides_square_twice(world):
     assert sent == [32 * 96, 16 * 33]
 
 
-def test_ranks_take_turns_with_the_matrices_of_a_bucket(monkeypatch):
-    """One rank iterates for all, and each for as many matrices."""
-    shapes, rule, polynomial = [(12, 8), (8, 12)] * 3, Muon(), muon.polynomial
-    before, (grads,) = table.weights(shapes), table.gradients(1, shapes)
-    at_work, iterated = [-1], []
-
-    def counted(gram, *how):
-        iterated.extend(at_work * len(gram))  # the matrices whose turn this rank has
-        return polynomial(gram, *how)
-
-    def by_rank(rank, step):
-        totals = None
-        while True:
-            at_work[0] = rank
-            try:
-                totals = yield step.send(totals)
-            except StopIteration:
-                return
-
-    def steps(rank):
-        for i, (p, g) in enumerate(zip(before, grads, strict=True)):
-            shard = dataclasses.replace(Shard.of_rank(shapes[i], rank, 3), turn=i)
-            p, g = (x.flatten()[shard.start : shard.stop].clone() for x in (p, g))
-            yield by_rank(rank, rule.step(p, g, zeros(rule.state_spec(shard), p), 1, shard))
-
-    monkeypatch.setattr(muon, "polynomial", counted)
-    lockstep.simulate([steps(rank) for rank in range(3)])
-    assert Counter(iterated) == {0: 2, 1: 2, 2: 2}
-
-
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 33])
 def test_a_packed_matrix_is_what_it_was(n):
     x = torch.randn(3, n, n, generator=torch.Generator().manual_seed(n))
@@ -252,23 +206,6 @@ def test_a_packed_matrix_is_what_it_was(n):
     packed = newton_schulz.pack(x)
     assert packed.shape == (3, (n + 1) // 2, n + 1)
     assert torch.equal(newton_schulz.unpack(packed), x)
-
-
-def test_the_state_is_four_bytes_a_parameter_over_all_ranks():
-    shards = [Shard.of_rank((13, 29), r, 3) for r in range(3)]
-    parts = [part for shard in shards for _, part in leaves(Muon().state_spec(shard))]
-    assert [i for part in parts for i in range(part.start, part.stop)] == list(range(13 * 29))
-
-
-def test_gradients_of_zero_and_of_low_rank_give_finite_updates():
-    for shape in [(29, 13), (13, 29)]:
-        p = torch.ones(shape, dtype=torch.float64)
-        ranks = Ranks(Muon(weight_decay=0.0), [p], 3)
-        ranks.step([torch.zeros_like(p)])
-        assert torch.equal(ranks.params[0], p)
-        column, row = table.gradients(1, [(shape[0], 1), (1, shape[1])])[0]
-        ranks.step([column @ row])
-        assert ranks.params[0].isfinite().all() and not torch.equal(ranks.params[0], p)
 
 
 def iterated(x, coefficients, safety=1.0):

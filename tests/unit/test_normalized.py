@@ -139,27 +139,6 @@ def test_rows_and_columns_of_zeros_stay_as_they_are(name, path, monkeypatch):
     assert p.isfinite().all() and (p != 1).equal(p.grad != 0)
 
 
-@pytest.mark.parametrize("name", PAPERS)
-def test_rounding_is_seen_where_a_row_has_nothing_else(name):
-    """It moves an update by some times its size, but a row that is rounding alone by all of it."""
-    shape, generator = (64, 33), torch.Generator().manual_seed(0)
-    (g,) = table.gradients(1, (shape,))[0]
-    noise = torch.randn(shape, generator=generator, dtype=g.dtype) * 1e-7 * g.square().mean().sqrt()
-    rows = torch.arange(64)[:, None] % 4 > 0
-
-    def stepped(g):
-        ranks = Ranks(PAPERS[name][0](), [torch.zeros_like(g)], 3)
-        ranks.step([g])
-        return ranks.params[0]
-
-    def moved(g, by):
-        return float((stepped(g + by) - stepped(g)).norm() / stepped(g).norm())
-
-    assert moved(g, noise) < 1e-5
-    assert moved(g * rows, noise * rows) < 1e-5
-    assert moved(g * rows, noise) > 0.5
-
-
 def test_the_largest_singular_value_comes_to_the_target():
     """By many iterations at once, or by one in each of many steps with the same gradient."""
     g = torch.randn(48, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -182,17 +161,6 @@ def test_a_gradient_of_zeros_is_no_step_and_does_not_spoil_the_next():
     assert not ranks.params[0].any()
     ranks.step([g])
     assert 0 < torch.linalg.matrix_norm(ranks.params[0], 2) <= 0.05 * 2
-
-
-def test_two_corrections_for_the_width_exclude_each_other():
-    with pytest.raises(ValueError, match='base_width=64 and spectral="muon" both correct'):
-        ds_ext.SinkGD([torch.nn.Parameter(torch.ones(2, 2))], base_width=64, spectral="muon")
-
-
-def test_nothing_is_kept_but_the_momentum_of_the_head():
-    shard = Shard.of_rank((64, 32), 0, 4)
-    assert all_rules.SinkGD().state_spec(shard) == all_rules.SCALE().state_spec(shard) == {}
-    assert set(all_rules.SCALE(momentum=0.9).state_spec(shard)) == {"m"}
 
 
 @pytest.mark.parametrize("scale", [3.0, -0.5])

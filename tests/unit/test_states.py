@@ -185,17 +185,6 @@ def test_a_state_in_fp64_is_taken_as_torch_takes_it():
         assert (p - q).norm() <= 1e-5 * (q - old).norm()
 
 
-@pytest.mark.parametrize("form", ["adamw", "apollo", "lomo"])
-def test_a_step_that_is_a_tensor_is_a_number(form):
-    params, optimizer = stepped(form)
-    saved = optimizer.state_dict()
-    for state in saved["state"].values():
-        state["step"] = torch.tensor(float(state["step"]))
-    optimizer.load_state_dict(saved)
-    step(params, optimizer)
-    assert {optimizer.state[p]["step"] for p in params} == {3}
-
-
 @pytest.mark.parametrize("step_", [None, -1, 1.5, "two", torch.zeros(2)])
 def test_a_step_that_is_no_number_of_steps_is_refused(step_):
     params, optimizer = stepped("adamw")

@@ -121,7 +121,8 @@ def test_step_hooks_get_what_the_caller_gave(name, fuses):
     optimizer.register_step_pre_hook(lambda *given: seen.append(given))
     optimizer.register_step_post_hook(lambda *given: seen.append(given))
     before = model.weight.detach().clone()
-    assert optimizer.step(closure) > 0
+    with torch.no_grad():
+        assert optimizer.step(closure) > 0
     assert seen == [x := (optimizer, (optimizer, closure), {}), "closure", x]
     optimizer.step(closure=closure)
     assert seen[3:] == [x := (optimizer, (optimizer,), {"closure": closure}), "closure", x]
@@ -148,12 +149,6 @@ def test_keys_that_look_like_misspelt_ones_are_refused(name, key):
     (p,) = matrices("x").values()
     with pytest.raises(ValueError, match=f"unknown key {key}"):
         made(name, [{"params": [p], key: 0.5}])
-
-
-def test_hyper_parameters_of_another_rule_are_refused():
-    (p,) = matrices("x").values()
-    with pytest.raises(ValueError, match="AdaLomo: unknown key betas"):
-        ds_ext.AdaLomo([{"params": [p], "betas": (0.9, 0.99)}])
 
 
 @pytest.mark.parametrize("name", RULES)
