@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 import ds_ext
-from ds_ext import ops
 from ds_ext.optimizer import OPTIMIZERS, plain_step
-from ds_ext.rules import REGISTRY
 from tests.common import table
 from tests.common.choose import params, spread
 from tests.common.hypers import FOR_ALL
@@ -265,14 +263,3 @@ def test_a_fused_model_goes_to_fp64_and_back(name):
     rounded = 0.05 if name == "flashadamw" else 1e-4
     for p, q, old in zip(*(m.parameters() for m in models), before, strict=True):
         assert (p - q).norm() <= rounded * (q - old).norm()
-
-
-def test_states_of_all_dtypes_that_rules_keep_are_seen_here():
-    """Which the tests of edits are to cover."""
-    kept = set()
-    for form in FORMS:
-        params, optimizer = stepped(form)
-        kept |= {x.dtype for *_, x in tensors(optimizer.state[params[0]])}
-    assert kept == {torch.float32, torch.int8, torch.uint8, torch.int16, torch.int64}
-    assert set(REGISTRY) == set(OPTIMIZERS)
-    assert ops.accumulator(torch.float64) == torch.float64

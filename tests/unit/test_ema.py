@@ -13,9 +13,9 @@ import ds_ext
 from ds_ext.backward.fuse import fuse_into_backward
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.expert_stacks import matrices
-from ds_ext.planner import memory
 from tests.common import paths
 from tests.common.choose import params
+from tests.common.states import same
 
 DECAY, STEPS = 0.9, 20
 KEPT = (Tensor, nn.Parameter)
@@ -117,16 +117,6 @@ def bits(optimizer, model):
     """Copies of all weights and states."""
     states = copy.deepcopy([optimizer.state[p] for p in model.parameters()])
     return [p.detach().clone() for p in model.parameters()], states
-
-
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
 
 
 WAYS = [(rule, path) for rule in RULES for path in ("native", "ops")]
@@ -441,27 +431,3 @@ def test_state_dicts_hold_the_average_and_older_ones_load_without():
     again = made("adamw")[1]
     again.load_state_dict(saved)
     assert {group["ema_decay"] for group in again.param_groups} == {0.0}
-
-
-@pytest.mark.parametrize("of_average, size", [("fp32", 4), ("bf16", 2)])
-def test_the_planner_counts_the_average(of_average, size):
-    model = nn.Linear(64, 32, bias=False)
-    optimizer = ds_ext.AdamW(model.parameters(), ema_decay=DECAY, ema_dtype=of_average)
-    plain = ds_ext.AdamW(model.parameters())
-    shapes = {"weight": (32, 64)}
-    planned = [
-        memory.optimizer_memory(o.rule_of(model.weight), shapes, 3, 4, torch.bfloat16, 100).state
-        for o in (optimizer, plain)
-    ]
-    assert planned[0] - planned[1] == size * 32 * 64 / 4
-    model(torch.randn(3, 64)).sum().backward()
-    optimizer.step()
-    assert optimizer.state[model.weight]["ema"].nbytes == size * 32 * 64
-
-
-def test_a_state_whose_average_has_another_size_is_refused():
-    model, optimizer = made("adamw")
-    train(model, optimizer, range(2))
-    optimizer.state[model.head.weight]["ema"] = torch.zeros(3)
-    with pytest.raises(ValueError, match="ema has the shape"):
-        train(model, optimizer, range(2, 3))

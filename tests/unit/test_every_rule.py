@@ -6,11 +6,13 @@ authors' code or its paper in a file of its own.
 """
 
 import itertools
+import math
 
 import pytest
 import torch
 
-from ds_ext.ops.state import mapped
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import leaves, mapped, saved
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules.base import key_of
 from ds_ext.testing import check_rule
@@ -143,6 +145,29 @@ def test_parameters_without_elements_have_finite_states(name, path, monkeypatch)
     plain.steps(optimizer, weights_, gradients(2, shapes, torch.float32))
     for p in weights_:
         assert all(x.isfinite().all() for x in (p, *tensors(optimizer.state.get(p, {}))))
+
+
+N = 64 * 96
+STATISTICS = 4 * (64 + 96)  # of rows and columns
+LOW_RANK = 8 * 3 * 96  # two moments of a projected gradient
+BYTES = {  # of the state of a matrix [64, 96] on all ranks, with SIMULATED's hyper-parameters
+    **{"lomo": 0, "sinkgd": 0, "scale": 4 * N, "lion": 4 * N, "muon": 4 * N},
+    **{"lamb": 8 * N, "adamw": 8 * N, "flashadamw": 2 * N + N // 8},
+    **{"adalomo": STATISTICS, "adafactor": STATISTICS + 4 * N, "came": 2 * STATISTICS + 4 * N},
+    "galoreadamw": LOW_RANK + 4 * 3 * 64,  # and the basis
+    **{name: LOW_RANK + 4 + 8 for name in ("apollo", "apollomini")},  # a norm and a stream
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_ranks_share_a_state_of_known_size(name):
+    found = 0
+    for rank in (0, 1):
+        shard = Shard.of_rank((64, 96), rank, 2)
+        for _, part in leaves(saved(simulated_rule(name).state_spec(shard))):
+            if rank == 0 or not part.is_shared:
+                found += math.prod(part.shape) * part.dtype_for(torch.float32).itemsize
+    assert found == BYTES[name]
 
 
 @pytest.fixture

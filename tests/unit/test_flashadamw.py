@@ -141,17 +141,6 @@ def test_values_beyond_all_scales_are_bounded():
 # What is kept.
 
 
-def test_state_is_a_quarter_and_plain_tensors():
-    state = zeros(all_rules.FlashAdamW().state_spec(Shard.whole((70, 90))), torch.zeros(6300))
-    assert state["m"]["code"].dtype == torch.int8 and state["v"]["code"].dtype == torch.uint8
-    for moment in state.values():
-        assert len(moment["code"]) == 6300 and len(moment["scale"]) == 197
-        assert moment["scale"].dtype == torch.int16
-    spec = all_rules.Lion(nbits=8).state_spec(Shard.whole((33,)))
-    (kept,) = zeros(spec, torch.zeros(33)).values()
-    assert len(kept["code"]) == 33 and len(kept["scale"]) == 2
-
-
 def test_only_runs_of_whole_groups_are_batched():
     entries = REGISTRY
     for world, whole in ((2, True), (3, False)):

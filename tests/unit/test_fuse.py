@@ -3,12 +3,10 @@
 import copy
 import itertools
 import logging
-import traceback
 
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
@@ -86,50 +84,6 @@ def test_removing_gives_back_an_ordinary_optimizer():
     assert torch.equal(model.up.weight, before["up.weight"])
 
 
-def test_a_scheduler_is_followed():
-    model, plain = models.make(), models.make()
-    optimizers = [optimizer_of("lomo", m) for m in (model, plain)]
-    ds_ext.fuse_into_backward(model, optimizers[0])
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers]
-    for step in range(3):
-        for m, o, s in zip((model, plain), optimizers, schedulers, strict=True):
-            o.zero_grad()
-            m(models.batch(step, 1)[0]).backward()
-            o.step()
-            s.step()
-    assert same(weights(model), weights(plain))
-    assert optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3 / 8)
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e19])
-@pytest.mark.parametrize("name", FOR_ALL)
-def test_no_gradient_makes_a_weight_or_a_state_that_is_not_finite(name, value, caplog):
-    model = torch.nn.Linear(64, 64, bias=False)
-    other = torch.nn.Linear(64, 3)
-    both = torch.nn.Sequential(model, other)
-    optimizer = optimizer_of(name, both)
-    fused = ds_ext.fuse_into_backward(both, optimizer)
-    scale = torch.ones(64, 64)
-    scale[3, 5] = value
-    before = weights(both)
-    (both(torch.randn(5, 64)).square().sum() + (model.weight * scale).sum()).backward()
-    optimizer.step()
-    after = weights(both)
-    assert torch.equal(after["0.weight"], before["0.weight"]) and fused.skipped == 1
-    assert not optimizer.state[model.weight]
-    assert not torch.equal(after["1.weight"], before["1.weight"])
-    assert all(p.isfinite().all() for p in after.values())
-    assert "0.weight" in caplog.text
-
-
-def test_a_second_backward_before_step_is_refused():
-    model = models.make()
-    ds_ext.fuse_into_backward(model, optimizer_of("adalomo", model))
-    model(models.batch(0, 1)[0]).backward()
-    with pytest.raises(RuntimeError, match="second gradient.*before"):
-        model(models.batch(1, 1)[0]).backward()
-
-
 def two_losses(model):
     """Two losses of one forward pass, and its input."""
     x = torch.randn(5, 6, requires_grad=True)
@@ -159,33 +113,6 @@ def test_a_second_backward_of_one_forward_is_refused_as_such(second):
         plain[1].weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         SECOND[second](other, x)
-
-
-def test_generation_between_steps_does_not_count_as_use():
-    model, quiet = models.make(), models.make()
-    for m in (model, quiet):
-        optimizer = optimizer_of("adalomo", m)
-        fused = ds_ext.fuse_into_backward(m, optimizer)
-        if m is model:
-            with torch.no_grad():
-                for _ in range(3):
-                    m(models.batch(5, 1)[0])
-        loss = m(models.batch(0, 1)[0])
-        assert {p.shape for p in fused.buckets.uses.count if fused.buckets.uses.count[p] > 1} == {
-            m.shared.weight.shape,
-            m.shared.bias.shape,
-        }
-        loss.backward()
-        optimizer.step()
-    assert same(weights(model), weights(quiet))
-
-
-def test_a_model_can_be_copied_before_it_is_fused():
-    model = models.make()
-    twin = copy.deepcopy(model)
-    ds_ext.fuse_into_backward(model, optimizer_of("lomo", model))
-    twin(models.batch(0, 1)[0]).backward()
-    assert twin.up.weight.grad is not None
 
 
 class NoisyBackward(torch.autograd.Function):
@@ -254,14 +181,6 @@ def test_measuring_alone_changes_nothing_and_keeps_no_gradient():
     assert same(weights(model), before)
     assert not optimizer.state and not fused.state.kept
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_second_backward_before_step_is_refused_where_it_was_clipped_by_the_first():
-    model = models.make()
-    fused = clipped(model, optimizer_of("lomo", model))
-    fused.backward(model(models.batch(0, 1)[0]))
-    with pytest.raises(RuntimeError, match="second gradient"):
-        fused.backward(model(models.batch(1, 1)[0]))
 
 
 @pytest.mark.parametrize("how", [{"max_grad_norm": 0.1}, {"gradient_policy": "sharded"}])
@@ -348,18 +267,6 @@ def test_wrong_arguments_are_refused_before_anything_changes(how):
     ds_ext.fuse_into_backward(model, optimizer_of("adalomo", model))
 
 
-def test_measured_rms_is_told():
-    model = models.make()
-    optimizer = optimizer_of("lomo", model)
-    fused = ds_ext.fuse_into_backward(model, optimizer, measure_updates=True)
-    before = weights(model)
-    model(models.batch(0, 1)[0]).backward()
-    optimizer.step()
-    moved = {n: p - before[n] for n, p in weights(model).items() if not torch.equal(p, before[n])}
-    expected = torch.cat([x.flatten() for x in moved.values()]).square().mean().sqrt()
-    assert fused.metrics["update_rms/0"] == pytest.approx(float(expected), rel=1e-3)
-
-
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "nonreentrant"])
 def test_backward_passes_add_up_though_autograd_lets_gradients_share_memory(checkpointing):
     plain, model = models.make(), models.make(checkpointing)
@@ -375,37 +282,6 @@ def test_backward_passes_add_up_though_autograd_lets_gradients_share_memory(chec
     start, expected = weights(models.make()), weights(plain)
     for n, p in weights(model).items():
         assert (p - expected[n]).norm() <= 1e-4 * (expected[n] - start[n]).norm(), n
-
-
-@pytest.mark.parametrize("name", FOR_ALL)
-def test_no_hook_reads_a_number_of_the_device(name):
-    """``.item()`` and what else makes the host wait. Whether gradients are finite is one flag of a
-    bucket, brought to the host on its way (beside.py)."""
-
-    class Reads(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.places = []
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten._local_scalar_dense.default:
-                self.places.append("".join(traceback.format_stack(limit=8)))
-            return func(*args, **(kwargs or {}))
-
-    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Linear(9, 4))
-    optimizer = OPTIMIZERS[name](model.parameters())
-    fused = ds_ext.fuse_into_backward(model, optimizer)
-    before = [p.detach().clone() for p in model.parameters()]
-    for _ in range(2):
-        with Reads() as reads:
-            model(torch.randn(3, 6)).square().sum().backward()
-        assert not reads.places, reads.places[0]
-        optimizer.step()
-    assert not any(map(torch.equal, before, model.parameters()))
-    with Reads() as reads:
-        float(fused.buckets.size)
-        torch.ones(()).item()
-    assert reads.places
 
 
 def test_an_optimizer_of_others_is_a_type_error():
@@ -424,17 +300,6 @@ def test_a_launcher_without_a_process_group_is_refused(monkeypatch):
         ds_ext.fuse_into_backward(model, optimizer)
     monkeypatch.setenv("WORLD_SIZE", "1")
     ds_ext.fuse_into_backward(model, optimizer)
-
-
-@pytest.mark.parametrize("name", ["adalomo", "muon"])
-def test_the_norm_is_infinite_if_a_gradient_is_not_a_number(name):
-    model = torch.nn.Linear(4, 3, bias=False)
-    optimizer = OPTIMIZERS[name](model.parameters(), lr=1e-3)
-    fused = ds_ext.fuse_into_backward(model, optimizer)
-    model.weight.register_hook(lambda g: g * float("nan"))
-    model(torch.randn(2, 4)).sum().backward()
-    optimizer.step()
-    assert fused.norm == float("inf") and fused.metrics["skipped_parameters"] == 1
 
 
 def test_parameters_that_were_put_into_a_group_count_as_trained():

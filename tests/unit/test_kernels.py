@@ -318,25 +318,6 @@ def test_a_bucket_takes_few_launches_a_round(name, world, kernels, launched):
         assert 0 < sum(taken) < len(shapes) * max(2, len(counts) - 1)
 
 
-def test_alone_and_together_give_the_same_bits(kernels):
-    (a, b), (g, h) = table.weights([(40, 30), (17, 9)]), table.gradients(1, [(40, 30), (17, 9)])[0]
-
-    def stepped(*pairs):
-        params = [p.to(DEVICE, torch.float32).requires_grad_() for p, _ in pairs]
-        optimizer = OPTIMIZERS["adalomo"](params)
-        updates = [
-            RunUpdate(
-                p, p.detach().view(-1), g.to(DEVICE, torch.float32).view(-1), Shard.whole(p.shape)
-            )
-            for p, (_, g) in zip(params, pairs, strict=True)
-        ]
-        optimizer.update(updates, lambda total: None)
-        return [p.detach() for p in params]
-
-    both = stepped((a, g), (b, h))
-    assert all(map(torch.equal, both, [*stepped((a, g)), *stepped((b, h))]))
-
-
 @pytest.mark.parametrize("name", params(["adalomo", "lamb"], []))
 def test_vectors_give_the_same_bits(name, kernels, monkeypatch):
     shapes = ((32, 64), (48,), (3, 8, 16), (20, 30), (5,))

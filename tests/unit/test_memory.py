@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,12 +25,12 @@ from tests.common.choose import params, spread
 from tests.common.hypers import FOR_ALL
 from tests.common.states import tensors
 
-ROOT = Path(__file__).parents[2]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SETTINGS = [(name, {}) for name in FOR_ALL]
 SETTINGS += [("adafactor", {"beta1": 0.9}), ("galoreadamw", {"rank": 16, "nbits": 8})]
 SETTINGS += [(name, {"weight_update": "master"}) for name in ("lomo", "adalomo", "came")]
-SETTINGS += [("lomo", {"weight_update": "master24"})]
+SETTINGS += [("lomo", {"weight_update": "master24"}), ("lomo", {"ema_decay": 0.9})]
+SETTINGS += [("lomo", {"ema_decay": 0.9, "ema_dtype": "bf16"})]
 BUCKET = 5000
 
 

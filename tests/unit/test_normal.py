@@ -3,7 +3,6 @@
 import functools
 import statistics
 
-import numpy as np
 import pytest
 import torch
 
@@ -45,7 +44,7 @@ def test_moments_are_those_of_the_normal_distribution():
         assert abs(share - normal.cdf(at)) < 5 * (normal.cdf(at) / ALL) ** 0.5
 
 
-@pytest.mark.parametrize("lag", [1, 2, 3, 7, 16, 255, 256, 1000, 4096, 65536])
+@pytest.mark.parametrize("lag", [1, 2, 512, 65536])
 def test_numbers_of_a_sequence_are_independent(lag):
     x = drawn()
     a, b = x[lag:], x[:-lag]
@@ -68,17 +67,6 @@ def test_sequences_are_independent():
     x = torch.stack([drawn(*key, n=n) for key in keys])
     correlations = x @ x.T / n - torch.eye(len(keys), dtype=x.dtype)
     assert correlations.abs().max() < 6 / n**0.5 * 2
-
-
-def test_a_matrix_of_them_has_the_spectrum_of_a_random_one():
-    """Singular values between sqrt(rows) ± sqrt(cols): rows and columns are no copies."""
-    values = torch.linalg.svdvals(drawn().view(2048, 512))
-    assert values.max() < 1.03 * (2048**0.5 + 512**0.5)
-    assert values.min() > 0.97 * (2048**0.5 - 512**0.5)
-
-
-def test_numbers_are_not_of_32_bits_but_of_65536_levels():
-    assert len(np.unique(drawn().numpy())) == 2**16
 
 
 def test_a_state_has_a_stream_for_each_parameter_and_each_expert():

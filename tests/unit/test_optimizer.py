@@ -157,28 +157,36 @@ def test_weights_and_gradients_that_are_not_contiguous(name):
     assert [(v.data_ptr(), v.stride()) for v in views] == places
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+WRITTEN = [(dtype, "stochastic") for dtype in (torch.float32, torch.bfloat16, torch.float64)]
+WRITTEN += [(torch.bfloat16, "nearest"), (torch.bfloat16, "master"), (torch.float16, "master24")]
+
+
+@pytest.mark.parametrize("dtype, mode", WRITTEN)
 @pytest.mark.parametrize("name", FOR_ALL)
-def test_resumed_equals_uninterrupted(name, dtype):
+def test_resumed_equals_uninterrupted(name, dtype, mode):
     gradients = table.gradients(6)
     through = parameters(dtype)
-    whole = OPTIMIZERS[name](through, **HYPERS[name])
+    hypers = HYPERS[name] | {"weight_update": mode}
+    whole = OPTIMIZERS[name](through, **hypers)
     steps(whole, through, gradients)
 
     first = parameters(dtype)
-    optimizer = OPTIMIZERS[name](first, **HYPERS[name])
+    optimizer = OPTIMIZERS[name](first, **hypers)
     steps(optimizer, first, gradients[:3])
     second = [nn.Parameter(p.detach().clone()) for p in first]
-    other = HYPERS[name] | {"lr": 0.5}  # which the saved ones replace
+    other = HYPERS[name] | {"lr": 0.5, "weight_update": "nearest"}  # which the saved ones replace
     resumed = OPTIMIZERS[name](second, **other)
     resumed.load_state_dict(from_file(optimizer.state_dict()))
     steps(resumed, second, gradients[3:])
 
     assert same_bits(second, through)
     mine, theirs = ([*tensors(o.state_dict())] for o in (resumed, whole))
+    assert same_bits(mine, theirs)
+    states = [{k: x for k, x in s.items() if k != "master"} for s in resumed.state.values()]
     kept = [leaves(optimizer.hypers(**HYPERS[name]).state_spec(Shard.whole(s))) for s in SHAPES]
     expected = {part.dtype or accumulator(dtype) for parts in kept for _, part in parts}
-    assert same_bits(mine, theirs) and {t.dtype for t in mine} == expected
+    assert {t.dtype for t in tensors(states)} == expected
+    assert all(("master" in state) == mode.startswith("master") for state in resumed.state.values())
     assert {s["step"] for s in resumed.state.values()} == {6}
     assert resumed.param_groups[0]["lr"] == HYPERS[name]["lr"]
 

@@ -24,6 +24,8 @@ MORE = {  # further forms of what a rule keeps
     "lion-8": ("lion", {"nbits": 8}),
     "muon": ("muon", {"ns_dtype": "fp32"}),  # fp64 parameters have no bf16 products
     "muon-8": ("muon", {"nbits": 8, "beta2": 0.9}),
+    "galoreadamw-8": ("galoreadamw", {"nbits": 8, "min_8bit_size": 0}),
+    "lomo-ema": ("lomo", {"ema_decay": 0.9}),
 }
 FORMS = {name: (name, {}) for name in OPTIMIZERS} | MORE
 

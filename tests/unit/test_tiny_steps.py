@@ -45,12 +45,3 @@ def test_one_step_is_as_near_to_fp64_as_weights_of_fp32_can_be(kind, shape):
     assert error <= 1.01 * least and error <= theirs
     if kind == "zeros":
         assert theirs > 1.2 * error > 5e-3 * update
-
-
-def test_twenty_steps_are_nearer_to_fp64_than_the_authors():
-    torch.manual_seed(0)
-    p, grads = torch.randn(64, 48) * 0.02, [*gradients((64, 48)).values()] * 7
-    exact = by_authors(p.double(), grads)
-    update = (exact - p.double()).norm()
-    error, theirs = ((by(p, grads) - exact).norm() / update for by in (by_ours, by_authors))
-    assert error < 0.5 * theirs < 1e-4
