@@ -188,7 +188,9 @@ SETTINGS: dict[str, Setting] = {
     "gradient_clipping": Setting(NonNegative),
     "data_types.grad_accum_dtype": Setting(_DTYPE),
     "managed_gradient_accumulation": Setting(off=lambda v: v is not False, since=(0, 19, 4)),
-    "sequence_parallel_size": Setting(_COUNT, _at_most_one, divides_ranks=True),
+    "sequence_parallel_size": Setting(
+        _COUNT, _at_most_one, excludes=(_AUTO_TP, _AUTO_EP), divides_ranks=True
+    ),
     "tensor_parallel.autotp_size": Setting(_SIZE, _at_most_one, since=(0, 19, 8)),
     "expert_parallel.enabled": Setting(since=(0, 19, 8)),
     "expert_parallel.expert_tensor_parallel_size": Setting(off=lambda v: v == 1, advice=_REMOVE),

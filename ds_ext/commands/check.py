@@ -138,7 +138,7 @@ def _unchecked(config: dict[str, Any], model: nn.Module | None, ranks: int | Non
     for key, what in of_model.items():
         if model is None and lookup(config, key) not in (None, "all-linear"):
             yield f"{key}: {what}; give --model to check it"
-    for key in ("tensor_parallel.autotp_size", "expert_parallel.enabled"):
+    for key in ("tensor_parallel.autotp_size", "expert_parallel.enabled", "sequence_parallel_size"):
         if config_checks.is_on(config, key):
             yield f"{key}: can be checked only in a run"
     for key in config_checks.group_keys(config):

@@ -145,26 +145,6 @@ def ignored(config: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def expert_problems(stage: Any, sequences: bool, tensor_size: Any) -> Iterator[str]:
-    """Yields a message if experts cannot be combined with sequence or tensor parallelism.
-
-    Args:
-        stage: the ZeRO stage.
-        sequences: whether sequence parallelism is used.
-        tensor_size: the number of tensor-parallel ranks.
-    """
-    if sequences and stage == 3:
-        yield (
-            "zero_optimization.stage = 3: DeepSpeed does not partition the experts of AutoEP where "
-            "sequences are divided: use stage 0, 1 or 2, or remove sequence_parallel_size."
-        )
-    elif sequences and tensor_size > 1:
-        yield (
-            "DeepSpeed's experts go with tensor_parallel.autotp_size or sequence_parallel_size, "
-            "not with both: remove one of them."
-        )
-
-
 def has_state(rule: Any, dtype: torch.dtype) -> bool:
     """Returns whether a rule keeps more than row and column statistics for a matrix.
 
@@ -181,7 +161,7 @@ def has_state(rule: Any, dtype: torch.dtype) -> bool:
 
 
 def size_problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
-    """Yields messages about group sizes and combinations with experts that a run refuses.
+    """Yields messages about group sizes that a run refuses.
 
     Args:
         config: a DeepSpeed config.
@@ -193,10 +173,6 @@ def size_problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
         is_copy_of_all = key == _HPZ and size >= ranks
         if ranks and ranks % size and not is_copy_of_all:
             yield f"{key} = {size} does not divide the {ranks} ranks: set it to a divisor."
-    if is_on(config, "expert_parallel.enabled"):
-        stage = lookup(config, _STAGE)
-        tensor_size = lookup(config, "tensor_parallel.autotp_size", 1)
-        yield from expert_problems(stage, is_on(config, "sequence_parallel_size"), tensor_size)
 
 
 def group_keys(config: dict[str, Any]) -> list[str]:

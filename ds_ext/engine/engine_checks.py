@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ds_ext.config import config_checks
 from ds_ext.config.config_checks import raise_first
+from ds_ext.config.parsing import lookup, normalized
 from ds_ext.distributed import consensus
 from ds_ext.distributed.unsupported_wrappers import refuse_dtensors, refuse_wrapped
 from ds_ext.engine import (
@@ -36,6 +37,32 @@ _LOCAL = {
     *("tensorboard", "wandb", "csv_monitor", "comet", "steps_per_print", "dump_state"),
     *("wall_clock_breakdown", "memory_breakdown", "flops_profiler", "comms_logger"),
 }
+
+
+def check_sequences(config: DeepSpeedConfig, mpu: Any) -> None:
+    """Checks that the groups of ranks that share a sequence (Ulysses) come from an ``mpu``.
+
+    If only the config sets them, DeepSpeed ignores them, or does not sum gradients over them.
+
+    Raises:
+        ValueError: there is no such mpu, or AutoTP would drop it.
+    """
+    values = normalized(config._param_dict)
+    asked = values.get("sequence_parallel_size", 1)
+    size = getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
+    if asked not in (1, size):
+        raise ValueError(
+            f"sequence_parallel_size = {asked}, but the sequences of mpu have {size} "
+            f"rank{'s'[: size > 1]}: call initialize_sequence_parallel({asked}) of "
+            "deepspeed.runtime.sequence_parallel.parallel_state_sp, and pass that module to "
+            "deepspeed.initialize as mpu."
+        )
+    tensor_size = lookup(values, "tensor_parallel.autotp_size", 1)
+    if size > 1 and tensor_size > 1:
+        raise ValueError(
+            f"tensor_parallel.autotp_size = {tensor_size} is not supported together with the "
+            "sequence parallelism of an mpu: remove one of them."
+        )
 
 
 def check_ranks(model: Any, client: Any, config: DeepSpeedConfig) -> None:
@@ -128,14 +155,17 @@ def _refuse_experts(engine: DeepSpeedEngine) -> None:
             "zero_optimization.stage = 3: DeepSpeed does not partition deepspeed.moe layers. Use "
             'stage 0, 1 or 2, or "expert_parallel" (AutoEP) with the experts of the model itself.'
         )
-    sequences = engine.sequence_parallel_size > 1
-    raise_first(config_checks.expert_problems(stage, sequences, tensor_size))
     # deepspeed.moe treats the mpu parallel_state_sp as tensor-parallel too.
     if tensor_size <= 1 and bwc_tensor_model_parallel_world_size(engine.mpu) > 1:
         raise ValueError(
             "DeepSpeed's experts would treat the ranks of this mpu as tensor-parallel ranks and "
-            "drop tokens: leave out mpu, and write tensor_parallel.autotp_size or "
-            "sequence_parallel_size into the config."
+            "drop tokens: leave out mpu. For tensor parallelism, write tensor_parallel.autotp_size "
+            "into the config."
+        )
+    if engine.sequence_parallel_size > 1:
+        raise ValueError(
+            "DeepSpeed's experts are not supported together with sequence parallelism: remove "
+            "sequence_parallel_size and mpu."
         )
     experts = [p for layer in native for p in layer.deepspeed_moe.experts.parameters()]
     if any(not expert_parallel.is_expert(p) or parameters.is_divided(p) for p in experts):

@@ -156,9 +156,9 @@ def _num_mean_losses(engine: DeepSpeedEngine) -> int:
         sequence = dist.get_process_group_ranks(groups._get_sequence_parallel_group())
         if not set(sequence) <= set(dist.get_process_group_ranks(group)):
             raise ValueError(
-                "the mpu's get_sequence_data_parallel_group() does not contain all ranks of "
-                "get_sequence_parallel_group(), so DeepSpeed would not sum their gradients: pass "
-                "an mpu that includes them, or remove mpu and set "
-                f'"sequence_parallel_size": {size} in the config.'
+                "DeepSpeed would not sum the gradients of the ranks that share a sequence: remove "
+                "data_parallel_size and mesh_param, and pass an mpu whose "
+                "get_sequence_data_parallel_group() contains them, such as "
+                "deepspeed.runtime.sequence_parallel.parallel_state_sp."
             )
     return size_of(group) // size

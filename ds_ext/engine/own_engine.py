@@ -27,7 +27,6 @@ from ds_ext.engine import (
     pipeline,
     saving,
     schedulers,
-    sequence_parallel,
     trainer_checks,
     unsupported_api,
 )
@@ -48,6 +47,7 @@ def build(
     model: nn.Module,
     client: Any,
     config: DeepSpeedConfig,
+    mpu: Any,
 ) -> None:
     """Builds an engine that a ds_ext optimizer will step. All ranks must call it.
 
@@ -61,6 +61,7 @@ def build(
     with explained():
         try:
             engine_checks.check_ranks(model, client, config)  # first: DeepSpeed would hang
+            engine_checks.check_sequences(config, mpu)
             owners.check_finished(model.parameters())
             if client is None:  # DeepSpeed demands settings of its own LAMB
                 config.optimizer_name = optimizers.full_name(config.optimizer_name)
@@ -101,9 +102,7 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
             return super()._configure_expert_parallel(*args, **kwargs)
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
-        # DeepSpeed takes groups of sequences from an mpu alone, and knows no chunks of the batch.
-        sequence_parallel.add_groups(self, self._ds_ext_mpu)
-        forward.apply(self, model)
+        forward.apply(self, model)  # DeepSpeed knows no pieces of a batch
         super()._configure_distributed_model(model)
 
     def _broadcast_model(self) -> None:

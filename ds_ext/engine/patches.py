@@ -34,7 +34,6 @@ from ds_ext.engine import (
     optimizers,
     own_engine,
     replica_groups,
-    sequence_parallel,
     trainer_checks,
     unsupported_api,
 )
@@ -108,7 +107,6 @@ def report_config_errors(
 @replaces(DeepSpeedEngine, "__init__")
 def build(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> None:
     """Builds an engine of our class if its optimizer is of ds_ext."""
-    sequence_parallel.reset()
     passed = inspect.signature(original).bind(engine, *args, **kwargs).arguments
     model, client, config = passed["model"], passed.get("optimizer"), passed["config_class"]
     if client is not None:
@@ -118,9 +116,8 @@ def build(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) 
     if is_function and ("ds_ext" in config._param_dict or is_stored):
         raise optimizers.function_refused()
     if optimizers.is_ours(client, config):
-        engine._ds_ext_mpu = passed.get("mpu")  # AutoTP replaces engine.mpu
         make = functools.partial(original, engine, *args, **kwargs)
-        own_engine.build(make, engine, model, client, config)
+        own_engine.build(make, engine, model, client, config, passed.get("mpu"))
         return
     if is_stored:  # DeepSpeed would broadcast values that do not exist
         raise int8_weights.unsupported("An engine of another optimizer", "call restore_bf16 first")

@@ -37,7 +37,6 @@ class Run:
     json: bool = False
     then: tuple[int, int] | None = None  # stage and size that a checkpoint is gone on from with
     tensor: int = 1  # ranks that layers beside the experts are divided over
-    sequence: int = 1  # ranks that share the tokens of one mean loss
 
     @property
     def hypers(self) -> dict[str, Any]:
@@ -62,14 +61,10 @@ def _runs() -> dict[str, Run]:
     for i, rule in enumerate(("apollo", "apollomini", "muon")):
         made[f"json-{rule}"] = Run(rule, i, 2, 2, json=True)
         made[f"tensor-{rule}"] = Run(rule, 2 - i, 4, 2, tensor=2, json=True)
-        made[f"sequence-{rule}"] = Run(rule, i, 4, 2, sequence=2, json=True)
     made["json-apollo-1"] = Run("apollo", 1, 2, 2, json=True)
-    for rule, stage in (("apollo", 1), ("apollo", 2), ("apollomini", 2)):
-        made[f"sequence-{rule}-{stage}"] = Run(rule, stage, 4, 2, sequence=2, json=True)
     for stage in (0, 1):
         made[f"json-muon-{stage}"] = Run("muon", stage, 4, 2, max_norm=0.05, json=True)
         made[f"tensor-muon-{stage + 1}"] = Run("muon", stage + 1, 4, 2, tensor=2, json=True)
-        made[f"sequence-muon-{stage}"] = Run("muon", stage, 4, 2, sequence=2, json=True)
     made["json-muon-resumed"] = Run("muon", 1, 2, 2, then=(0, 2), json=True)
     made["resumed"] = Run("came", 1, 2, 2, then=(1, 2))
     made["resumed-ep4"] = Run("came", 2, 4, 2, then=(0, 4))
@@ -77,10 +72,8 @@ def _runs() -> dict[str, Run]:
     for i, rule in enumerate(("lomo", "came", "galoreadamw")):
         for size in (1, 2, 4)[i:]:
             made[f"tensor-{rule}-stage{i}-ep{size}"] = Run(rule, i, 4, size, tensor=2)
-        made[f"sequence-{rule}-stage{i}"] = Run(rule, i, 4, 2, sequence=2)
     made["tensor-clip"] = Run("adalomo", 1, 4, 2, max_norm=0.05, tensor=2)
     made["tensor-resumed"] = Run("came", 2, 4, 2, then=(1, 4), tensor=2)
-    made["sequence-resumed"] = Run("adalomo", 1, 4, 2, 0.05, then=(0, 4), sequence=2)
     return made
 
 
@@ -97,9 +90,7 @@ def expert() -> nn.Module:
 
 def beside(run: Any) -> str:
     """The feature that a run of experts beside other parallelism shows; empty for experts alone."""
-    if run.tensor > 1:
-        return "expert parallelism with tensor parallelism"
-    return "expert parallelism with sequence parallelism" if run.sequence > 1 else ""
+    return "expert parallelism with tensor parallelism" if run.tensor > 1 else ""
 
 
 def values() -> dict[str, torch.Tensor]:
@@ -212,8 +203,6 @@ def start(run: Run, stage: int, size: int, mpu: Any = None, **more: Any):
     if run.tensor > 1:
         plan = {"use_default_specs": False, "layer_specs": DIVIDED}
         made["tensor_parallel"] = {"autotp_size": run.tensor, "partition_config": plan}
-    if run.sequence > 1:
-        made["sequence_parallel_size"] = run.sequence
     if run.json:
         made["optimizer"] = {"type": f"ds_ext.{run.rule}", "params": run.hypers}
         return deepspeed.initialize(model=model, config=made)[0]
@@ -225,7 +214,7 @@ def backward(engine, run: Run, step: int) -> None:
     """This rank's part of a step."""
     with mock.patch.object(mappings.deepspeed.comm, "all_gather_into_tensor", gather):
         loss = loss_of(engine, step, dist.get_rank() // run.tensor)
-        engine.backward(loss / run.sequence)
+        engine.backward(loss)
 
 
 def train(run: Run) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ds_ext.engine import expert_parallel, parameters
 from ds_ext.optimizer import expert_stacks
 from tests.common import authors, by_role
 from tests.common.hypers import FOR_ALL
-from tests.common.ranks import message, shared_folder, whole
+from tests.common.ranks import shared_folder, whole
 from tests.distributed.tensor_parallel_jobs import rebuilt
 from tests.distributed.training_jobs import HYPERS
 
@@ -71,7 +71,6 @@ class Run:
     # a checkpoint, and the rest of the steps by another engine, at this stage and ``ep``
     then: tuple[int, int] | None = None
     tensor: int = 1  # ranks that layers beside the experts are divided over
-    sequence: int = 1  # ranks that share the tokens of one mean loss
 
     @property
     def hypers(self) -> dict[str, Any]:
@@ -106,7 +105,6 @@ def _runs() -> dict[str, Run]:
         made[f"qwen3-{rule}-stage3"] = Run("qwen3", rule, 3, json=True)
         made[f"autoep-json-{rule}"] = Run("mixtral", rule, 1 + i, ep=2, json=True)
         made[f"autoep-tensor-{rule}"] = Run("divided", rule, 1 + i, 4, ep=2, tensor=2, json=True)
-        made[f"autoep-sequence-{rule}"] = Run("mixtral", rule, i, 4, ep=2, sequence=2, json=True)
     for stage in (None, 0, 1, 2):
         made[f"qwen3-muon-{stage}"] = Run("qwen3", "muon", stage, max_norm=0.5, json=True)
     for rule in ("apollo", "apollomini"):
@@ -123,9 +121,6 @@ def _runs() -> dict[str, Run]:
     made["autoep-tensor-lomo-stage3"] = Run("divided", "lomo", 3, 4, ep=4, tensor=2)
     made["autoep-tensor-clip"] = Run("divided", "adalomo", 1, 4, max_norm=0.5, ep=2, tensor=2)
     made["autoep-tensor-resumed"] = Run("divided", "came", 3, 4, ep=2, then=(1, 4), tensor=2)
-    made["autoep-sequence-lomo"] = Run("mixtral", "lomo", 0, 4, ep=2, sequence=2)
-    made["autoep-sequence-came"] = Run("mixtral", "came", 2, 4, ep=4, sequence=2)
-    made["autoep-sequence-galore"] = Run("mixtral", "galoreadamw", 1, 4, ep=2, sequence=2)
     made["mixtral-ranks4"] = Run("mixtral", "adalomo", 3, 4)
     made["qwen3-ranks4"] = Run("qwen3", "lamb", 2, 4)
     return made
@@ -190,8 +185,6 @@ def start(run: Run, model: nn.Module, stage: int | None, ep: int):
     if run.tensor > 1:
         plan = {"use_default_specs": False, "layer_specs": LAYERS}
         made["tensor_parallel"] = {"autotp_size": run.tensor, "partition_config": plan}
-    if run.sequence > 1:
-        made["sequence_parallel_size"] = run.sequence
     return deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
 
 
@@ -209,7 +202,7 @@ def train(run: Run) -> dict[str, Any]:
             engine.optimizer.step()
         else:
             loss = loss_of(engine, step, dist.get_rank() // run.tensor)
-            engine.backward(loss / run.sequence)
+            engine.backward(loss)
             engine.step()
     optimizer = engine.optimizer if run.stage is None else engine.optimizer.optimizer
     return {
@@ -235,18 +228,6 @@ def recorded(kind: str) -> list[tuple[int, ...]]:
     with torch.no_grad():
         seen = engine(input_ids=tokens, output_router_logits=True, use_cache=False).router_logits
     return [tuple(logits.shape) for logits in seen]
-
-
-def refusals() -> list[str]:
-    """What is said of experts beside divided sequences at stage 3, and beside both."""
-    runs = [
-        Run("mixtral", "lomo", 3, 4, ep=2, sequence=2),
-        Run("divided", "lomo", 1, 4, ep=2, tensor=2, sequence=2),
-    ]
-    return [
-        message(lambda run=run: start(run, make(run.kind), run.stage, run.ep), ValueError)
-        for run in runs
-    ]
 
 
 def streams_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:

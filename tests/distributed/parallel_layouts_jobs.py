@@ -67,18 +67,12 @@ def _tensor_parallel() -> Special:
 def _sequences() -> Special:
     half = ulysses_jobs.LENGTH // 2
 
-    def engine(config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
-        made = {"sequence_parallel_size": 2} | config
-        engine = initialized(ulysses_jobs.make(True), made)
-        engine.module.attend.spg = groups._get_sequence_parallel_group()
-        return engine
-
     def loss(model: Any, number: int) -> Tensor:
         start = half * dist.get_rank()
         return ulysses_jobs.loss_of(model, number, 0, slice(start, start + half))
 
     return Special(
-        engine,
+        ulysses_jobs.initialized,
         loss,
         ulysses_jobs.make,
         lambda model, number: ulysses_jobs.loss_of(model, number, 0, slice(None)),

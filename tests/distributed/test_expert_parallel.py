@@ -14,7 +14,7 @@ from tests.tools.support import of
 # What `make test` runs.
 QUICK = [
     *("clip-sharded-stage2", "json-muon", "resumed-ep4"),
-    *("tensor-came-stage1-ep2", "sequence-lomo-stage0"),
+    *("tensor-came-stage1-ep2"),
 ]
 
 
@@ -58,7 +58,7 @@ def test_what_is_not_supported_is_refused_on_every_rank():
     for stage3, fused, mpu, divided in worlds.once(2, expert_parallel_jobs.refusals):
         assert "zero_optimization.stage = 3" in stage3 and "expert_parallel" in stage3
         assert "fuse_into_backward" in fused and "deepspeed.initialize" in fused
-        assert "leave out mpu" in mpu and "sequence_parallel_size" in mpu
+        assert "leave out mpu" in mpu and "tensor_parallel.autotp_size" in mpu
         assert divided.startswith("tensor_parallel.partition_config")
 
 

@@ -1,5 +1,4 @@
-"""Four ranks, sequences divided over two of them by DeepSpeed's Ulysses: two such pairs, or one
-whose layers are divided over two ranks too."""
+"""Four ranks, sequences divided over two of them by DeepSpeed's Ulysses: two such pairs."""
 
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -39,49 +38,20 @@ OURS = {"galoreadamw": {"nbits": 32, "update_proj_gap": 200, "target_modules": [
 class Case:
     rule: str
     stage: int
-    # How DeepSpeed is told which ranks share a sequence: by its module; by the sizes of a mesh; by
-    # one key of the config; by that beside tensor parallelism, two ranks of each.
-    told: str = "mpu"
     saved: bool = False  # and loaded half-way, by another engine
-
-    @property
-    def pairs(self) -> int:
-        """Sequences of their own, of four ranks."""
-        return 1 if self.told == "tensor" else 2
 
 
 def _cases() -> dict[str, Case]:
     rules = [(rule, stage) for rule in ("lomo", "adalomo", "came") for stage in (1, 2, 3)]
     made = [Case(*c) for c in (*rules, ("lomo", 0), ("adamw", 2), ("sinkgd", 3))]
-    for told in ("mesh", "tensor"):
-        some = [("lomo", 1), ("came", 0), ("adalomo", 2), ("galoreadamw", 3), ("lomo", 3)]
-        made += [Case(*c, told) for c in some]
-        made += [Case("adalomo", stage, told, saved=True) for stage in (1, 3)]
-    made += [Case("came", 1, "config"), Case("lomo", 3, "config")]
+    made += [Case("came", 0), Case("galoreadamw", 3)]
+    made += [Case("adalomo", stage, saved=True) for stage in (1, 3)]
     made += [Case("muon", stage) for stage in range(4)] + [Case("muon", 1, saved=True)]
     made += [Case("apollo", 2), Case("apollo", 3), Case("apollomini", 3)]
-    made += [Case("muon", stage, "tensor") for stage in range(4)]
-    made += [Case("apollo", 3, "tensor")]
-    made += [Case("apollomini", stage, "tensor") for stage in (2, 3)]
-    return {"-".join([*map(str, astuple(c)[:3])] + ["saved"] * c.saved): c for c in made}
+    return {"-".join([*map(str, astuple(c)[:2])] + ["saved"] * c.saved): c for c in made}
 
 
 CASES = _cases()
-SIZES: dict[str, dict[str, Any]] = {
-    "mpu": {},
-    "mesh": {"sequence_parallel_size": 2, "data_parallel_size": 2},
-    "config": {"sequence_parallel_size": 2},
-    "tensor": {"sequence_parallel_size": 2},
-}
-LAYERS = [
-    {"patterns": [r"qkv\.weight$"], "partition_type": "column", "shape": [3, -1]},
-    {"patterns": [r"up\.weight$"], "partition_type": "column"},
-    {"patterns": [r"(out|down)\.weight$"], "partition_type": "row"},
-]
-SIZES["tensor"]["tensor_parallel"] = {
-    "autotp_size": 2,
-    "partition_config": {"use_default_specs": False, "layer_specs": LAYERS},
-}
 
 
 class Attention(nn.Module):
@@ -156,18 +126,21 @@ def start(case: Case) -> deepspeed.DeepSpeedEngine:
         "zero_optimization": {"stage": case.stage, "reduce_bucket_size": 1500},
         "optimizer": {"type": f"ds_ext.{case.rule}", "params": params},
     }
-    if case.told == "mpu" and sequences._SEQUENCE_PARALLEL_GROUP is None:
+    return initialized(config)
+
+
+def initialized(config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
+    """An engine of two ranks for each sequence."""
+    if sequences._SEQUENCE_PARALLEL_GROUP is None:
         sequences.initialize_sequence_parallel(2)
-    mpu = sequences if case.told == "mpu" else None
-    engine, *_ = deepspeed.initialize(model=make(True), config=config | SIZES[case.told], mpu=mpu)
+    engine, *_ = deepspeed.initialize(model=make(True), config=config, mpu=sequences)
     engine.module.attend.spg = groups._get_sequence_parallel_group()
     return engine
 
 
-def loss_here(engine: deepspeed.DeepSpeedEngine, case: Case, step: int) -> torch.Tensor:
+def loss_here(engine: deepspeed.DeepSpeedEngine, step: int) -> torch.Tensor:
     """What this rank's half of its sequences adds to their loss."""
-    number = dist.get_rank() // 2 if case.told == "tensor" else dist.get_rank()
-    pair, place = divmod(number, 2)
+    pair, place = divmod(dist.get_rank(), 2)
     half = slice(place * LENGTH // 2, (place + 1) * LENGTH // 2)
     return loss_of(engine, step, pair, half)
 
@@ -183,7 +156,7 @@ def train(case: Case) -> dict[str, Any]:
                 engine.destroy()
                 engine = start(case)
                 engine.load_checkpoint(folder)
-        engine.backward(loss_here(engine, case, step))
+        engine.backward(loss_here(engine, step))
         engine.step()
         norms.append(engine.get_global_grad_norm())
     assert groups._get_sequence_parallel_world_size() == 2
@@ -193,14 +166,14 @@ def train(case: Case) -> dict[str, Any]:
     return {"after": after, "alike": alike, "norms": norms, "told": told}
 
 
-def not_finite(told: str) -> dict[str, Any]:
+def not_finite() -> dict[str, Any]:
     """A step in which the last rank alone has a gradient that is not finite."""
-    engine = start(case := Case("lomo", 1, told))
+    engine = start(Case("lomo", 1))
     own = dict(engine.module.named_parameters())
     before = {n: p.detach().clone() for n, p in own.items()}
     if dist.get_rank() == dist.get_world_size() - 1:
         own["up.weight"].register_hook(lambda g: g / 0)
-    engine.backward(loss_here(engine, case, 0))
+    engine.backward(loss_here(engine, 0))
     engine.step()
     return {
         "same": {n for n, p in own.items() if torch.equal(p, before[n])},
@@ -208,28 +181,19 @@ def not_finite(told: str) -> dict[str, Any]:
     }
 
 
-def one_sequence_on_all_ranks() -> int:
-    """The size of the group of ranks that divide a sequence."""
-    config = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "AdaLomo"}}
-    config["sequence_parallel_size"] = dist.get_world_size()
-    deepspeed.initialize(model=make(True), config=config)
-    return dist.get_world_size(groups._get_sequence_parallel_group())
-
-
 def refusals() -> dict[str, str]:
     """What is said of sizes and groups that do not fit."""
+    sequences.initialize_sequence_parallel(2)
+    mesh = {"sequence_parallel_size": 2, "data_parallel_size": 2}
+    tensor = {"tensor_parallel": {"autotp_size": 2}}
     told = {}
-    mesh, tensor = SIZES["mesh"], SIZES["tensor"]
     for name, sizes, mpu in (
-        ("too many", {"sequence_parallel_size": 3}, None),
-        ("too many with tensors", tensor | {"sequence_parallel_size": 4}, None),
-        ("mesh with tensors", tensor | mesh, None),
-        ("mpu with tensors", tensor, sequences),
+        ("no mpu", {"sequence_parallel_size": 2}, None),
+        ("a mesh", mesh, None),
         ("another size", {"sequence_parallel_size": 4}, sequences),
+        ("tensors", tensor | {"sequence_parallel_size": 2}, sequences),
+        ("tensors and an mpu", tensor, sequences),
     ):
-        if mpu is not None and sequences._SEQUENCE_PARALLEL_GROUP is None:
-            groups.mesh_device = None
-            sequences.initialize_sequence_parallel(2)
         config = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "AdaLomo"}}
         made = {"model": make(True), "config": config | sizes, "mpu": mpu}
         told[name] = message(lambda made=made: deepspeed.initialize(**made), ValueError)

@@ -328,7 +328,6 @@ COUNTED = {
     ),
     "without ZeRO": (("", ""), {}, ("the same data", "PartialState(cpu=True)")),
     "one rank alone": ((None, ""), {}, ("accelerate process counts", "None and 1")),
-    "ranks that share the data": (("", ""), {"sequence_parallel_size": 2}, ()),
 }
 
 
