@@ -57,6 +57,7 @@ TABLE: dict[str, dict[str, str]] = {
     "deepspeed.runtime.config": {
         "DEEPSPEED_OPTIMIZERS": "names that a config's type may have",
         "DeepSpeedConfig@_param_dict": "the config as given",
+        "DeepSpeedConfig._configure_train_batch_size": "checks batch sizes for any number of ranks",
     },
     "deepspeed.runtime.base_optimizer": {
         "ZeROOptimizer.enter_backward": "begins a backward pass",

@@ -94,16 +94,16 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
     report.unchecked += _unchecked(known, model, ranks)
     has_deepspeed = importlib.util.find_spec("deepspeed") is not None
     if has_deepspeed:
-        from ds_ext.engine import deepspeed_config
+        from ds_ext.engine import deepspeed_config, deepspeed_versions
 
-        found = [*deepspeed_config.problems(known, named), *deepspeed_config.unknown(config)]
+        found = config_checks.all_problems(known, named, deepspeed_versions.INSTALLED)
+        found += deepspeed_config.unknown(config)
     else:
         report.notes.append("DeepSpeed is not installed here: its own keys are not checked")
         found = config_checks.all_problems(known, named)
     found += config_checks.unread(known, named.other) if named.other else []
-    found = found or [*config_checks.batch_problems(config, ranks)]
     if has_deepspeed and not found:
-        found += deepspeed_config.raised(known)
+        found += deepspeed_config.raised(config, ranks)
     report.problems = found or [*config_checks.size_problems(known, ranks)]
     return report
 

@@ -20,7 +20,7 @@ from ds_ext.ops.state import leaves
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, param_groups
 from ds_ext.optimizer.param_groups import Grouped
 from ds_ext.rules import REGISTRY, RuleEntry
-from ds_ext.settings import SETTINGS, SIZES, Section
+from ds_ext.settings import SETTINGS, Section
 
 _HPZ = "zero_optimization.zero_hpz_partition_size"
 _STAGE = "zero_optimization.stage"
@@ -179,26 +179,6 @@ def group_keys(config: dict[str, Any]) -> list[str]:
     """Returns the keys of a config that set a group size. It must divide the number of ranks."""
     config = normalized(config)
     return [key for key in SETTINGS if SETTINGS[key].divides_ranks and is_on(config, key)]
-
-
-def batch_problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
-    """Yields a message if batch sizes are missing or contradict each other.
-
-    Args:
-        config: a DeepSpeed config, in which a size may be "auto".
-        ranks: the number of data-parallel ranks; None if unknown.
-    """
-    if all(config.get(key) is None for key in SIZES[:2]):
-        yield f"neither {SIZES[1]} nor {SIZES[0]} is set: set one of them."
-        return
-    whole, micro, steps = (normalized(config).get(key) for key in SIZES)
-    parts = (ranks or 1) * (micro or 1) * (steps or 1)
-    is_open = None in (ranks, micro, steps)  # DeepSpeed derives the missing size
-    if whole is not None and (whole % parts if is_open else whole != parts):
-        yield (
-            f"train_batch_size = {whole} is not train_micro_batch_size_per_gpu = {micro or 'any'} "
-            f"times gradient_accumulation_steps = {steps or 'any'} times {ranks or 'any'} ranks."
-        )
 
 
 # The optimizer.

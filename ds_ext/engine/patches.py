@@ -100,7 +100,7 @@ def report_config_errors(
         return
     loaded = parsing.load(given)
     make = functools.partial(original, config, loaded, *args, **kwargs)
-    deepspeed_config.read(make, config, loaded)
+    deepspeed_config.read(make, loaded)
 
 
 # DeepSpeed cannot be given a class of engines.

@@ -9,15 +9,7 @@ import torch.distributed as dist
 from tests.common.ranks import message, shared_folder, whole
 from tests.distributed.safe_access_jobs import Pair, loss_of
 
-ABSENT = {  # of the optimizer: a word of what is advised
-    "fp32_partitioned_groups_flat": "safe_get_full_fp32_param",
-    "averaged_gradients": "safe_get_full_grad",
-    "unscale_and_clip_grads": "gradient_clipping",
-    "override_loss_scale": "loss_scale",
-    "initialize_optimizer_states": "remove the call",
-    "has_overflow": "optimizer.overflow",
-    "zenflow_state": "docs/engine-api.md",
-}
+ABSENT = ("fp32_partitioned_groups_flat", "averaged_gradients", "unscale_and_clip_grads")
 
 
 def start(stage: int) -> deepspeed.DeepSpeedEngine:

@@ -44,5 +44,5 @@ def test_what_cannot_work_says_what_to_use(stage):
         assert "engine.backward(loss)" in told["backward"]
         assert "engine.load_checkpoint" in told["load"] and "no closure" in told["step"]
         assert "NVMe" in told["nvme"] or "OffloadDeviceEnum.cpu" in told["nvme"]
-        for name, advice in engine_api_jobs.ABSENT.items():
-            assert f"has no {name}: " in told[name] and advice in told[name]
+        for name in engine_api_jobs.ABSENT:
+            assert f"has no {name}: docs/engine-api.md" in told[name]

@@ -275,7 +275,7 @@ WRONG = {
     "auto that HF fills in for Adam": (optimizer(lr="auto", eps="auto"), ['If "auto" filled']),
     "sections": (
         {"zero_optimization": {"stge": 3}, "bf16": {"enable": True}},
-        ['zero_optimization.stge. Did you mean "stage"?', 'bf16.enable. Did you mean "enabled"?'],
+        ["DeepSpeed refuses the config: DeepSpeedZeroConfig: stge: Extra inputs are not permitted"],
     ),
     "a key": ({"gradient_cliping": 1.0}, ['Did you mean "gradient_clipping"?']),
     "what is refused": (
@@ -313,7 +313,7 @@ def test_batch_sizes_have_to_fit_the_ranks(tmp_path, capsys):
     assert checked(sizes, tmp_path, capsys) == ([], [])
     assert checked(sizes, tmp_path, capsys, "--ranks", 4)[0] == []
     (error,) = checked(sizes, tmp_path, capsys, "--ranks", 3)[0]
-    assert "train_batch_size = 8 is not" in error and "times 3 ranks" in error
+    assert "train_batch_size is not equal to" in error and "8 != 2 * 1 * 3" in error
     config = sizes | {"train_batch_size": "8"}
     assert "train_batch_size is '8'" in checked(config, tmp_path, capsys)[0][0]
 
@@ -375,7 +375,6 @@ def test_optimizers_of_others_are_noted(tmp_path, capsys):
     assert any("AdamW is DeepSpeed's or torch's own" in note for note in notes)
 
 
-ONE_CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}
 OFFLOADED = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
 GROUP = {"match": "head", "type": "AdamW", "lr": 1e-4}
 PROJECTED = {"ds_ext": {"gradient_policy": "projected"}}
@@ -425,33 +424,7 @@ WITHOUT_MODEL = {
         {"optimizer": {"type": "APOLLO", "params": {"target_modules": []}}},
         ["target_modules is []"],
     ),
-    "a scheduler's type": (
-        {"scheduler": {"type": "WarmupLRR", "params": {}}},
-        ["scheduler.type is 'WarmupLRR'", 'Did you mean "WarmupLR"?'],
-    ),
     "no scheduler's type": ({"scheduler": {"params": {}}}, ["scheduler is"]),
-    "a scheduler's params": (
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}},
-        ["scheduler.params: WarmupLR refuses them", "warmup_steps"],
-    ),
-    "a scheduler of torch": (
-        {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 3}}},
-        [],
-    ),
-    "betas of a scheduler": (
-        {
-            "optimizer": {"type": "CAME", "params": {"lr": 1e-3}},
-            "scheduler": {"type": "OneCycle", "params": ONE_CYCLE},
-        },
-        ["CAME has 3 betas; OneCycle sets"],
-    ),
-    "no rate to schedule": (
-        {
-            "optimizer": {"type": "Adafactor", "params": {"relative_step": True}},
-            "scheduler": {"type": "WarmupLR", "params": {}},
-        },
-        ["there is no lr for a scheduler to set"],
-    ),
     "experts and sequences": (
         {"expert_parallel": {"enabled": True}, "sequence_parallel_size": 2},
         ["not supported together with expert_parallel.enabled"],
