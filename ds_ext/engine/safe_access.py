@@ -1,9 +1,9 @@
-"""Implements ``deepspeed.utils.safe_get_*`` and ``safe_set_*`` for ds_ext optimizers.
+"""Implements ``deepspeed.utils.safe_get_full_*`` and ``safe_set_full_*`` for ds_ext optimizers.
 
 DeepSpeed's functions use attributes that its ZeRO optimizers set on parameters. ``attach`` sets
-attributes that access a parameter's weight, kept gradient and state instead. The ``full`` functions
-are collectives: all ranks must call them for the same parameters in the same order. Under tensor
-parallelism the full tensor is one rank's part of the matrix, as in DeepSpeed.
+attributes that access a parameter's weight, kept gradient and state instead. All ranks must call
+the functions for the same parameters in the same order. Under tensor parallelism the full tensor is
+one rank's part of the matrix, as in DeepSpeed. The ``local`` functions are refused.
 
 The attributes hold the engine and the parameter by weak references. Autograd holds parameters too,
 for example if a module keeps its loss (``l_aux`` of ``deepspeed.moe``), and Python's garbage
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_ext.backward import int8_weights
 from ds_ext.backward.fused_backward import FusedBackward
@@ -47,7 +47,6 @@ class LocalPart(NamedTuple):
     name: str
     start: int  # index of its first element in the full tensor
     length: int  # elements
-    padded_length: int  # elements of DeepSpeed's partition
     shape: tuple[int, ...]  # of the full tensor
     group: Group  # ranks that hold the other parts; None: this part is the full tensor
     read: Callable[[], Tensor]  # returns a copy, [length] if it is only a part
@@ -63,11 +62,6 @@ class LocalPart(NamedTuple):
                 dist.all_reduce(as_bytes(whole), op=dist.ReduceOp.MAX, group=self.group)
         return whole.view(self.shape)
 
-    def local(self) -> Tensor:
-        """Returns this part, padded with zeros as DeepSpeed's partition is."""
-        values, missing = self.read(), self.padded_length - self.length
-        return nn.functional.pad(values, (0, missing)) if missing else values
-
     def set_full(self, value: Tensor) -> None:
         """Writes this rank's part of the full tensor ``value``."""
         total = math.prod(self.shape)
@@ -78,18 +72,9 @@ class LocalPart(NamedTuple):
             )
         self.write(value.detach().reshape(-1)[self.start : self.start + self.length])
 
-    def set_local(self, value: Tensor) -> None:
-        """Writes ``value``, which may be padded."""
-        if value.numel() not in (self.length, self.padded_length):
-            raise ValueError(
-                f"this rank has {self.length} elements of {self.name} ({self.padded_length} with "
-                f"padding), but the new value has {value.numel()}."
-            )
-        self.write(value.detach().reshape(-1)[: self.length])
-
 
 class Access:
-    """Reads and writes weights, gradients and states, as full tensors or this rank's partition.
+    """Reads and writes weights, gradients and states, as full tensors.
 
     DeepSpeed defines the method names, and the argument order. Values are fp32, or fp64 for fp64
     parameters. ``optim_state_key`` selects a state: a path in the rule's state ("v.row"), or a name
@@ -117,6 +102,13 @@ class Access:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # pickles of parameters contain None instead
 
+    def __getattr__(self, name: str) -> Any:
+        """Raises AttributeError: the functions for a rank's own partition are not supported."""
+        raise AttributeError(
+            f"ds_ext does not support {name}: use DeepSpeed's safe_get_full_* and safe_set_full_* "
+            "functions, on all ranks."
+        )
+
     def get_full_hp_param(self, param: Tensor, optim_state_key: str | None = None) -> Tensor | None:
         """Returns the full weight or state."""
         part = self._part(param, optim_state_key) if param.requires_grad else None
@@ -128,19 +120,6 @@ class Access:
         """Sets the weight or state. The next forward pass uses the new weight."""
         self._writable(param, optim_state_key).set_full(value)
 
-    def get_local_fp32_param(
-        self, param: Tensor, optim_state_key: str | None = None
-    ) -> Tensor | None:
-        """Returns this rank's partition of the weight or state."""
-        part = self._part(param, optim_state_key) if param.requires_grad else None
-        return None if part is None else part.local()
-
-    def set_local_hp_param(
-        self, value: Tensor, param: Tensor, optim_state_key: str | None = None
-    ) -> None:
-        """Sets this rank's partition of the weight or state. All ranks must call it."""
-        self._writable(param, optim_state_key).set_local(value)
-
     def get_fp32_grad_for_param(self, param: Tensor) -> Tensor | None:
         """Returns the full gradient; None if the parameter has none in this step."""
         part = self._gradient(param)
@@ -149,15 +128,6 @@ class Access:
     def set_fp32_grad_for_param(self, value: Tensor, param: Tensor) -> None:
         """Sets the gradient that ``engine.step()`` will use."""
         self._writable_gradient(param).set_full(value)
-
-    def get_local_fp32_grad_for_param(self, param: Tensor) -> Tensor | None:
-        """Returns this rank's partition of the gradient; None if there is none in this step."""
-        part = self._gradient(param)
-        return None if part is None else part.local()
-
-    def set_local_grad_for_param(self, value: Tensor, param: Tensor) -> None:
-        """Sets this rank's partition of the gradient that ``engine.step()`` will use."""
-        self._writable_gradient(param).set_local(value)
 
     def update_fp32_grad_for_param_vectorized(
         self, update: Callable[[Tensor, Tensor], Tensor], params: list[Tensor]
@@ -242,7 +212,6 @@ class Access:
             layout.name(param),
             shard.start - (held.start if held else 0),
             len(shard),
-            shard.size,
             unpartitioned_shape(param),
             placement.group if placement.num_shards > 1 else None,
             read,
@@ -279,7 +248,6 @@ class Access:
             f"{key} of {name}",
             part.start,
             values.numel(),
-            shard.size if is_alike else values.numel(),
             unpartitioned_shape(param) if is_alike else whole,
             placement.group if placement.num_shards > 1 and not part.is_shared else None,
             values.clone,

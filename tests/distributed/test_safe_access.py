@@ -17,7 +17,8 @@ def test_weights_are_read_and_set_whole(stage, mode):
     dtype = torch.float32 if mode == "fp32" else torch.bfloat16
     for got in worlds.run(2, jobs.weights, stage, mode, dtype):
         assert got["got"].pop("frozen") is None and got["after"].pop("frozen") is None
-        assert got["frozen"] == [None] * (6 if stage == 3 else 3)
+        assert got["frozen"] == [None] * 3
+        assert stage != 3 or "does not support get_local_fp32_param" in got["local"]
         for name, value in got["got"].items():
             assert value.dtype == torch.float32 and value.shape == got["held"][name].shape
             assert torch.equal(value.to(dtype), got["held"][name]), name
