@@ -112,9 +112,6 @@ TABLE: dict[str, dict[str, str]] = {
         "_create_zero_param_parallel_group": "ranks that share hpZ's copies",
         "_get_zero_param_intra_parallel_group": "ranks that share hpZ's copies",
     },
-    "deepspeed.checkpoint.constants": {
-        "UNIVERSAL_CHECKPOINT_INFO": "makes ds_to_universal end with a reason",
-    },
     "torch": {
         "_C._current_graph_task_id": "which backward pass runs",
         "_C._will_engine_execute_node": "which parameters a backward pass reaches",

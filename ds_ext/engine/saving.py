@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from deepspeed.checkpoint import constants
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_ext.backward.fused_backward import FusedBackward
@@ -209,8 +208,6 @@ class Writer:
         """Writes a file. DeepSpeed calls it."""
         file = Path(path)
         self.names = names_in(state_dict) or self.names
-        if is_model_file(file.name):
-            state_dict = _block_conversion(state_dict, file.name.startswith("zero_pp_rank_"))
         try:
             self.inner.save(state_dict, path)
         except Exception as error:
@@ -220,33 +217,6 @@ class Writer:
                 f"{type(error).__name__}: {error}"
             ) from error
         self.files[file.name] = manifests.size_and_checksum(file)
-
-
-def _block_conversion(model: dict[str, Any], is_partitioned: bool) -> dict[str, Any]:
-    """Adds entries to a model's file that make DeepSpeed's ds_to_universal fail with a reason.
-
-    At stages 1 and 2 the script prints the entry for unsupported tensor-parallel patterns. At stage
-    3 the script only prints duplicate expert-layer ids, so the message is stored as one. A stage-3
-    model with DeepSpeed's experts gets only the first entry.
-    """
-    unsupported = getattr(constants, "AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS", None)
-    if unsupported is None:  # an older DeepSpeed
-        return model
-    info = {**(model.get(constants.UNIVERSAL_CHECKPOINT_INFO) or {}), unsupported: _WHY_NOT}
-    model = {**model, constants.UNIVERSAL_CHECKPOINT_INFO: info}
-    if is_partitioned and "num_experts" not in model:
-        why = "; ".join(": ".join(reason) for reason in _WHY_NOT.items())
-        sizes = dict.fromkeys(("num_experts", "num_local_experts", "ep_size"), 1)
-        layer = {"moe_layer_id": why, "module_path": "", **sizes}
-        twice = [{**layer, "expert_key_prefix": prefix} for prefix in "ab"]
-        model[constants.AUTOEP_LAYERS_KEY] = twice
-    return model
-
-
-_WHY_NOT = {
-    "checkpoints of ds_ext": "they need no conversion, engine.load_checkpoint loads them as they "
-    "are, on any number of ranks and at any ZeRO stage"
-}
 
 
 def _entries(writer: Writer, rank: int) -> dict[str, Any]:

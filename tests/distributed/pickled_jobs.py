@@ -12,7 +12,6 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
-from deepspeed.checkpoint import ds_to_universal
 
 import ds_ext
 from tests.common.ranks import message
@@ -118,19 +117,3 @@ def classes(folder: str) -> list[str]:
     torch.serialization.add_safe_globals([Mine])
     told.append(str(engine.load_checkpoint(folder, tag="t")[1]["mine"].value))
     return told
-
-
-def universal(folder: str, stage: int) -> tuple[str, dict[str, Any] | None]:
-    """What ds_to_universal says of a checkpoint, and the ``client_state`` that it has."""
-    engine = engine_of("AdaLomo", stage, "fp32")
-    engine.save_checkpoint(folder, tag="t", client_state={"mine": 1})
-    args = argparse.Namespace(
-        input_folder=f"{folder}/t",
-        output_folder=f"{folder}/out",
-        num_extract_workers=1,
-        num_merge_workers=1,
-        keep_temp_folder=False,
-        strict=True,
-        inject_missing_state=True,
-    )
-    return message(lambda: ds_to_universal.main(args)), engine.load_checkpoint(folder, tag="t")[1]

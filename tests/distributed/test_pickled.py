@@ -50,10 +50,3 @@ def test_deepspeeds_loss_scalers_are_loaded(tmp_path, scaler):
     torch.save({"loss_scaler": scaler}, tmp_path / "x.pt")
     found = safe_unpickling.load(tmp_path / "x.pt")["loss_scaler"]
     assert type(found) is type(scaler) and vars(found) == vars(scaler)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_ds_to_universal_is_told_at_once_that_it_is_not_needed(tmp_path, stage):
-    ((told, client_state),) = worlds.run(1, jobs.universal, str(tmp_path), stage)
-    assert "checkpoints of ds_ext: they need no conversion, engine.load_checkpoint loads" in told
-    assert client_state == {"mine": 1} and not (tmp_path / "out").exists()
