@@ -16,8 +16,6 @@ from ds_ext.ops.expressions import Writable as Writable
 from ds_ext.ops.expressions import WritableRun as WritableRun
 from ds_ext.ops.expressions import accumulator as accumulator
 from ds_ext.ops.expressions import flat as flat
-from ds_ext.ops.expressions import is_part as is_part
-from ds_ext.ops.expressions import output_buffer as output_buffer
 from ds_ext.ops.expressions import part as part
 from ds_ext.ops.expressions import plus as plus
 from ds_ext.ops.expressions import read as read

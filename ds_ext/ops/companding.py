@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ds_ext.ops import expressions, scratch
+from ds_ext.ops import expressions
 from ds_ext.ops.expressions import root
 from ds_ext.ops.schema import (
     MAX_SCALE,
@@ -123,7 +123,7 @@ class SquareGroups(_Groups):
     def write_(self, b: Block, new: Tensor) -> None:
         """Writes a block, [mats, rows, cols], and raises its numbers to ``MIN_SQUARE``."""
         new.clamp_(min=MIN_SQUARE)
-        x, scale = _grouped(root(new, scratch.like(new)), MIN_ROOT_SCALE)
+        x, scale = _grouped(root(new), MIN_ROOT_SCALE)
         steps = scale.reciprocal().mul_(255)
         self._write(b, x.mul_(steps).add_(0.5).floor_().clamp_(max=255), scale)
 

@@ -14,12 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds_ext.ops import scratch
+from ds_ext.ops import block_sizes
 from ds_ext.ops.read_by_passes import ReadByPasses
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.schema import FORMS
-from ds_ext.ops.shard import Block
+from ds_ext.ops.shard import BLOCK, Block
 
+SMALL_BLOCK = BLOCK // 4  # of a run on a CPU that is extended to whole groups: more temporaries
 Number: TypeAlias = Tensor | float  # a tensor [] is read on the device when the kernel runs
 
 
@@ -138,20 +139,12 @@ def read(x: Readable, b: Block) -> Tensor:
     """
     if not isinstance(x, Tensor):
         return x.block(b)
-    values, dtype = part(x, b), accumulator(x.dtype)
-    if values.dtype == dtype:
-        return values
-    return scratch.empty(b.shape, dtype, x.device).copy_(values)
+    return part(x, b).to(accumulator(x.dtype))
 
 
 def is_part(values: Tensor, x: object) -> bool:
     """Whether ``values``, read from ``x``, are a view of x."""
     return isinstance(x, Tensor) and x.dtype == values.dtype
-
-
-def output_buffer(values: Tensor, x: Readable) -> Tensor:
-    """Memory for a result computed from ``values``: ``values``, or scratch if they are in ``x``."""
-    return scratch.like(values) if is_part(values, x) else values
 
 
 def write_(x: Writable, b: Block, new: Tensor) -> None:
@@ -177,8 +170,7 @@ class Scaled(ReadByPasses):
 
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
-        x = read(self.x, b)
-        x = torch.mul(x, self.factor, out=output_buffer(x, self.x))
+        x = read(self.x, b) * self.factor
         return x if self.bound is None else x.clamp_(-self.bound, self.bound)
 
     def source(self) -> Source | None:
@@ -243,7 +235,7 @@ class PaddedToGroups:
     def limit(self) -> int:
         """The most elements of a block."""
         device = self.before.device
-        return scratch.SMALL_BLOCK if device.type == "cpu" else scratch.product_limit(device)
+        return SMALL_BLOCK if device.type == "cpu" else block_sizes.product_limit(device)
 
     def _cut(self, b: Block) -> tuple[slice, Block, slice]:
         """The elements of a block before the run, in it and after it."""
@@ -269,10 +261,10 @@ class Quotient:
 
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
-        x, row = read(self.x, b), self.row[b.mats, b.rows]
+        row = self.row[b.mats, b.rows]
         if not (isinstance(self.scale, float) and self.scale == 1):
             row = row * self.scale
-        return torch.mul(x, self.col[b.mats, :, b.cols], out=output_buffer(x, self.x)).mul_(row)
+        return (read(self.x, b) * self.col[b.mats, :, b.cols]).mul_(row)
 
     def times(self, factor: Tensor | float) -> "Quotient":
         """Returns this · factor."""
@@ -301,7 +293,7 @@ class RunQuotient:
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         v = part(self.v, b)
-        inverse = torch.rsqrt(v, out=scratch.like(v)).masked_fill_(v == 0, 0)
+        inverse = v.rsqrt().masked_fill_(v == 0, 0)
         return inverse.mul_(read(self.x, b)).mul_(self.scale)
 
     def times(self, factor: Tensor | float) -> "RunQuotient":
@@ -324,8 +316,7 @@ class Sum:
 
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
-        x, y = read(self.x, b), read(self.y, b)
-        return torch.mul(y, self.weight, out=output_buffer(y, self.y)).add_(x)
+        return (read(self.y, b) * self.weight).add_(read(self.x, b))
 
     def source(self) -> Source | None:
         """Returns the description for native code and kernels, or None if they cannot read it."""
@@ -353,9 +344,10 @@ def times(x: Readable, factor: Tensor | float) -> Readable:
     return x.times(factor) if isinstance(x, Quotient | RunQuotient) else Scaled(x, factor)
 
 
-def root(x: Tensor, out: Tensor) -> Tensor:
-    """The correctly rounded square root of ``x``, in ``out``; torch's is inexact on some CPUs."""
+def root(x: Tensor) -> Tensor:
+    """The correctly rounded square root of ``x``; torch's is inexact on some CPUs."""
     if x.device.type != "cpu":
-        return torch.sqrt(x, out=out)
+        return x.sqrt()
+    out = torch.empty_like(x)
     np.sqrt(x.numpy(), out=out.numpy())
     return out

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ds_ext.ops import scratch
+from ds_ext.ops import block_sizes
 from ds_ext.ops.batch import Batch
 from ds_ext.ops.executors.reference import Reference
 from ds_ext.ops.expressions import (
@@ -83,7 +83,7 @@ def count_beyond(x: Readable, bound: float, shard: Shard, like: Gradient) -> Ten
     Example: ``(count,) = yield (ops.count_beyond(g, 1.0, shard, g).float(),)``
     """
     total = torch.zeros((), dtype=torch.float64, device=like.device)
-    for b in scratch.blocks(shard):
+    for b in shard.blocks():
         total += (read(x, b).abs() > bound).sum()
     return total
 
@@ -215,11 +215,11 @@ def normalize_whole_rows(
 def blocks(shard: Shard, like: Gradient) -> Iterator[Block]:
     """Yields the blocks of a run, for rules that read them directly, as for matrix products.
 
-    On a GPU blocks are larger: see ``scratch.SLICE``.
+    On a GPU blocks are larger: see ``block_sizes.SLICE``.
 
     Example: ``largest = [ops.read(g, b).abs().max() for b in ops.blocks(shard, g)]``
     """
-    yield from scratch.blocks(shard, scratch.product_limit(like.device))
+    yield from shard.blocks(block_sizes.product_limit(like.device))
 
 
 def evaluate(x: Readable, shard: Shard, like: Gradient) -> Tensor:
@@ -230,7 +230,7 @@ def evaluate(x: Readable, shard: Shard, like: Gradient) -> Tensor:
     dtype = accumulator(like.dtype)
     if source_of(x) is None:  # only torch can read it
         values = torch.empty(len(shard), dtype=dtype, device=like.device)
-        for b in scratch.blocks(shard):
+        for b in shard.blocks():
             part(values, b).copy_(read(x, b))
         return values
     values = torch.zeros(len(shard), dtype=dtype, device=like.device)

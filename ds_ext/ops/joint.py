@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
-from ds_ext.ops import scratch
+from ds_ext.ops import block_sizes
 
 Operation = Callable[..., tuple[Tensor, ...]]
 
@@ -41,7 +41,8 @@ class Joint(tuple[Tensor, ...]):
     @property
     def most(self) -> int:
         """How many are answered together at most, so that their stacks are as large as a block."""
-        return max(1, scratch.product_limit(self[0].device) // max(1, sum(x.numel() for x in self)))
+        limit = block_sizes.product_limit(self[0].device)
+        return max(1, limit // max(1, sum(x.numel() for x in self)))
 
 
 def answers(joints: Sequence[Joint]) -> list[tuple[Tensor, ...]]:

@@ -10,14 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ext.ops import scratch
 from ds_ext.ops.expressions import (
     Readable,
     Source,
     Writable,
     inner_source_of,
     is_part,
-    output_buffer,
     read,
     root,
     write_,
@@ -57,7 +55,7 @@ class Residual:
         self._progress.advance(b)
         u = read(self.u, b)
         m = advance_(self.m, b, u, self.weight)
-        return torch.sub(u, m, out=output_buffer(u, self.u))
+        return u - m
 
     def source(self) -> Source | None:
         """Returns the description for native code and kernels, or None if they cannot read it."""
@@ -87,8 +85,8 @@ class RootQuotient:
 
     def of(self, m: Tensor, v: Tensor) -> Tensor:
         """The update from the given values of the moments, which it does not change."""
-        divisor, (a, b) = root(v, scratch.like(v)), self.numbers
-        divisor.mul_(a).add_(b)
+        a, b = self.numbers
+        divisor = root(v).mul_(a).add_(b)
         is_zero = divisor == 0 if b < TINY else None
         u = torch.div(m, divisor, out=divisor)
         return u if is_zero is None else u.masked_fill_(is_zero, 0)
@@ -126,7 +124,7 @@ class AdamStep:
         self._progress.advance(b)
         g = read(self.g, b)
         m = advance_(self.u.m, b, g, 1 - self.beta1)
-        v = advance_(self.u.v, b, torch.mul(g, g, out=output_buffer(g, self.g)), 1 - self.beta2)
+        v = advance_(self.u.v, b, g * g, 1 - self.beta2)
         return self.u.of(m, v)
 
     def source(self) -> Source | None:
@@ -160,7 +158,7 @@ class SignStep:
         self._progress.advance(b)
         g = read(self.g, b)
         m = read(self.m, b).to(g.dtype)
-        u = moved(m, g, 1 - self.beta1, scratch.like(g)).sign_()
+        u = moved(m, g, 1 - self.beta1, torch.empty_like(g)).sign_()
         advance_(self.m, b, g, 1 - self.beta2)
         return u
 
@@ -203,7 +201,7 @@ def moved(m: Tensor, x: Tensor, weight: float, out: Tensor) -> Tensor:
     Each operation is rounded, as in native code and kernels. torch.lerp uses fused multiply-add if
     the processor has it.
     """
-    change = torch.sub(x, m, out=scratch.like(m))
+    change = x - m
     if weight < 0.5:
         return torch.add(m, change.mul_(weight), out=out)
     rest = 1 - weight if m.dtype == torch.float64 else float(1 - np.float32(weight))

@@ -14,7 +14,7 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor
 
-from ds_ext.ops import scratch
+from ds_ext.ops import block_sizes
 from ds_ext.ops.executors.native import bf16_products as native
 from ds_ext.ops.expressions import Gradient, Scaled, accumulator, part, read
 from ds_ext.ops.shard import Block, Shard
@@ -128,8 +128,8 @@ class Operand:
         is_one = is_read and len(shard) == shard.numel > 0
         made = torch.empty if is_one else torch.zeros
         total = made(shape, dtype=accumulator(self._g.dtype), device=self._g.device)
-        limit = scratch.product_limit(self._g.device)
-        for b in scratch.blocks(shard, max(limit, len(shard)) if is_read else limit):
+        limit = block_sizes.product_limit(self._g.device)
+        for b in shard.blocks(max(limit, len(shard)) if is_read else limit):
             is_bf16 = self.dtype == BF16
             x = part(cast(Tensor, self._g), b)[0] if is_bf16 else read(self._g, b)[0]
             place, left, right = of(b, x)

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")  # a number, or a tensor of them
 
-# Elements of one scratch block: large enough to amortize a call, small enough for the cache.
+# Elements of a block of a run: large enough to amortize a call, small enough for the cache.
 BLOCK = 2**19
 
 

@@ -23,7 +23,6 @@ from torch import Tensor
 from typing_extensions import Self
 
 from ds_ext.hyperparams import Size
-from ds_ext.ops import scratch
 from ds_ext.ops.expressions import WeightStorage
 from ds_ext.ops.read_by_passes import ReadByPasses
 from ds_ext.ops.rounding import ROUND, key, keys
@@ -73,8 +72,7 @@ class StochasticWeight(ReadByPasses):
 
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
-        run = self.run[b.run].view(b.shape)
-        return scratch.empty(b.shape, torch.float32, run.device).copy_(run)
+        return self.run[b.run].view(b.shape).float()
 
     def write_(self, b: Block, new: Tensor) -> Tensor:
         """Writes a block, [mats, rows, cols]; returns the values that it then has."""
@@ -115,7 +113,7 @@ class SplitWeight(_Pair):
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         run = self.run[b.run].view(b.shape)
-        x = scratch.empty(b.shape, torch.float32, run.device).copy_(run)
+        x = run.float()
         x.view(torch.int32).add_(self.rest[b.run].view(b.shape))
         return torch.where(x.isnan(), run, x, out=x)
 
@@ -124,7 +122,7 @@ class SplitWeight(_Pair):
         new.nan_to_num_(torch.nan, torch.inf, -torch.inf)
         bits = new.view(torch.int32)
         self.rest[b.run].view(b.shape).copy_(bits)  # keeps the low 16 bits
-        upper = torch.add(bits, 0x8000, out=scratch.like(bits)).bitwise_right_shift_(16)
+        upper = (bits + 0x8000).bitwise_right_shift_(16)
         self.run[b.run].view(torch.int16).view(b.shape).copy_(upper)
         return new
 
@@ -169,7 +167,7 @@ class CorrectedWeight(_Pair):
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         near = self._near(b)
-        x = scratch.like(near).copy_(self.rest[b.run].view(b.shape))
+        x = self.rest[b.run].view(b.shape).float()
         x.clamp_(-MAX_ERROR_CODE, MAX_ERROR_CODE)
         narrow = (near.frexp().mantissa.abs() == 0.5) & (near.signbit() != x.signbit())
         narrow &= near.abs() > torch.finfo(self.run.dtype).smallest_normal
@@ -190,13 +188,11 @@ class CorrectedWeight(_Pair):
 
     def _near(self, b: Block) -> Tensor:
         """The 16-bit weights that the model uses, [mats, rows, cols] fp32."""
-        x = scratch.empty(b.shape, torch.float32, self.run.device)
-        return x.copy_(self.run[b.run].view(b.shape))
+        return self.run[b.run].view(b.shape).float()
 
     def _power(self, near: Tensor) -> Tensor:
         """The bits of the power of two below each weight, at least the smallest normal number."""
-        bits = near.view(torch.int32)
-        power = torch.bitwise_and(bits, INFINITE, out=scratch.like(bits))
+        power = near.view(torch.int32) & INFINITE
         least = torch.finfo(self.run.dtype).smallest_normal
         return power.clamp_(_bits(least), _bits(2.0**127))
 
@@ -306,7 +302,7 @@ def values(p: Tensor, s: State, shard: Shard) -> Tensor:
         return p
     held = _with_master(p, s)
     new = torch.empty(len(p), dtype=torch.float32, device="cpu")
-    for b in scratch.blocks(shard):
+    for b in shard.blocks():
         new[b.run].view(b.shape).copy_(held.block(b))
     return new
 
@@ -320,7 +316,7 @@ def set_(p: Tensor, s: State, rounding: RoundingConfig, shard: Shard, new: Tenso
         return
     s.update(made)
     held = _with_master(p, s)
-    for b in scratch.blocks(shard):
+    for b in shard.blocks():
         held.write_(b, new[b.run].to(p.device, torch.float32, copy=True).view(b.shape))
 
 

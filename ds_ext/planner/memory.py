@@ -3,7 +3,7 @@
 For ds_ext optimizers, the rules create their state and master weights on the device "meta", so the
 arithmetic always agrees with the code. For comparison, the module also computes the memory of AdamW
 in DeepSpeed. activations.py measures activations. Not counted: weights that ZeRO-3 gathers for
-computation, scratch blocks (at most 8 MiB on a CPU; 256 MiB where PyTorch's operations step the
+computation, blocks of PyTorch's operations (at most 8 MiB on a CPU; 256 MiB where they step the
 parameters of a GPU), and memory that the allocator wastes.
 Gradients in flight are those of a GPU, where one more bucket than on a CPU is on its way.
 """

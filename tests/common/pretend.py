@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_ext.ops import normal, quantize, rounding, scratch
+from ds_ext.ops import normal, quantize, rounding
 from tests.common.states import tensors
 
 HOST = torch.device("cpu")
@@ -165,7 +165,6 @@ def device() -> Iterator[Memory]:
 
 def _forget() -> None:
     """Drops what is kept for a device: the next one is another."""
-    scratch.clear()
     rounding._noise.cache_clear()
     rounding.shifted_noise.cache_clear()
     quantize._book.cache_clear()

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_ext.backward import streams
-from ds_ext.ops import scratch
 
 SMALL = 128
 
@@ -189,8 +188,6 @@ def simulated():
         mock.patch.object(torch.cuda, "Stream", gpu.stream),
         mock.patch.object(torch.cuda, "current_stream", lambda *_: gpu.current),
         mock.patch.object(torch.cuda, "stream", gpu.use),
-        mock.patch.object(scratch, "_pools", scratch._Pools()),  # of this GPU's streams only
-        mock.patch.object(scratch, "_stream", lambda device: gpu.current),
         mock.patch.object(dist.Work, "wait", gpu.waiting(dist.Work.wait)),
         mock.patch.object(FakeWork, "wait", gpu.waiting(FakeWork.wait)),
         gpu,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_ext.ops import normal, quantize, rounding, scratch
+from ds_ext.ops import normal, quantize, rounding
 from ds_ext.optimizer import OPTIMIZERS, host_offload
 from tests.common import by_role, pretend
 from tests.common.ranks import message, shared_folder, whole
@@ -149,7 +149,6 @@ def trained(
     optimizer: str, stage: int, offload: dict[str, Any], how: str, memory: pretend.Memory | None
 ) -> dict[str, Any]:
     """The weights after some steps; where they lay, and bytes that were on the device."""
-    scratch.clear()
     if memory is not None:
         memory.begin()
     engine = start(optimizer, stage, offload, HOW[how])
@@ -159,8 +158,7 @@ def trained(
     found = {"norms": norms, "where": where(engine)}
     if memory is not None:
         found |= {"copied": dict(memory.copied), "pinned": pinned, **on_host(engine)}
-        peak = memory.peak - scratch.nbytes(pretend.DEVICE)  # rules are tried on the host
-        scratch.clear()
+        peak = memory.peak  # rules are tried on the host
         gc.collect()
         kept = kept_on_device(engine)
         found |= {"kept": kept, "alive": settled(memory, kept), "peak": peak}

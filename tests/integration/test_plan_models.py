@@ -97,7 +97,6 @@ def test_the_total_is_that_of_a_real_step(name, how, folder, capsys):
 
         return measured.peak_of_second(step, [*model.parameters(), *model.buffers()])
 
-    measure()  # makes the scratch memory of this process, which is not counted
     real = measure()
     asked = ["--model", folder, "--dtype", "fp32", "--optimizer", name, "--stage", 0]
     asked += ["--seq", 96, "--batch", 4, *how.split()]

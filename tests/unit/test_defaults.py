@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ds_ext
-from ds_ext.ops import quantize, rounding, scratch
+from ds_ext.ops import quantize, rounding
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import needs, paths, plain, table
 from tests.common.choose import params
@@ -38,7 +38,6 @@ def defaults():
     def forget():
         for cached in (rounding._noise, rounding.shifted_noise, quantize._book):
             cached.cache_clear()
-        scratch.clear()
 
     def turn(on):
         torch.set_default_dtype(torch.bfloat16 if on else torch.float32)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ext.distributed import lockstep
-from ds_ext.ops import joint, scratch
+from ds_ext.ops import block_sizes, joint
 from ds_ext.ops.joint import Joint
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import table
@@ -120,7 +120,7 @@ def test_no_more_matrices_wait_than_fill_a_block(monkeypatch):
     sizes, waiting, most = [], [0], [0]
     original = joint.answers
     monkeypatch.setattr(joint, "answers", lambda x: sizes.append(len(x)) or original(x))
-    monkeypatch.setattr(scratch, "product_limit", lambda device: 100)
+    monkeypatch.setattr(block_sizes, "product_limit", lambda device: 100)
 
     def step():
         waiting[0] += 1
@@ -144,10 +144,10 @@ def test_many_joints_of_one_matrix_neither_nest_nor_keep_results():
 
     def rule():
         for _ in range(3000):  # above Python's limit of nested calls
-            (part,) = yield Joint(operation, torch.zeros(scratch.product_limit(CPU) + 1))
+            (part,) = yield Joint(operation, torch.zeros(block_sizes.product_limit(CPU) + 1))
             alive.add(part)
             held.append(len(alive))
 
-    with mock.patch.object(scratch, "product_limit", lambda device: 3):
+    with mock.patch.object(block_sizes, "product_limit", lambda device: 3):
         lockstep.run([rule()], None)
     assert len(held) == 3000 and max(held) <= 3

@@ -8,7 +8,7 @@ import torch
 
 from ds_ext import ops
 from ds_ext.distributed import lockstep
-from ds_ext.ops import rounding, scratch, sixteen_bit
+from ds_ext.ops import block_sizes, rounding, sixteen_bit
 from ds_ext.ops.executors import table_passes
 from ds_ext.ops.executors.table_passes import TableBatch
 from ds_ext.ops.executors.triton import launches, sizes
@@ -364,7 +364,7 @@ def test_what_no_kernel_reads_is_applied_by_one_in_slices(
         return made[-1]
 
     monkeypatch.setattr(table_passes, "read", read)
-    monkeypatch.setattr(scratch, "product_limit", lambda device: limit)
+    monkeypatch.setattr(block_sizes, "product_limit", lambda device: limit)
     shapes, hypers = ((70, 64), (37, 150)), SETTINGS[name] | hypers
     found, before = trained(name, dtype, "stochastic", world, hypers, shapes)
     elements = sum(math.prod(shape) for shape in shapes)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_ext.ops import scratch
+from ds_ext.ops import block_sizes
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner.live_memory import LiveMemory
 from ds_ext.rules import REGISTRY
@@ -84,7 +84,7 @@ def test_a_parameter_takes_about_the_documented_number_of_operations(name):
 @pytest.mark.parametrize("name", [*OPTIMIZERS])
 def test_a_step_reads_no_number_of_the_device_and_needs_little_memory(name, dtype):
     optimizer, kept = stepped(name, (4096, 6144), dtype)  # three blocks
-    assert kept[0].numel() == 3 * scratch.SLICE
+    assert kept[0].numel() == 3 * block_sizes.SLICE
     with LiveMemory(kept) as watch:
         before = watch.now
         optimizer.step()

@@ -82,7 +82,7 @@ def step_alone():
     ds_ext.AdaLomo([weight]).step()
 
 
-def test_streams_do_not_share_scratch_memory():
+def test_streams_do_not_share_memory_of_blocks():
     assert train("AdaLomo", before=step_alone).errors == []
 
 

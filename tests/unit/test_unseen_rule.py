@@ -422,7 +422,7 @@ class Centered:
     x: torch.Tensor
 
     def block(self, b):
-        doubled = ops.read(ops.Scaled(self.x, 2.0), b)  # in scratch
+        doubled = ops.read(ops.Scaled(self.x, 2.0), b)
         inner = Shard.whole((len(self.x),))
         total = ops.square_sum(ops.Scaled(ops.Scaled(self.x, 0.5), 2.0), inner, self.x)
         return doubled - 1e-3 * total
@@ -430,7 +430,7 @@ class Centered:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_an_expression_may_run_a_pass(path, monkeypatch):
-    """It has scratch memory of its own, and leaves that of the pass around it as it is."""
+    """It leaves the block that the pass around it has read as it is."""
     paths.use(monkeypatch, path)
     monkeypatch.setattr("ds_ext.ops.shard.BLOCK", 300)
     x, p = (w + 0.5 for w in table.weights([(1000,)] * 2, torch.float32))

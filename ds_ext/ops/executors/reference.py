@@ -1,8 +1,8 @@
 """The specification of each pass, in plain torch over the run of one parameter.
 
 Rules call the functions of the same names in ``ops.functions``, which describe the arguments. A
-pass reads the run in blocks of at most ``scratch.product_limit`` elements, so a lazy expression
-needs only a few blocks of scratch memory. On a GPU no pass makes the host wait.
+pass reads the run in blocks of at most ``block_sizes.product_limit`` elements, so a lazy expression
+needs only a few blocks of memory. On a GPU no pass makes the host wait.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ext.ops import scratch
 from ds_ext.ops.expressions import (
     Gradient,
     Number,
@@ -22,7 +21,6 @@ from ds_ext.ops.expressions import (
     Writable,
     accumulator,
     is_part,
-    output_buffer,
     read,
     times,
     write_,
@@ -50,7 +48,7 @@ class Reference:
         """Sums of squares of several runs, block by block."""
         dtype = accumulator(like.dtype)
         totals = [torch.zeros((), dtype=dtype, device=like.device) for _ in runs]
-        for b in scratch.blocks(self.shard, self.limit):
+        for b in self.shard.blocks(self.limit):
             for x, total in zip(runs, totals, strict=True):
                 v = read(x, b).reshape(-1)
                 total += torch.dot(v, v)
@@ -59,7 +57,7 @@ class Reference:
     def row_col_square_sums(self, x: Readable, like: Gradient) -> tuple[Tensor, Tensor]:
         """Sums over each row and column, 0 outside the run."""
         row, col = _zeros(self.shard, like)
-        for b in scratch.blocks(self.shard, self.limit):
+        for b in self.shard.blocks(self.limit):
             square = squared(x, b)
             row[b.mats, b.rows] += square.sum(2)
             col[b.mats, b.cols] += square.sum(1)
@@ -72,7 +70,7 @@ class Reference:
         assert self.shard.holds_rows
         row, col = _zeros(self.shard, like)
         weighted = torch.zeros_like(col)
-        for b in scratch.blocks(self.shard, self.limit):
+        for b in self.shard.blocks(self.limit):
             square = squared(x, b)
             sums = square.sum(2)
             row[b.mats, b.rows] = sums
@@ -92,31 +90,25 @@ class Reference:
         clip: float,
     ) -> tuple[Tensor, Tensor]:
         """Advances the statistics; v is estimated as row · col / mean(row)."""
-        by_col = torch.empty_like(col)
-        by_row = torch.ones_like(row[:1]) if self.shard.rows == 1 else torch.empty_like(row)
-        u_sq = row.new_zeros(())
-        for mats in scratch.parts(self.shard.mats, max(self.shard.rows, self.shard.cols)):
-            _advance_mean_(row[mats], sums[0][mats], self.shard.cols, eps, 1 - beta)
-            _advance_mean_(col[mats], sums[1][mats], self.shard.rows, eps, 1 - beta)
-            mean = row[mats].sum(1, keepdim=True) / max(self.shard.rows, 1)
-            by_col[mats] = _inverse_root(col[mats], col[mats])
-            if self.shard.rows > 1:
-                by_row[mats] = _inverse_root(row[mats] / mean, row[mats])
-            if len(sums) > 2:
-                divisor = col[mats].masked_fill(col[mats] == 0, 1)  # of a sum that is 0 too
-                u_sq += torch.sum(mean * (sums[2][mats] / divisor))
+        _advance_mean_(row, sums[0], self.shard.cols, eps, 1 - beta)
+        _advance_mean_(col, sums[1], self.shard.rows, eps, 1 - beta)
+        mean = row.sum(1, keepdim=True) / max(self.shard.rows, 1)
+        by_col = _inverse_root(col, col)
+        by_row = torch.ones_like(row) if self.shard.rows == 1 else _inverse_root(row / mean, row)
         if len(sums) > 2:
+            divisor = col.masked_fill(col == 0, 1)  # of a sum that is 0 too
+            u_sq = torch.sum(mean * (sums[2] / divisor))
             by_row *= (clip / self.shard.rms(u_sq)).clamp(max=1)
-        return by_row.expand_as(row).unsqueeze(-1), by_col.unsqueeze(-2)
+        return by_row.unsqueeze(-1), by_col.unsqueeze(-2)
 
     def lerp_(self, m: Writable, x: Readable, weight: float) -> None:
         """m ← m + weight · (x − m), for a run."""
-        for b in scratch.blocks(self.shard, self.limit):
+        for b in self.shard.blocks(self.limit):
             advance_(m, b, read(x, b), weight)
 
     def square_lerp_(self, v: Tensor, x: Readable, eps: float, weight: float) -> None:
         """v ← v + weight · (x² + eps − v), for a run."""
-        for b in scratch.blocks(self.shard, self.limit):
+        for b in self.shard.blocks(self.limit):
             advance_(v, b, squared(x, b).add_(eps), weight)
 
     def apply_(
@@ -130,11 +122,11 @@ class Reference:
         if isinstance(lr, Tensor):
             u, weight_decay, lr = times(u, lr), lr * weight_decay, 1.0
         limit = p.limit if isinstance(p, PaddedToGroups) else self.limit
-        for b in scratch.blocks(self.shard, limit):
+        for b in self.shard.blocks(limit):
             old = read(p, b)
             change = read(u, b)
             if decays:
-                change = torch.mul(old, weight_decay, out=scratch.like(old)).add_(change)
+                change = (old * weight_decay).add_(change)
             _subtract_(old, change, lr)
             if not is_part(old, p):
                 write_(p, b, old)
@@ -160,9 +152,9 @@ class Reference:
         assert self.shard.holds_rows
         row, root = torch.zeros_like(x.row), self.shard.cols**0.5
         sums = row.new_zeros(self.shard.mats, self.shard.cols)
-        for b in scratch.blocks(self.shard, self.limit):
+        for b in self.shard.blocks(self.limit):
             values = read(x.x, b)
-            square = torch.mul(values, x.col[b.mats], out=output_buffer(values, x.x)).square_()
+            square = (values * x.col[b.mats]).square_()
             before = x.row[b.mats, b.rows].squeeze(-1) * x.scale
             norms = before.abs() * square.sum(2).sqrt_()
             new = (before * (root / norms.clamp(min=least))).clamp_(max=LARGEST)
@@ -191,7 +183,7 @@ def _zeros(shard: Shard, like: Gradient) -> tuple[Tensor, Tensor]:
 def squared(x: Readable, b: Block) -> Tensor:
     """The squares of a block; the caller may overwrite them."""
     values = read(x, b)
-    return torch.mul(values, values, out=output_buffer(values, x))
+    return values * values
 
 
 def _subtract_(p: Any, u: Tensor, lr: float) -> None:

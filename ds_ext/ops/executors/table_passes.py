@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ds_ext.ops import schema, scratch
+from ds_ext.ops import block_sizes, schema
 from ds_ext.ops.batch import CPU, Batch
 from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.executors.reference import Reference
@@ -90,7 +90,7 @@ class TablePasses(BatchTables, Reference):
         BatchTables.__init__(self, batch)
         self.one = one
         if one is not None:
-            Reference.__init__(self, one, scratch.product_limit(batch.device))
+            Reference.__init__(self, one, block_sizes.product_limit(batch.device))
         self.takes_matrices = one is None or devices.supports_matrices(one)
 
     @_or_reference
@@ -232,7 +232,7 @@ class TablePasses(BatchTables, Reference):
             own = cast(NativeTable, self.own)
             own.run("apply", columns, "IS_RUN", None, storage, decays, product=product)
             return
-        for b in scratch.blocks(shard, scratch.product_limit(run.device)):
+        for b in shard.blocks(block_sizes.product_limit(run.device)):
             values = read(u, b).reshape(-1)
             part = p[b.run] if isinstance(p, Tensor) else cast(Any, p).part(b.run)
             flat = Shard.whole((len(values),))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ds_ext.ops import schema, scratch
+from ds_ext.ops import block_sizes, schema
 from ds_ext.ops.batch import Batch
 from ds_ext.ops.executors.native import bf16_products, library
 from ds_ext.ops.executors.reference import Reference
@@ -41,7 +41,7 @@ def _kept(
     """The passes over a run. A pass fills its table's columns, so each thread has its own."""
     has_one_box = shard.split is None or len(list(shard.pieces())) < 2
     if dtype == torch.float64 or not shard.numel or not has_one_box or not supports(device):
-        return Reference(shard, scratch.product_limit(device))
+        return Reference(shard, block_sizes.product_limit(device))
     return TablePasses(Batch([shard], None if first is None else [first], device), shard)
 
 
