@@ -18,8 +18,8 @@ FAULTS = (
     ),
     Fault(
         "ops/sixteen_bit.py",
-        "upper = torch.add(bits, 0x8000,",
-        "upper = torch.add(bits, 0x0000,",
+        "upper = (bits + 0x8000)",
+        "upper = (bits + 0x0000)",
         "unit/test_precision.py",
     ),
     Fault(
