@@ -27,7 +27,7 @@ from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable
 SIDE = 256  # rows and columns of the stepped matrix
 # Bytes of fp32 or 8-bit moments per element that a form reads and writes.
 STATE = {"IS_ADAM_STEP": (8, 8), "IS_ADAM": (8, 0), "IS_RESIDUAL": (4, 4), "IS_SIGN_STEP": (4, 4)}
-STATE |= {"IS_VECTOR_RESIDUAL": (8, 4), "IS_VECTOR": (4, 0), "IS_ADAM8_STEP": (2.125, 2.125)}
+STATE |= {"IS_VECTOR": (4, 0), "IS_ADAM8_STEP": (2.125, 2.125)}
 STATE |= {"IS_SIGN8_STEP": (1.0625, 1.0625)}
 OVER_RUNS = {
     "square_sums",
@@ -74,7 +74,7 @@ def counted(kind: type[AnyTable]) -> Iterator[Counter[str]]:
         reads_known = name == "square_sums" and _is_known(columns)
         if name in OVER_RUNS and not reads_known:
             of_each = self.entries["n"] if isinstance(self, NativeTable) else self.geometry.n
-            count(found, name, int(of_each.sum()), kind.fuses_squares, *args, **how)
+            count(found, name, int(of_each.sum()), *args, **how)
         return run(self, name, columns, *args, **how)
 
     with mock.patch.object(kind, "run", noted):
@@ -103,7 +103,6 @@ def count(
     found: Counter[str],
     name: str,
     n: int,
-    fuses_squares: bool,
     form: str = "IS_WEIGHT",
     dtype: torch.dtype | None = None,
     storage: tuple[str, torch.dtype] | None = None,
@@ -111,8 +110,7 @@ def count(
 ) -> None:
     """Adds the elements that a pass on ``n`` elements reads and writes to ``found``.
 
-    The arguments are those of ``NativeTable.run``. ``fuses_squares``: whether a pass for squares
-    also reads the weights.
+    The arguments are those of ``NativeTable.run``.
     """
     reads, writes = STATE.get(form, (0, 0))
     found["moments read"] += reads * n
@@ -124,7 +122,7 @@ def count(
         beside = ROUNDED.get(storage[0], 0) if storage else 0
         found["moments read"] += beside * n
         found["moments written"] += beside * n
-    elif form == "IS_WEIGHT" or decays or (name == "square_sums" and storage and fuses_squares):
+    elif form == "IS_WEIGHT" or decays:
         found["p read"] += n
     if name in MOMENTS:
         found["moments read"] += MOMENTS[name] * n

@@ -4,6 +4,7 @@ A ``Batch`` replaces a ``Shard``, ``Runs`` replace a tensor, and vectors [n] rep
 numbers of one parameter. ``passes`` of a batch are the passes over its runs.
 """
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
@@ -74,6 +75,20 @@ class Batch:
     def cuts(self) -> tuple[range, ...]:
         """The elements at which runs start, for each parameter."""
         return tuple(itertools.chain.from_iterable(s.cuts for s in self.shards))
+
+    @functools.cached_property
+    def row_owners(self) -> Tensor:
+        """The parameter of each row of the row statistics."""
+        return self._owners(self.row_sizes)
+
+    @functools.cached_property
+    def col_owners(self) -> Tensor:
+        """The parameter of each column of the column statistics."""
+        return self._owners(self.col_sizes)
+
+    def _owners(self, sizes: tuple[int, ...]) -> Tensor:
+        owners = np.repeat(np.arange(len(sizes)), sizes)
+        return torch.from_numpy(owners).to(self.device)
 
     @property
     def flat(self) -> "Batch":

@@ -59,9 +59,8 @@ class Residual:
 
     def source(self) -> Source | None:
         """Returns the description for native code and kernels, or None if they cannot read it."""
-        forms = {"IS_QUOTIENT": "IS_RESIDUAL", "IS_VECTOR": "IS_VECTOR_RESIDUAL"}
-        u = inner_source_of(self.u, *forms)
-        return u and u.plus(forms[u.form], {"m": self.m}, lerp1=self.weight)
+        u = inner_source_of(self.u, "IS_QUOTIENT")
+        return u and u.plus("IS_RESIDUAL", {"m": self.m}, lerp1=self.weight)
 
 
 @dataclass(frozen=True)

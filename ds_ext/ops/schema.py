@@ -102,8 +102,8 @@ SHARED = (
     Column(
         "a",
         "float",
-        "in Adam's update: m / (sqrt(v) · a + b); kernels: target norm (normalize), 1 / elements "
-        "(factors)",
+        "in Adam's update: m / (sqrt(v) · a + b); kernels: target norm (normalize_whole_rows), 1 / "
+        "elements (factors)",
     ),
     Column("b", "float", "in Adam's update, see a"),
     Column("eps", "float", "small constant that keeps divisors above zero"),
@@ -166,7 +166,6 @@ FORMS = {
     "IS_ADAM": Form("m / (sqrt(v) · a + b)"),
     "IS_ADAM_STEP": Form("IS_ADAM after updating m and v with x", advances=True),
     "IS_RESIDUAL": Form("IS_QUOTIENT minus the momentum m", is_by_matrix=True, advances=True),
-    "IS_VECTOR_RESIDUAL": Form("IS_VECTOR minus the momentum m", advances=True),
     "IS_ADAM8_STEP": Form("IS_ADAM_STEP with 8-bit moments", advances=True),
     "IS_SIGN_STEP": Form(
         "Lion: sign(m + lerp1 · (x − m)), then m += lerp2 · (x − m)", advances=True
@@ -185,7 +184,7 @@ STORAGE = {
 PASSES = (
     *("square_sums", "row_col_sums", "weighted_sums", "factors"),
     *("lerp", "square_lerp", "apply"),
-    *("normalize_whole_rows", "normalize_rows", "normalize_columns"),
+    "normalize_whole_rows",
 )
 # The forms that some passes support; other passes support all forms.
 READ_BY = {"weighted_sums": {"IS_RUN"}, "normalize_whole_rows": {"IS_QUOTIENT"}}

@@ -22,6 +22,7 @@ from ds_ext.ops.expressions import (
     accumulator,
     is_part,
     read,
+    root,
     times,
     write_,
 )
@@ -139,11 +140,11 @@ class Reference:
 
     def normalize_rows(self, x: Quotient, sums: Tensor, least: Number) -> Quotient:
         """x with the row factors that give rows of norm √cols."""
-        return replace(x, row=_normalized(x.row, sums.unsqueeze(-1), self.shard.cols, least))
+        return replace(x, row=normalized(x.row, sums.unsqueeze(-1), self.shard.cols**0.5, least))
 
     def normalize_columns(self, x: Quotient, sums: Tensor, least: Number) -> Quotient:
         """x with the column factors that give columns of norm √rows."""
-        return replace(x, col=_normalized(x.col, sums.unsqueeze(-2), self.shard.rows, least))
+        return replace(x, col=normalized(x.col, sums.unsqueeze(-2), self.shard.rows**0.5, least))
 
     def normalize_whole_rows(
         self, x: Quotient, least: Number, like: Gradient
@@ -191,7 +192,7 @@ def _subtract_(p: Any, u: Tensor, lr: float) -> None:
     p.addcmul_(u, torch.ones((), dtype=u.dtype, device=u.device), value=-lr)
 
 
-def _normalized(factor: Tensor, sums: Tensor, size: int, least: Number) -> Tensor:
-    """The factors that change norms from the roots of ``sums`` to √size."""
-    ratio = size**0.5 / sums.sqrt().clamp(min=least)
+def normalized(factor: Tensor, sums: Tensor, norm: Tensor | float, least: Number) -> Tensor:
+    """The factors that change norms from the roots of ``sums`` to ``norm``."""
+    ratio = norm / root(sums).clamp(min=least)
     return torch.mul(factor, ratio).clamp_(max=LARGEST)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_ext.ops import block_sizes, schema
 from ds_ext.ops.batch import CPU, Batch
 from ds_ext.ops.executors.native.native_table import NativeTable
-from ds_ext.ops.executors.reference import Reference
+from ds_ext.ops.executors.reference import Reference, normalized
 from ds_ext.ops.executors.tables import (
     BatchTables,
     Unsupported,
@@ -28,7 +28,6 @@ from ds_ext.ops.executors.tables import (
     weight_columns,
 )
 from ds_ext.ops.executors.triton import devices
-from ds_ext.ops.executors.triton.launcher import SquareParts
 from ds_ext.ops.expressions import (
     Gradient,
     Number,
@@ -38,6 +37,7 @@ from ds_ext.ops.expressions import (
     WeightStorage,
     Writable,
     read,
+    root,
     source_of,
     storage_of,
 )
@@ -95,24 +95,16 @@ class TablePasses(BatchTables, Reference):
 
     @_or_reference
     def square_sums(self, runs: Sequence[Readable], like: Gradient) -> Sequence[Tensor]:
-        """Sums of squares. On a CPU, two inputs with the same weights share a pass."""
-        own, n = self.own, len(self.batch.shards)
-        sources = [*map(functools.partial(self._source, "square_sums"), runs)]
+        """Sums of squares, which may be known of the weights."""
+        n, sources = len(self.batch), [self._source("square_sums", x) for x in runs]
         for x in sources if len(sources) > 1 else ():  # before one of them advances moments
             inputs(self.batch, x)
-        totals = own.zeros(n * len(runs)).split(n)
-        weights = [i for i, x in enumerate(sources) if x.form == "IS_WEIGHT"]
-        are_two = len(sources) == 2 and len(weights) == 1 and own.fuses_squares
-        if are_two and are_same(sources[0].storage, sources[1].storage):
-            first, other = totals[weights[0]], totals[1 - weights[0]]
-            source = sources[1 - weights[0]]
-            self._run("square_sums", source, out=each_of(other), out2=each_of(first))
-        else:
-            for source, total in zip(sources, totals, strict=True):
-                more: Columns = {}
-                if source.form == "IS_WEIGHT" and source.storage and source.storage.norm_cache:
-                    more = {"norm_cache": source.storage.norm_cache}
-                self._run("square_sums", source, out=each_of(total), **more)
+        totals = self.own.zeros(n * len(runs)).split(n)
+        for source, total in zip(sources, totals, strict=True):
+            more: Columns = {}
+            if source.form == "IS_WEIGHT" and source.storage and source.storage.norm_cache:
+                more = {"norm_cache": source.storage.norm_cache}
+            self._run("square_sums", source, out=each_of(total), **more)
         return totals if self.one is None else [total.view(()) for total in totals]
 
     @_or_reference
@@ -120,13 +112,13 @@ class TablePasses(BatchTables, Reference):
         """Sums of squares over rows and columns."""
         batch, source = self.batch, self._source("row_col_sums", x)
         row, col = self._sums(batch.all_rows, batch.all_cols)
-        left = self._run(
+        self._run(
             "row_col_sums",
             source,
             out=Runs((row,), firsts=batch.own_row_firsts),
             out2=Runs((col,), firsts=batch.own_col_firsts),
         )
-        self.keep_square_parts(x, left or Runs((row,), firsts=batch.row_firsts))
+        self.keep_square_parts(x, Runs((row,), firsts=batch.row_firsts))
         return self._by_matrix(row), self._by_matrix(col)
 
     @_or_reference
@@ -137,7 +129,7 @@ class TablePasses(BatchTables, Reference):
         batch, source = self.batch, self._source("weighted_sums", x)
         row_runs = checked(before, batch, batch.row_sizes)
         row, col, weighted = self._sums(batch.all_rows, batch.all_cols, batch.all_cols)
-        left = self._run(
+        self._run(
             "weighted_sums",
             source,
             out=Runs((row,), firsts=batch.own_row_firsts),
@@ -147,7 +139,7 @@ class TablePasses(BatchTables, Reference):
             lerp=1 - beta,
             eps=eps,
         )
-        self.keep_square_parts(x, left or Runs((row,), firsts=batch.row_firsts))
+        self.keep_square_parts(x, Runs((row,), firsts=batch.row_firsts))
         return self._by_matrix(row), self._by_matrix(col), self._by_matrix(weighted)
 
     @_or_reference
@@ -251,21 +243,14 @@ class TablePasses(BatchTables, Reference):
     @_or_reference
     def normalize_rows(self, x: Quotient, sums: Tensor, least: Number) -> Quotient:
         """x with rows of the norm √cols."""
-        return replace(x, row=self._normalized("normalize_rows", x.row, sums, least))
+        batch = self.batch
+        return replace(x, row=_normalized(x.row, sums, batch.cols, batch.row_owners, least))
 
     @_or_reference
     def normalize_columns(self, x: Quotient, sums: Tensor, least: Number) -> Quotient:
         """x with columns of the norm √rows."""
-        return replace(x, col=self._normalized("normalize_columns", x.col, sums, least))
-
-    def _normalized(self, name: str, factor: object, sums: Tensor, least: Number) -> Tensor:
-        if not isinstance(factor, Runs):  # of a run that is stepped alone
-            raise Unsupported
-        n, firsts = factor.values.numel(), factor.offsets // 4
-        totals = totals_of(sums, firsts, n)
-        new = Runs((self.own.scratch(n),), firsts=firsts)
-        self.whole.run(name, {"in": totals, "in2": factor, "out": new, "eps": least})
-        return cast(Tensor, new)
+        batch = self.batch
+        return replace(x, col=_normalized(x.col, sums, batch.rows, batch.col_owners, least))
 
     @_or_reference
     def normalize_whole_rows(
@@ -306,7 +291,7 @@ class TablePasses(BatchTables, Reference):
         p: WeightStorage | None = None,
         decays: bool = False,
         **columns: object,
-    ) -> SquareParts | None:
+    ) -> None:
         """Runs a pass that reads ``source``, and writes ``p`` if it is given."""
         batch = self.batch
         filled: Columns = {**source.scalars, **columns, **inputs(batch, source)}
@@ -317,7 +302,7 @@ class TablePasses(BatchTables, Reference):
             filled |= weight_columns(batch, weights)
         dtype = source.tensors["x"].dtype if "x" in source.tensors else None
         is_decayed = decays or "decay" in source.scalars
-        return self.own.run(name, filled, source.form, dtype, storage, is_decayed)
+        self.own.run(name, filled, source.form, dtype, storage, is_decayed)
 
     def _sums(self, *sizes: int) -> Sequence[Tensor]:
         """Zeros to add sums of these sizes to."""
@@ -326,6 +311,18 @@ class TablePasses(BatchTables, Reference):
     def _by_matrix(self, values: Tensor) -> Tensor:
         """Numbers for all rows or columns, as rules see them: flat in a batch."""
         return values if self.one is None else values.view(self.one.mats, -1)
+
+
+def _normalized(
+    factor: object, sums: Tensor, size: Tensor, owners: Tensor, least: Number
+) -> Tensor:
+    """Factors of all rows, or columns, of a batch, from the sums of their squares."""
+    if not isinstance(factor, Runs) or sums.shape != owners.shape:  # of a run that is stepped alone
+        raise Unsupported
+    if isinstance(least, Tensor) and least.dim():
+        least = least[owners]
+    new = normalized(factor.values, sums, root(size[owners]), least)
+    return cast(Tensor, Runs((new,), firsts=factor.offsets // 4))
 
 
 class TableBatch(Batch):

@@ -6,7 +6,7 @@ the size of what they read and write.
 
 import operator
 from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
 from ds_ext.ops.executors.triton.kernel_table import KernelTable
 from ds_ext.ops.executors.triton.launch_memory import DeviceArrays, Memory
-from ds_ext.ops.executors.triton.launcher import GradLimits, SquareParts
+from ds_ext.ops.executors.triton.launcher import GradLimits
 from ds_ext.ops.expressions import Scaled, Source, WeightStorage
 from ds_ext.ops.runs import Columns, Pointers, Runs
 from ds_ext.ops.state import State
@@ -51,8 +51,8 @@ class BatchTables:
         own: the table of the runs.
         whole: the table of the whole parameters.
         gradients: the input whose squares the step in progress checks.
-        square_parts: numbers that a pass over ``gradients`` left and that add up to the squares of
-            each parameter; None before such a pass.
+        square_parts: sums of squares over rows that a pass over ``gradients`` has made; None before
+            such a pass.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -61,7 +61,7 @@ class BatchTables:
         self.own = new_table(batch.geometries, batch.noise_firsts, batch.device)
         self._kernels = [x for x in (self.own, self.whole) if isinstance(x, KernelTable)]
         self.gradients: object = None
-        self.square_parts: Runs | SquareParts | None = None
+        self.square_parts: Runs | None = None
         self._arrays = DeviceArrays()
 
     def attach(self, memory: Memory) -> None:
@@ -97,19 +97,19 @@ class BatchTables:
             table.limits = limits
 
     def added_up(self) -> Tensor | None:
-        """Sums of squares of gradients, [n], from partial sums of an earlier pass; None without."""
+        """Sums of squares of gradients, [n], from row sums of an earlier pass; None without."""
         left = self.square_parts
         if left is None:
             return None
-        if isinstance(left, SquareParts):
-            return cast(KernelTable, self.own).added_up(left)
+        if isinstance(self.whole, KernelTable):
+            return self.whole.added_up(left)
         sums = np.add.reduceat(left.values.numpy(), left.offsets // 4, dtype=np.float64)
         return torch.from_numpy(sums).float()
 
-    def keep_square_parts(self, x: object, left: Runs | SquareParts) -> None:
-        """If ``x`` is the gradients of the batch, keeps partial sums of their squares."""
+    def keep_square_parts(self, x: object, rows: Runs) -> None:
+        """If ``x`` is the gradients of the batch, keeps the row sums of their squares."""
         if x is self.gradients:
-            self.square_parts = left
+            self.square_parts = rows
 
     def new_norm_cache(self) -> AnyNormCache:
         """Returns a cache of the weights' norms, which lasts from step to step."""

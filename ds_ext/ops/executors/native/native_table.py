@@ -34,7 +34,6 @@ class NativeTable:
         firsts: the index of each run's first element in its parameter.
     """
 
-    fuses_squares = True  # one pass adds up squares of an input and of the weights that it reads
     passes = frozenset(schema.PASSES)
 
     def __init__(

@@ -182,7 +182,7 @@ bool is_by_matrix(const Call &call) {
 
 // Whether a pass processes the statistics of whole parameters instead of runs.
 bool is_of_statistics(const Call &call) {
-    return call.pass == FACTORS || call.pass == NORMALIZE_ROWS || call.pass == NORMALIZE_COLUMNS;
+    return call.pass == FACTORS;
 }
 
 // Cuts a run into strips. For row and column sums, strips have whole rows, and whole matrices if
@@ -807,13 +807,12 @@ static __attribute__((noinline)) const float *value(const Call &call, const Entr
     else if (call.form != IS_ADAM)
         u = gradient(e, call.dtype, i, n, buffer);
     float scale = e.scale;
-    if (call.form == IS_VECTOR || call.form == IS_VECTOR_RESIDUAL) {
+    if (call.form == IS_VECTOR) {
         const float *__restrict v = e.v + i;
         for (int64_t j = 0; j < n; ++j) buffer[j] = u[j] * (v[j] == 0.0f ? 0.0f : 1.0f / std::sqrt(v[j])) * scale;
         u = buffer;
     }
     switch (call.form) {
-    case IS_VECTOR_RESIDUAL:
     case IS_RESIDUAL: {
         float *__restrict m = e.m + i, weight = e.lerp1;
         prefetch(m, n);
@@ -869,25 +868,18 @@ INLINE void add_decayed(const float *u, const float *__restrict w, float decay, 
     for (int64_t j = 0; j < n; ++j) out[j] = u[j] + decay * w[j];
 }
 
-// Sums of squares of the input, and of the weights if ``out2`` is set.
+// Sums of squares of the input.
 static void square_sums(const Call &call, const Entry &e, const Strip &s, double *partial) {
     alignas(ALIGNED) float buffer[CHUNK], other[CHUNK];
-    double sum = 0, of_weights = 0;
     for (int64_t i = s.begin; i < s.end; i += CHUNK) {
         int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
         const float *u = value(call, e, i, n, buffer);
-        if (call.decays || e.out2) {
-            const float *w = weight(e, call.storage, i, n, other);
-            if (e.out2) of_weights += square_sum(w, n);
-            if (call.decays) {
-                add_decayed(u, w, e.decay, n, buffer);
-                u = buffer;
-            }
+        if (call.decays) {
+            add_decayed(u, weight(e, call.storage, i, n, other), e.decay, n, buffer);
+            u = buffer;
         }
-        sum += square_sum(u, n);
+        *partial += square_sum(u, n);
     }
-    partial[0] = sum;
-    partial[1] = of_weights;
 }
 
 // Rows with at most this many elements are processed many at a time.
@@ -1094,7 +1086,7 @@ static __attribute__((noinline)) double square_sum_of_product(const float *x, co
     return lane[0] + square_sum(rest, n - j);
 }
 
-// The factor that changes a norm from factor · sqrt(sum) to ``root``: reference._normalized.
+// The factor that changes a norm from factor · sqrt(sum) to ``root``: reference.normalized.
 INLINE float normalized(float factor, float sum, float least, float root) {
     float norm = std::fabs(factor) * std::sqrt(sum), ratio = root / (norm < least ? least : norm);
     float now = factor * ratio;
@@ -1151,20 +1143,6 @@ static void normalize_whole_rows(const Call &call, const Entry &e, const Strip &
             add_weighted_squares(x, weight, rows, by_col + k, n, to + k);
         }
         i += rows * e.cols;
-    }
-}
-
-// out ← in2 · √size / max(√in, eps): factors that change norms, whose squares are ``in``, to √size.
-// For the rows, or columns, of the matrices [begin, end) of a parameter.
-static void normalize(const Call &call, const Entry &e, int64_t begin, int64_t end) {
-    bool is_of_rows = call.pass == NORMALIZE_ROWS;
-    int64_t each = is_of_rows ? e.rows : e.cols;
-    float root = std::sqrt(static_cast<float>(is_of_rows ? e.cols : e.rows)), least = e.eps;
-    const float *__restrict in = e.in, *__restrict factor = e.in2;
-    float *__restrict out = e.out;
-    for (int64_t k = begin * each; k < end * each; ++k) {
-        float norm = std::sqrt(in[k]), now = factor[k] * (root / (norm < least ? least : norm));
-        out[k] = now > MAX_FACTOR ? MAX_FACTOR : now;
     }
 }
 
@@ -1344,8 +1322,6 @@ static void pass_over(const Call &call, const Entry &e, const Strip &s, float *c
     case WEIGHTED_SUMS: weighted_sums(call, e, s, col, is_one ? col + e.cols : e.out3, is_one); break;
     case FACTORS: factors(e, s.begin, s.end, sums); break;
     case NORMALIZE_WHOLE_ROWS: normalize_whole_rows(call, e, s, col, is_one); break;
-    case NORMALIZE_ROWS:
-    case NORMALIZE_COLUMNS: normalize(call, e, s.begin, s.end); break;
     case LERP:
     case SQUARE_LERP: advance(call, e, s); break;
     case APPLY: apply(call, e, s, sums); break;
@@ -1357,7 +1333,6 @@ static void end_with(const Call &call, const Entry &e, double sum, double other)
     switch (call.pass) {
     case SQUARE_SUMS:
         *e.out = e.norm_cache && e.norm_cache[0] >= 0 ? e.norm_cache[0] : static_cast<float>(sum);
-        if (e.out2) *e.out2 = static_cast<float>(other);
         break;
     case FACTORS:
         if (e.in3) {

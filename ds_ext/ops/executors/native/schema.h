@@ -35,7 +35,7 @@ struct Entry {
     float decay;  // weight decay
     float lerp1;  // the weight of x in m: 1 − beta1
     float lerp2;  // the weight of x² in v: 1 − beta2; for Lion, of x in m
-    float a;  // in Adam's update: m / (sqrt(v) · a + b); kernels: target norm (normalize), 1 / elements (factors)
+    float a;  // in Adam's update: m / (sqrt(v) · a + b); kernels: target norm (normalize_whole_rows), 1 / elements (factors)
     float b;  // in Adam's update, see a
     float eps;  // small constant that keeps divisors above zero
     float clip;  // upper limit of the RMS of the update
@@ -55,7 +55,6 @@ enum Form {
     IS_ADAM,
     IS_ADAM_STEP,
     IS_RESIDUAL,
-    IS_VECTOR_RESIDUAL,
     IS_ADAM8_STEP,
     IS_SIGN_STEP,
     IS_SIGN8_STEP,
@@ -88,8 +87,6 @@ enum Pass {
     SQUARE_LERP,
     APPLY,
     NORMALIZE_WHOLE_ROWS,
-    NORMALIZE_ROWS,
-    NORMALIZE_COLUMNS,
 };
 
 const int64_t SCALE_GROUP = 32;

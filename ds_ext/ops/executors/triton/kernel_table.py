@@ -9,7 +9,7 @@ import torch
 
 from ds_ext.ops import rounding, schema
 from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
-from ds_ext.ops.executors.triton.launcher import OUT, Launcher, SquareParts
+from ds_ext.ops.executors.triton.launcher import OUT, Launcher
 from ds_ext.ops.executors.triton.launches import Constants
 from ds_ext.ops.runs import Columns, Runs
 
@@ -85,7 +85,7 @@ def _square_sums(table: Launcher, read: Read) -> None:
     table.fold((reduction, part, read.columns["out"]))
 
 
-def _row_col_sums(table: Launcher, read: Read) -> SquareParts:
+def _row_col_sums(table: Launcher, read: Read) -> None:
     by_row, by_col = table.sums_of_tiles
     tall, at_tall = table.allocate_partials(by_row)
     wide, at_wide = table.allocate_partials(by_col)
@@ -94,13 +94,11 @@ def _row_col_sums(table: Launcher, read: Read) -> SquareParts:
     table.launch("row_col_sums", read.constants, table.by_matrix, columns)
     outs = read.columns["out"], read.columns["out2"]
     table.fold((by_row, tall, outs[0]), (by_col, wide, outs[1]))
-    return SquareParts(at_tall, table.squares_of_tiles)
 
 
-def _weighted_sums(table: Launcher, read: Read) -> SquareParts:
+def _weighted_sums(table: Launcher, read: Read) -> None:
     outs = {"out2": "part", "out3": "part2"}
     _over_strips(table, read, "weighted_sums", outs)
-    return SquareParts(read.columns["out"], table.squares_of_rows)
 
 
 def _normalize_whole_rows(table: Launcher, read: Read) -> None:
@@ -139,14 +137,6 @@ def _factors(table: Launcher, read: Read) -> None:
     table.launch(kernel, (), table.by_parameter, columns)
 
 
-def _normalize(table: Launcher, read: Read) -> None:
-    is_by_row = read.name == "normalize_rows"
-    size = table.geometry.cols if is_by_row else table.geometry.rows
-    at = table.of_rows if is_by_row else table.of_cols
-    columns = {**read.columns, "a": np.sqrt(size).astype(np.float32)}
-    table.launch("normalize", (), at, columns)
-
-
 def _lerp(table: Launcher, read: Read) -> None:
     at = getattr(table, read.tiles)
     table.launch(read.name, read.constants, at, read.numbers, OUT)
@@ -179,13 +169,11 @@ def _name(dtype: torch.dtype | None) -> str:
     return str(dtype or torch.float32).removeprefix("torch.")
 
 
-PASSES: dict[str, Callable[[Launcher, Read], SquareParts | None]] = {
+PASSES: dict[str, Callable[[Launcher, Read], None]] = {
     "square_sums": _square_sums,
     "row_col_sums": _row_col_sums,
     "weighted_sums": _weighted_sums,
     "normalize_whole_rows": _normalize_whole_rows,
-    "normalize_rows": _normalize,
-    "normalize_columns": _normalize,
     "factors": _factors,
     "lerp": _lerp,
     "square_lerp": _lerp,
@@ -196,7 +184,6 @@ PASSES: dict[str, Callable[[Launcher, Read], SquareParts | None]] = {
 class KernelTable(Launcher):
     """The passes over many parameters on a GPU."""
 
-    fuses_squares = False  # one pass adds up squares of an input and of the weights that it reads
     passes = frozenset(PASSES)
 
     def run(
@@ -207,13 +194,10 @@ class KernelTable(Launcher):
         dtype: torch.dtype | None = None,
         storage: tuple[str, torch.dtype] | None = None,
         decays: bool = False,
-    ) -> SquareParts | None:
+    ) -> None:
         """Makes a pass: see ``NativeTable.run``.
 
         A column is an object with ``base`` and ``offsets``, [n], or a number. A number may be a
         float, an array [n], or a tensor with n elements or one.
-
-        Returns:
-            The partial sums of squares, if the pass leaves them.
         """
-        return PASSES[name](self, Read(name, columns, form, dtype, storage, decays))
+        PASSES[name](self, Read(name, columns, form, dtype, storage, decays))

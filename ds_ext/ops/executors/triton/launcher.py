@@ -31,14 +31,6 @@ OF_WIDE_ROWS = {
 
 
 @dataclass(frozen=True)
-class SquareParts:
-    """Numbers that a pass leaves for each parameter and that add up to its sum of squares."""
-
-    at: Runs  # where they are
-    tiles: Tiles  # of the launch that adds them up
-
-
-@dataclass(frozen=True)
 class GradLimits:
     """A number on the device for each gradient of a batch, such as a sum of squares, and a limit.
 
@@ -198,12 +190,11 @@ class Launcher:
             columns["most"] = self.limits.most[owners]
         self.launch("fold", (), tiles_of_all, columns)
 
-    def added_up(self, squares: SquareParts) -> Tensor:
-        """Returns the sums of ``squares``, [n]."""
+    def added_up(self, rows: Runs) -> Tensor:
+        """Returns the sum over all rows of each parameter, [n]."""
         total = self.zeros(self.n)
-        self.launch(
-            "fold", (), squares.tiles, {"part": squares.at, "out": Runs((total,), firsts=self.own)}
-        )
+        columns: Columns = {"part": rows, "out": Runs((total,), firsts=self.own)}
+        self.launch("fold", (), self.sums_of_rows, columns)
         return total
 
     def copy_checked_values(self, limits: GradLimits, out: Runs) -> None:
@@ -258,16 +249,6 @@ class Launcher:
         return tiles.by_parameter(self.geometry)
 
     @functools.cached_property
-    def of_rows(self) -> Tiles:
-        """Tiles of a factor for each row."""
-        return tiles.of_factors(self.geometry.mats * self.geometry.rows)
-
-    @functools.cached_property
-    def of_cols(self) -> Tiles:
-        """Tiles of a factor for each column."""
-        return tiles.of_factors(self.geometry.mats * self.geometry.cols)
-
-    @functools.cached_property
     def sums(self) -> dict[str, PartialSums]:
         """Reductions of one partial sum per tile to one sum per parameter, by the tiles' name."""
         of = {"flat": self.flat, "by_matrix": self.by_matrix}
@@ -285,13 +266,7 @@ class Launcher:
         return folds.col_sums(self.geometry, self.by_strip)
 
     @functools.cached_property
-    def squares_of_tiles(self) -> Tiles:
-        """Reduction of the tiles' row sums to one sum per parameter."""
-        at = self.by_matrix
-        return folds.of_one(at.of("height") * tiles.across(self.geometry))
-
-    @functools.cached_property
-    def squares_of_rows(self) -> Tiles:
+    def sums_of_rows(self) -> Tiles:
         """Reduction of the sums of whole rows to one sum per parameter."""
         return folds.of_one(self.geometry.mats * self.geometry.rows)
 

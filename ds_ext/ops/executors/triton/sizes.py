@@ -36,7 +36,7 @@ def shape_of(kernel: str, named: Named) -> LaunchConfig:
             return _of_strips(named)
         case "wide_weighted_sums" | "normalize_wide_rows":
             return {"TC": WIDE_TC, "STRIP": STRIP}, LONG_WARPS
-        case "factors" | "clipped_factors" | "normalize":
+        case "factors" | "clipped_factors":
             return {"TC": LONG}, LONG_WARPS
         case "fold":
             return tile, WARPS

@@ -115,11 +115,6 @@ def by_parameter(g: Geometry) -> Tiles:
     return build_tiles(np.ones_like(g.n), mats=g.mats, rows=g.rows, cols=g.cols)
 
 
-def of_factors(counts: Int64s) -> Tiles:
-    """Runs of ``counts`` factors."""
-    return build_tiles(-(-counts // sizes.LONG), n=counts)
-
-
 def _by_rows(g: Geometry, height: Int64s | int) -> dict[str, Int64s]:
     """The geometry of tiles that are ``height`` rows high."""
     first, last = g.start // g.cols, (g.start + g.n - 1) // g.cols

@@ -93,8 +93,6 @@ def _pass(t, tile, P: tl.constexpr):
         sums.normalize_whole_rows(t, tile, P)
     elif P.name == "normalize_wide_rows":
         sums.normalize_wide_rows(t, tile, P)
-    elif P.name == "normalize":
-        sums.normalize(t, tile, P)
     elif P.name == "factors" or P.name == "clipped_factors":
         factored_kernels.factors(t, tile, P)
     elif P.name == "lerp" or P.name == "square_lerp":

@@ -14,8 +14,6 @@ from ds_ext.ops.executors.triton.kernels.table_access import (
     EPS,
     FOUND,
     HEIGHT,
-    IN,
-    IN2,
     LERP,
     OUT,
     PART,
@@ -216,17 +214,6 @@ def _tile(t, begin, own, c, cols, P: tl.constexpr):
     ok = own[:, None] & (j < cols)[None, :]
     at = vectors(t, X, P.XD, P) + hinted(begin, P)[:, None] + j[None, :]
     return scaled(tl.load(at, mask=ok, other=0.0), factor, most, P), j
-
-
-@triton.jit
-def normalize(t, tile, P: tl.constexpr):
-    """out ← in2 · a / max(sqrt(in), eps), n elements: factors that change norms sqrt(in) to a."""
-    at = tile * P.TC + tl.arange(0, P.TC)
-    has = at < integer(t, N)
-    sums = tl.load(pointer(t, IN, tl.float32) + at, mask=has, other=1.0)
-    old = tl.load(pointer(t, IN2, tl.float32) + at, mask=has, other=0.0)
-    new = _normalized(old, tl.sqrt(sums), number(t, A), number(t, EPS))
-    tl.store(pointer(t, OUT, tl.float32) + at, new, mask=has)
 
 
 @triton.jit

@@ -48,8 +48,8 @@ MOST_DIVISOR = tl.constexpr(2.0**125)  # of a finite v
 # The forms of inputs: see schema.FORMS.
 FORM = {name: tl.constexpr(i) for i, name in enumerate(schema.FORMS)}
 IS_WEIGHT, IS_RUN, IS_QUOTIENT = FORM["IS_WEIGHT"], FORM["IS_RUN"], FORM["IS_QUOTIENT"]
-IS_VECTOR, IS_VECTOR_RESIDUAL = FORM["IS_VECTOR"], FORM["IS_VECTOR_RESIDUAL"]
-IS_RESIDUAL, IS_ADAM, IS_ADAM_STEP = FORM["IS_RESIDUAL"], FORM["IS_ADAM"], FORM["IS_ADAM_STEP"]
+IS_VECTOR, IS_RESIDUAL = FORM["IS_VECTOR"], FORM["IS_RESIDUAL"]
+IS_ADAM, IS_ADAM_STEP = FORM["IS_ADAM"], FORM["IS_ADAM_STEP"]
 IS_SIGN_STEP, IS_SIGN8_STEP = FORM["IS_SIGN_STEP"], FORM["IS_SIGN8_STEP"]
 IS_ADAM8_STEP = FORM["IS_ADAM8_STEP"]
 
@@ -91,7 +91,7 @@ def value_of(t, e, ok, mat, top, c, P: tl.constexpr):
             u = scaled(x, factor, most, P)
         if P.FORM == IS_QUOTIENT or P.FORM == IS_RESIDUAL:
             u = _by_row_and_column(t, u, mat, top, c, P)
-        if P.FORM == IS_VECTOR or P.FORM == IS_VECTOR_RESIDUAL:
+        if P.FORM == IS_VECTOR:
             v = tl.load(run_at(t, V, tl.float32, e, P), mask=ok, other=1.0)
             inverse = tl.div_rn(tl.full(v.shape, 1.0, tl.float32), tl.sqrt_rn(v))
             u = u * tl.where(v == 0, 0.0, inverse)
@@ -105,7 +105,7 @@ def value_of(t, e, ok, mat, top, c, P: tl.constexpr):
             u = sign8_step(t, e, ok, u, P)
         if P.SCALES:
             u = u * number(t, SCALE)
-        if P.FORM == IS_RESIDUAL or P.FORM == IS_VECTOR_RESIDUAL:
+        if P.FORM == IS_RESIDUAL:
             u = _subtract_momentum(t, e, ok, u, P)
         if P.DECAYS:
             u = u + number(t, DECAY) * load_weight(t, e, ok, P)
