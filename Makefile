@@ -166,7 +166,7 @@ export PROBE
 	@touch $@
 
 # The oldest versions that are supported, for the tests of tests/integration/test_versions.py alone.
-OLDEST = deepspeed==0.18.6 transformers==4.50.3 tokenizers==0.21.4 huggingface_hub==0.36.0 \
+OLDEST = deepspeed==0.19.8 transformers==4.50.3 tokenizers==0.21.4 huggingface_hub==0.36.0 \
     accelerate==1.10.1 datasets==3.6.0 peft==0.15.2
 
 .venv/.oldest: .venv/.test

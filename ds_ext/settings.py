@@ -29,7 +29,6 @@ class Setting:
     allowed: tuple[Any, ...] = ()  # values that are on, and are not refused all the same
     removed: str = ""  # the version of ds_ext that removed the key
     no_effect: str = ""  # if given, other values have no effect; says why
-    since: tuple[int, ...] = ()  # the first version of DeepSpeed under which other values work
     least_stage: int = 0  # the lowest ZeRO stage at which other values work
     excludes: tuple[str, ...] = ()  # keys that must be off then
     divides_ranks: bool = False  # whether the number of ranks must be a multiple of the value
@@ -43,7 +42,6 @@ _OFFLOAD_PARAM = "zero_optimization.offload_param"
 _OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer"
 
 _SHARD_SIZE = Setting(
-    since=(0, 19, 8),
     least_stage=1,
     excludes=(_HPZ, _AUTO_TP, _SEQUENCES, _AUTO_EP),
     divides_ranks=True,
@@ -138,9 +136,7 @@ SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 _ZERO = {
     "stage": Setting(_STAGE),
     "reduce_bucket_size": Setting(_WHOLE),
-    "zero_hpz_partition_size": Setting(
-        _WHOLE, _at_most_one, since=(0, 19, 8), least_stage=3, divides_ranks=True
-    ),
+    "zero_hpz_partition_size": Setting(_WHOLE, _at_most_one, least_stage=3, divides_ranks=True),
     **{
         f"{section}.{option}": Setting(off=lambda v: False, no_effect=_NVME)
         for section in ("offload_param", "offload_optimizer")
@@ -187,12 +183,11 @@ SETTINGS: dict[str, Setting] = {
     **{key: Setting(_COUNT) for key in SIZES},
     "gradient_clipping": Setting(NonNegative),
     "data_types.grad_accum_dtype": Setting(_DTYPE),
-    "managed_gradient_accumulation": Setting(off=lambda v: v is not False, since=(0, 19, 4)),
     "sequence_parallel_size": Setting(
         _COUNT, _at_most_one, excludes=(_AUTO_TP, _AUTO_EP), divides_ranks=True
     ),
-    "tensor_parallel.autotp_size": Setting(_SIZE, _at_most_one, since=(0, 19, 8)),
-    "expert_parallel.enabled": Setting(since=(0, 19, 8)),
+    "tensor_parallel.autotp_size": Setting(_SIZE, _at_most_one),
+    "expert_parallel.enabled": Setting(),
     "expert_parallel.expert_tensor_parallel_size": Setting(off=lambda v: v == 1, advice=_REMOVE),
     **{f"zero_optimization.{key}": setting for key, setting in _ZERO.items()},
     "bf16.enabled": Setting(_SWITCH),

@@ -92,15 +92,14 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
         return report
     report.notes += config_checks.ignored(known) if not named.other else []
     report.unchecked += _unchecked(known, model, ranks)
+    found = config_checks.all_problems(known, named)
     has_deepspeed = importlib.util.find_spec("deepspeed") is not None
     if has_deepspeed:
-        from ds_ext.engine import deepspeed_config, deepspeed_versions
+        from ds_ext.engine import deepspeed_config
 
-        found = config_checks.all_problems(known, named, deepspeed_versions.INSTALLED)
         found += deepspeed_config.unknown(config)
     else:
         report.notes.append("DeepSpeed is not installed here: its own keys are not checked")
-        found = config_checks.all_problems(known, named)
     found += config_checks.unread(known, named.other) if named.other else []
     if has_deepspeed and not found:
         found += deepspeed_config.raised(config, ranks)

@@ -13,7 +13,6 @@ from ds_ext.backward import error_texts, int8_weights, projected_grads, startup_
 from ds_ext.backward.gradient_config import CONFIG
 from ds_ext.config import optimizer_names, parsing
 from ds_ext.config.parsing import lookup, normalized
-from ds_ext.contract import numbers, written
 from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
@@ -32,13 +31,12 @@ def raise_first(problems: Iterable[str]) -> None:
         raise ValueError(problem)
 
 
-def all_problems(config: dict[str, Any], named: "Named", version: str | None = None) -> list[str]:
+def all_problems(config: dict[str, Any], named: "Named") -> list[str]:
     """Returns the messages with which a run refuses a config, for any number of ranks.
 
     Args:
         config: a DeepSpeed config without "auto".
         named: the optimizer that it names.
-        version: the version of DeepSpeed; None if DeepSpeed is not installed.
     """
     misspelled = filter(optimizer_names.misspells_section, config)
     found = [f'unknown key {key}. Did you mean "ds_ext"?' for key in misspelled]
@@ -46,7 +44,7 @@ def all_problems(config: dict[str, Any], named: "Named", version: str | None = N
     if not named.other:
         is_16 = any(lookup(normalized(config), key) for key in ("bf16.enabled", "fp16.enabled"))
         dtypes = [torch.bfloat16 if is_16 else torch.float32]
-        found += problems(config, version, "", named.ours, dtypes)
+        found += problems(config, "", named.ours, dtypes)
     return found
 
 
@@ -57,7 +55,6 @@ NO_TYPE = 'optimizer.type is missing or "auto": name an optimizer, such as "AdaL
 
 def problems(
     config: dict[str, Any],
-    version: str | None = None,
     kept_for: str = "",
     optimizer: RuleOptimizer | None = None,
     dtypes: Collection[torch.dtype] = (),
@@ -66,7 +63,6 @@ def problems(
 
     Args:
         config: a DeepSpeed config.
-        version: the version of DeepSpeed; None if DeepSpeed is not installed.
         kept_for: see ``parsing.gradients``.
         optimizer: the optimizer, if it is known.
         dtypes: of its weights.
@@ -76,7 +72,7 @@ def problems(
         return
     config = normalized(config)
     for key in (key for key in SETTINGS if is_on(config, key)):
-        yield from _refused(config, key, version)
+        yield from _refused(config, key)
     try:
         parsing.gradients(config, kept_for=kept_for)
     except ValueError as error:
@@ -99,14 +95,9 @@ def is_on(config: dict[str, Any], key: str) -> bool:
     return value is not None and not SETTINGS[key].off(value)
 
 
-def _refused(config: dict[str, Any], key: str, version: str | None) -> Iterator[str]:
+def _refused(config: dict[str, Any], key: str) -> Iterator[str]:
     """Yields why the value of a key, which is on, is refused."""
     setting, shown = SETTINGS[key], f"{key} = {lookup(config, key)!r}"
-    if version is not None and numbers(version) < setting.since:
-        yield (
-            f"{shown} needs DeepSpeed {written(setting.since)} or newer under ds_ext, and "
-            f"{version} is installed: upgrade it, or remove the key."
-        )
     if setting.removed:
         yield f"{shown} was removed in ds_ext {setting.removed}: {setting.advice}"
     elif setting.advice and lookup(config, key) not in setting.allowed:
@@ -128,7 +119,7 @@ def _refused(config: dict[str, Any], key: str, version: str | None) -> Iterator[
 def int8_problems(config: dict[str, Any]) -> Iterator[str]:
     """Yields a message for each setting that excludes weights in 8 bits."""
     own = {"ds_ext": {"weight_storage": "int8"}}
-    yield from _refused(normalized(config) | own, "ds_ext.weight_storage", None)
+    yield from _refused(normalized(config) | own, "ds_ext.weight_storage")
 
 
 def ignored(config: dict[str, Any]) -> Iterator[str]:

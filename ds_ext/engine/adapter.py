@@ -328,7 +328,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.clear_backward_seen_flag()
         self.layout.discard()
         engine, steps = self.engine, self.engine.gradient_accumulation_steps()
-        if engine_settings.counts_micro_batches(engine) and engine.micro_steps % steps:
+        if engine.managed_gradient_accumulation() and engine.micro_steps % steps:
             log("the micro-batches of this step so far are discarded: the step starts again")
             engine.micro_steps -= engine.micro_steps % steps
         engine._unmanaged_backward_count = 0

@@ -25,7 +25,7 @@ from ds_ext.checkpoint.pieces import Pieces, Saved, by_plain_name, piece, plain_
 from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.distributed.groups import size_of
 from ds_ext.distributed.layout import Layout
-from ds_ext.engine import engine_settings, expert_parallel
+from ds_ext.engine import expert_parallel
 from ds_ext.engine.rank_logging import log, warn
 from ds_ext.engine.zero3 import Zero3Layout
 from ds_ext.errors import CheckpointError
@@ -141,7 +141,7 @@ class Contents:
             values = run.g[: len(own.shard)]
             gradients[own.name] = piece(values, own.part)
         engine, steps = self.engine, self.engine.gradient_accumulation_steps()
-        done = engine.micro_steps % steps if engine_settings.counts_micro_batches(engine) else 0
+        done = engine.micro_steps % steps if engine.managed_gradient_accumulation() else 0
         return {
             "passes": [done, steps],
             "losses": self._grad_divisor,
@@ -256,7 +256,7 @@ _KEYS = {
     *("shared_params", "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd"),
     *("dp_world_size", "mp_world_size", "ds_config", "ds_version"),
     *("checkpoint_parallel_dimensions", "universal_checkpoint_info", "ds_autoep_layers"),
-    "sparse_tensor_module_names",  # in DeepSpeed before 0.19.8
+    "sparse_tensor_module_names",  # of checkpoints that an older DeepSpeed wrote
 }
 
 

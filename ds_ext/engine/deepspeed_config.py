@@ -15,7 +15,7 @@ from ds_ext.config import config_checks
 from ds_ext.config.config_checks import named_optimizer, raise_first
 from ds_ext.config.optimizer_names import did_you_mean, misspells_section
 from ds_ext.config.parsing import filled, malformed, normalized
-from ds_ext.engine import deepspeed_versions, rank_logging
+from ds_ext.engine import rank_logging
 from ds_ext.settings import SETTINGS, SIZES
 
 # Top-level keys that neither ``SETTINGS`` nor constants of DeepSpeed's modules name.
@@ -46,8 +46,7 @@ def read(make: Callable[[], None], config: dict[str, Any]) -> None:
     found += malformed(values)
     if not found:
         values = normalized(values)
-        named = named_optimizer(values)
-        found = config_checks.all_problems(values, named, deepspeed_versions.INSTALLED)
+        found = config_checks.all_problems(values, named_optimizer(values))
     if found:
         raise ValueError("\n".join(found))
     with translated():

@@ -20,7 +20,6 @@ from ds_ext.config.parsing import lookup, normalized
 from ds_ext.distributed import consensus
 from ds_ext.distributed.unsupported_wrappers import refuse_dtensors, refuse_wrapped
 from ds_ext.engine import (
-    deepspeed_versions,
     expert_parallel,
     hook_cleanup,
     parameters,
@@ -126,8 +125,7 @@ def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     config = effective(engine)
     dtypes = {p.dtype for p in optimizer.group_of}
     kept_for = pipeline.gradients_kept_for(engine)
-    version = deepspeed_versions.INSTALLED
-    raise_first(config_checks.problems(config, version, kept_for, optimizer, dtypes))
+    raise_first(config_checks.problems(config, kept_for, optimizer, dtypes))
     is_divided = engine.mp_world_size > 1 or engine.has_moe_layers or pipeline.is_pipeline(engine)
     if replica_groups.shard_size(config) and is_divided:
         raise ValueError(

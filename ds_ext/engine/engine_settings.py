@@ -31,12 +31,6 @@ def is_filled_in(engine: DeepSpeedEngine, bucket_size: int | None) -> bool:
     return engine.device.type == "cuda" and hidden is not None and bucket_size == hidden**2
 
 
-def counts_micro_batches(engine: DeepSpeedEngine) -> bool:
-    """Returns whether the engine counts micro-batches. Before DeepSpeed 0.19.4 all engines do."""
-    managed = getattr(engine, "managed_gradient_accumulation", None)
-    return managed is None or bool(managed())
-
-
 def loss_scaler(engine: DeepSpeedEngine) -> LossScalerBase:
     """Returns DeepSpeed's loss scaler; for fp16 autocast, one with torch's default settings."""
     if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16:

@@ -18,9 +18,6 @@ from torch import Tensor, nn
 from ds_ext.distributed.groups import Group
 from ds_ext.engine.parameters import deepspeed_parameter
 
-# The attribute in which AutoEP describes a split parameter, since DeepSpeed 0.19.8.
-_AUTOEP = getattr(constants, "DS_AUTOEP_UC_META", "")
-
 
 def is_expert(param: Tensor) -> bool:
     """Returns whether a parameter belongs to experts that DeepSpeed may spread over ranks."""
@@ -71,7 +68,7 @@ def stack_position(param: Tensor) -> tuple[int, tuple[int, ...]] | None:
         The number of its first expert, and the shape [experts, ...] of the whole stack; None for
         other parameters.
     """
-    described = getattr(param, _AUTOEP, None)
+    described = getattr(param, constants.DS_AUTOEP_UC_META, None)
     if described is None:
         return None
     own = list(described[constants.AUTOEP_PARAM_LOCAL_EXPERTS])

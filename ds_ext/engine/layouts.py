@@ -31,7 +31,7 @@ from torch import Tensor
 from ds_ext.distributed.groups import Group, everyone, size_of
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement, Replicated, Sharded
-from ds_ext.engine import expert_parallel, pipeline, replica_groups, zero3
+from ds_ext.engine import autotp, expert_parallel, pipeline, replica_groups, zero3
 from ds_ext.engine.zero3 import Zero3Layout, Zero3Placement
 
 PlacementType: TypeAlias = type[Replicated] | type[Sharded]
@@ -124,8 +124,6 @@ def _with_tensor_parallelism(
     kind: PlacementType, group: Group, tensor_group: Group, losses: int, names: Mapping[Tensor, str]
 ) -> PlacementOf:
     """Placements under tensor parallelism. All its ranks have equal unsplit parameters."""
-    from ds_ext.engine import autotp  # needs DeepSpeed 0.19.8, like tensor parallelism
-
     is_replicated = kind is Replicated
     shards = autotp.tensor_parallel_shards(
         names, dist.get_rank(tensor_group), 1 if is_replicated else size_of(group)

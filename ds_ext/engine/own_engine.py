@@ -122,9 +122,6 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
         self._check_for_duplicates(client)
         self.basic_optimizer = client
         self.optimizer = self._configure_zero_optimizer(client)
-        if hasattr(self, "_configure_compression_scheduler"):  # before 0.19.6, a step reads them
-            self.compression_scheduler = self._configure_compression_scheduler()
-            self.quantizer = self._configure_quantization()
 
     def _configure_zero_optimizer(self, optimizer: RuleOptimizer) -> ZeroAdapter:
         pipeline.on_all_stages(self, lambda: engine_checks.validate(self, optimizer))

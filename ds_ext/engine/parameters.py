@@ -7,15 +7,11 @@ from typing import Any, Protocol, cast
 import torch
 from deepspeed.checkpoint import constants
 from deepspeed.module_inject import layers
-from deepspeed.module_inject.layers import TensorParallel_Layer
 from torch import Tensor, nn
 
-# Types of linear layers and embeddings, with and without tensor parallelism. DeepSpeed has these
-# embeddings since 0.19.8. For older versions ``config_checks`` refuses tensor parallelism.
-LINEARS = (nn.Linear, TensorParallel_Layer)
-_SPLIT = ("VocabParallelEmbedding", "HiddenParallelEmbedding")
-EMBEDDINGS = (nn.Embedding, *(getattr(layers, name) for name in _SPLIT if hasattr(layers, name)))
-_DESCRIPTION = getattr(constants, "DS_AUTOTP_UC_META", "")
+# Types of linear layers and embeddings, with and without tensor parallelism.
+LINEARS = (nn.Linear, layers.TensorParallel_Layer)
+EMBEDDINGS = (nn.Embedding, layers.VocabParallelEmbedding, layers.HiddenParallelEmbedding)
 
 
 class DeepSpeedParameter(Protocol):
@@ -55,7 +51,7 @@ def unpartitioned_shape(param: Tensor) -> tuple[int, ...]:
 
 def description(param: Tensor) -> dict[str, Any] | None:
     """Returns AutoTP's description of how a parameter is split; None if there is none."""
-    return getattr(param, _DESCRIPTION, None) or None
+    return getattr(param, constants.DS_AUTOTP_UC_META, None) or None
 
 
 def is_divided(param: Tensor) -> bool:

@@ -6,7 +6,7 @@ needs it. Each patch first asks whether the call concerns ds_ext, and else calls
 
 ``zero.Init`` with a config that concerns ds_ext, and ``GatheredParameters`` of parameters that such
 a context has partitioned, get a class of their own too. It supports 0-d parameters and replica
-groups, and waits for collectives that older versions of DeepSpeed do not wait for.
+groups.
 """
 
 import functools
@@ -28,7 +28,6 @@ from ds_ext.config import config_checks, optimizer_names, parsing
 from ds_ext.distributed import groups
 from ds_ext.engine import (
     deepspeed_config,
-    deepspeed_versions,
     expert_parallel,
     hook_cleanup,
     optimizers,
@@ -204,13 +203,6 @@ class OwnInit(Init):  # type: ignore[misc]  # deepspeed has no types
             replica_groups.broadcast_to_replicas(param, self.ds_process_group, 0)
             super()._zero_init_param(param)
         deepspeed_parameter(param).ds_shape = shape  # the shape after a gather
-
-    def _allgather_params_coalesced(self, params: list[Tensor], *args: Any, **kwargs: Any) -> None:
-        # Before 0.19.8 DeepSpeed waits only for the last of several collectives, but gloo (CPU)
-        # completes them in any order.
-        one_by_one = not deepspeed_versions.WAITS_FOR_ALL and self.local_device.type == "cpu"
-        for some in [[param] for param in params] if one_by_one else [params]:
-            super()._allgather_params_coalesced(some, *args, **kwargs)
 
 
 # DeepSpeed broadcasts an edit among the ranks that partition the parameter, and as bytes.

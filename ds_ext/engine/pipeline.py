@@ -23,7 +23,7 @@ from ds_ext.distributed.groups import Group, size_of
 from ds_ext.distributed.layout import ParamInfo
 from ds_ext.distributed.pipeline_layout import PipelineLayout, Tie
 from ds_ext.distributed.placement import Placement
-from ds_ext.engine import deepspeed_versions, replica_groups
+from ds_ext.engine import replica_groups
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.optimizer.groups import ParamGroup
 from ds_ext.optimizer.model_view import ModelView
@@ -43,7 +43,6 @@ def check_supported(engine: DeepSpeedEngine) -> None:
     Raises:
         ValueError: it cannot. The message names the unsupported setting.
     """
-    deepspeed_versions.refuse_old_pipelines()
     if any(kind.__name__ == "DualPipeVModule" for kind in type(engine.module).__mro__):
         raise ValueError(
             "ds_ext does not support DualPipeVModule, which puts two stages on each rank: use "

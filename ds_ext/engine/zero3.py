@@ -124,7 +124,7 @@ class Zero3Layout(Layout):
         finally:
             for m, count in zip(modules, counts, strict=True):
                 m.update(count)
-            _release_leftovers(self.offload)
+            self.offload.release_backward_leftovers()
 
     def stored(self) -> list[Tensor]:
         """Releases gathered parameters, and returns the partitions."""
@@ -141,13 +141,13 @@ class Zero3Layout(Layout):
     def end_backward(self) -> None:
         """Partitions parameters that are still gathered."""
         # A module whose inputs need no gradient has no post-backward hook, so it stays gathered.
-        _release_leftovers(self.offload)
+        self.offload.release_backward_leftovers()
 
     def discard(self) -> None:
         """Partitions parameters that a failed backward pass left gathered, and resets counts."""
         for m in self.offload.module.modules():
             m.__dict__.update({k: 0 for k in _COUNTS if k in m.__dict__})
-        _release_leftovers(self.offload)
+        self.offload.release_backward_leftovers()
         self.end_step()
 
     def end_step(self) -> None:
@@ -166,12 +166,6 @@ class Zero3Layout(Layout):
         self.updated.clear()
         if persistent:
             persistent[0].all_gather_coalesced(persistent).wait()
-
-
-def _release_leftovers(offload: DeepSpeedZeRoOffload) -> None:
-    """Partitions parameters that backward left gathered; before DeepSpeed 0.19.4, all of them."""
-    release = getattr(offload, "release_backward_leftovers", offload.partition_all_parameters)
-    release()
 
 
 def partition(engine: DeepSpeedEngine, cut: ReplicaGroups) -> DeepSpeedZeRoOffload:

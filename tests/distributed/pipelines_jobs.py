@@ -20,10 +20,7 @@ from torch.nn import functional as F
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common.ranks import logged, message
 
-# DeepSpeed before 0.19.8 has none.
-DualPipeVModule = getattr(pipe, "DualPipeVModule", None) or type(
-    "DualPipeVModule", (PipelineModule,), {}
-)
+DualPipeVModule = pipe.DualPipeVModule
 VOCAB, WIDTH, LENGTH, ROWS = 17, 12, 9, 12  # rows of a step, over all micro-batches and ranks
 STEPS = 4
 

@@ -164,7 +164,7 @@ AUTO = {
 def test_auto_is_as_if_the_key_were_absent():
     assert parsing.gradients(AUTO) == parsing.gradients({})
     assert parsing.gradients(AUTO).bucket_size is None
-    refuse(AUTO, "0.18.6")
+    refuse(AUTO)
     assert parsing.log_lines(parsing.gradients(AUTO), 7, AUTO) == parsing.log_lines(
         parsing.gradients({}), 7, {}
     )
