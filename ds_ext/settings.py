@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import BeforeValidator, Field, StrictBool
 
-from ds_ext.hyperparams import Count, NonNegative, Size
+from ds_ext.hyperparams import Count, NonNegative
 
 
 def _at_most_one(value: Any) -> bool:
@@ -29,7 +29,7 @@ class Setting:
     allowed: tuple[Any, ...] = ()  # values that are on, and are not refused all the same
     removed: str = ""  # the version of ds_ext that removed the key
     no_effect: str = ""  # if given, other values have no effect; says why
-    least_stage: int = 0  # the lowest ZeRO stage at which other values work
+    needs_stage_3: bool = False  # whether other values work at ZeRO stage 3 only
     excludes: tuple[str, ...] = ()  # keys that must be off then
     divides_ranks: bool = False  # whether the number of ranks must be a multiple of the value
 
@@ -41,11 +41,6 @@ _SEQUENCES = "sequence_parallel_size"
 _OFFLOAD_PARAM = "zero_optimization.offload_param"
 _OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer"
 
-_SHARD_SIZE = Setting(
-    least_stage=1,
-    excludes=(_HPZ, _AUTO_TP, _SEQUENCES, _AUTO_EP),
-    divides_ranks=True,
-)
 _OFFLOADS = (f"{_OFFLOAD_OPTIMIZER}.device", f"{_OFFLOAD_PARAM}.device")
 _INT8 = Setting(excludes=(*_OFFLOADS, _HPZ, _AUTO_TP, _AUTO_EP, "fp16.enabled"))
 
@@ -67,8 +62,6 @@ class Section:
     clip_mode: ClipMode = "exact"  # `previous`: clip by the previous step's norm, approximately
     clip_value: NonNegative = 0.0  # largest absolute value of a gradient element; 0: no limit
     measure_updates: bool | None = None  # RMS of updates and weights; null: if a monitor is on
-    # ranks that share one copy of what ZeRO divides; 0: all ranks
-    shard_size: Annotated[Size, _SHARD_SIZE] = 0
     batch_splits: Count = 1  # pieces of a batch, which each layer runs in turn
     chunked_loss: Chunks = False  # the loss in chunks of tokens: true, or their number
     weight_storage: Annotated[Int8, _INT8] | None = None  # `int8`: stores large matrices in 8 bits
@@ -136,7 +129,9 @@ SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 _ZERO = {
     "stage": Setting(_STAGE),
     "reduce_bucket_size": Setting(_WHOLE),
-    "zero_hpz_partition_size": Setting(_WHOLE, _at_most_one, least_stage=3, divides_ranks=True),
+    "zero_hpz_partition_size": Setting(
+        _WHOLE, _at_most_one, needs_stage_3=True, divides_ranks=True
+    ),
     **{
         f"{section}.{option}": Setting(off=lambda v: False, no_effect=_NVME)
         for section in ("offload_param", "offload_optimizer")
@@ -165,7 +160,7 @@ _ZERO = {
     "zero_quantized_nontrainable_weights": Setting(_SWITCH, advice=_REMOVE),
     "mics_shard_size": Setting(
         off=lambda v: v == -1,
-        advice='remove it: "ds_ext": {"shard_size": n} cuts a model among groups of n ranks.',
+        advice="remove it: zero_hpz_partition_size keeps a copy of the weights on each host.",
     ),
     "mics_hierarchical_params_gather": Setting(advice=_REMOVE),
     "zenflow": Setting(advice=_REMOVE),
@@ -214,6 +209,11 @@ SETTINGS: dict[str, Setting] = {
     ),
     "datastates_ckpt": Setting(off=lambda v: v is False, advice=_REMOVE),
     "nebula.enabled": Setting(advice=_REMOVE),
+    "ds_ext.shard_size": Setting(
+        advice="delete it, and checkpoints load. zero_optimization.zero_hpz_partition_size keeps a "
+        "copy of the weights on each host.",
+        removed="1.1",
+    ),
     "ds_ext.sum_group_size": Setting(
         off=lambda v: v in (0, 1),
         advice="delete it; results and checkpoints do not depend on it.",

@@ -102,12 +102,11 @@ def _refused(config: dict[str, Any], key: str) -> Iterator[str]:
         yield f"{shown} was removed in ds_ext {setting.removed}: {setting.advice}"
     elif setting.advice and lookup(config, key) not in setting.allowed:
         yield f"{shown} is not supported: {setting.advice}"
-    least, stage = setting.least_stage, lookup(config, _STAGE) or 0
-    if stage < least:
-        higher = " or higher" * (least < 3)
+    stage = lookup(config, _STAGE) or 0
+    if setting.needs_stage_3 and stage != 3:
         yield (
-            f"{shown} works only at zero_optimization.stage {least}{higher}, and the stage is "
-            f"{stage}: remove it, or set stage {least}."
+            f"{shown} works only at zero_optimization.stage 3, and the stage is {stage}: remove "
+            "it, or set stage 3."
         )
     for other in (other for other in setting.excludes if is_on(config, other)):
         yield (

@@ -94,18 +94,6 @@ def alone() -> Group:
     return _cached((dist.get_rank(),), _timeout(world))
 
 
-def divided(group: Group, size: int) -> tuple[Group, Group]:
-    """Divides a group into groups of ``size`` consecutive ranks. All ranks of the group call it.
-
-    Returns this rank's group, and the group of its peers in the others; None for one rank.
-    """
-    if group is None:
-        return None, None
-    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
-    first = rank - rank % size
-    return of_ranks(tuple(ranks[first : first + size])), of_ranks(tuple(ranks[rank % size :: size]))
-
-
 def for_hosts(group: Group, device: torch.device) -> Group:
     """Returns a group of the same ranks for messages between hosts, which wait for no GPU."""
     return group if device.type in ON_HOSTS else _twin(group, "gloo", "hosts")

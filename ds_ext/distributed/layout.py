@@ -47,7 +47,6 @@ class Layout:
         group: the data-parallel ranks; None for a single process.
         names: the names of all parameters, trained or not, in the same order on all ranks.
         placement_of: returns a parameter's placement.
-        replica_group: the ranks that hold one replica of the state; by default ``group``.
         device: of sums if there is no parameter; by default the CPU.
     """
 
@@ -62,11 +61,9 @@ class Layout:
         group: Group,
         names: Mapping[Tensor, str],
         placement_of: Callable[[Tensor], Placement],
-        replica_group: Group = None,
         device: torch.device | None = None,
     ) -> None:
         self.group = group
-        self.replica_group = replica_group or group
         self.names = names
         self.params = list(names)
         self.number_of = {p: i for i, p in enumerate(names)}
@@ -96,11 +93,6 @@ class Layout:
         found = {self.group, self.host_group}
         found = found.union(*(placement.groups for placement in self.placements))
         return {group for group in found if group is not None}
-
-    @property
-    def is_further_replica(self) -> bool:
-        """Whether earlier ranks hold the same replica."""
-        return self.rank >= size_of(self.replica_group)
 
     @property
     def sums_gradients(self) -> bool:

@@ -1,15 +1,14 @@
 """Placements: which run of a parameter a rank updates, and its collectives.
 
-Parameters with the same distribution share one. d is the number of ranks that together hold one
-replica of the runs: all data-parallel ranks, unless ``ds_ext.shard_size`` is set.
+Parameters with the same distribution share one. d is the number of data-parallel ranks.
 
 | placement    | weight kept | run   | gradient       | after the update   | partial sums     |
 |--------------|-------------|-------|----------------|--------------------|------------------|
 | `Replicated` | all         | all   | all-reduce     | nothing            | complete, unsent |
 | `Sharded`    | all         | 1/d   | reduce-scatter | all-gather of runs | added up over d  |
 
-If several groups of d ranks each hold a replica, each run's sum is all-reduced among its replicas
-after the reduce-scatter. Partial sums stay within a group, because all groups have the same ones.
+If tensor-parallel ranks hold replicas of a run, its sum is all-reduced among them after the
+reduce-scatter. Partial sums stay within the data-parallel ranks: all replicas have the same ones.
 engine/zero3.py has the placement of ZeRO-3, where a rank keeps only its run. With tensor
 parallelism, "all" means the boxes of the matrix that a rank holds, and partial sums are added up
 over all ranks that hold a part of it. Unsplit parameters have their own placement, as do experts.

@@ -52,7 +52,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.optimizer = optimizer
         self.module = engine.module
         self.layout = layout_of(engine)
-        self.dp_process_group = self.layout.replica_group  # DeepSpeed uses it in file names
+        self.dp_process_group = self.layout.group  # DeepSpeed uses it in file names
         share_time_limit(self.layout)
         config = engine_settings.effective(engine)
         kept_for, overlap = pipeline.gradients_kept_for(engine), bool(engine.zero_overlap_comm())

@@ -227,7 +227,7 @@ class Contents:
         stage = int(self.engine.zero_optimization_stage())
         return {
             "zero_stage": stage,
-            "partition_count": 1 if stage == 0 else size_of(self.layout.replica_group),
+            "partition_count": 1 if stage == 0 else size_of(self.layout.group),
             "fp32_flat_groups" if is_padded else "single_partition_of_fp32_groups": runs,
         }
 

@@ -24,7 +24,6 @@ from ds_ext.engine import (
     hook_cleanup,
     parameters,
     pipeline,
-    replica_groups,
     schedulers,
     trainer_checks,
 )
@@ -126,12 +125,6 @@ def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     dtypes = {p.dtype for p in optimizer.group_of}
     kept_for = pipeline.gradients_kept_for(engine)
     raise_first(config_checks.problems(config, kept_for, optimizer, dtypes))
-    is_divided = engine.mp_world_size > 1 or engine.has_moe_layers or pipeline.is_pipeline(engine)
-    if replica_groups.shard_size(config) and is_divided:
-        raise ValueError(
-            f"{replica_groups.KEY} does not support model parallelism, pipelines or experts that "
-            "are spread over ranks yet: remove it, or mpu, PipelineModule and deepspeed.moe layers."
-        )
     compiled = any(isinstance(m, OptimizedModule) for m in engine.module.modules())
     if compiled and engine.zero_optimization_stage() == 3:
         raise ValueError(

@@ -6,7 +6,6 @@
 | experts spread over ranks      | Replicated(e)   | Sharded(e)    | Zero3Placement(e)    | e      |
 | split by tensor parallelism    | Replicated(d)   | Sharded(d)    | Zero3Placement(d)    | all    |
 | unsplit by tensor parallelism  | Replicated(all) | Sharded(all)  | Zero3Placement(d, t) | all, d |
-| with ``ds_ext.shard_size``     | refused         | Sharded(s, c) | Zero3Placement(s, c) | s      |
 
 Gradients are summed over the groups in parentheses. The ranks of a second group hold replicas,
 which compute the same update. A rule's partial sums are reduced over the last column's group (the
@@ -15,8 +14,6 @@ second one at stage 3). At stage 0 only split parameters need a reduction, over 
 d: the data-parallel ranks, including ranks that share a sequence.
 e: the data-parallel ranks that have the same experts.
 t: the tensor-parallel ranks.
-s: the ranks that together hold one replica.
-c: the ranks that hold the same part of each replica.
 """
 
 import functools
@@ -31,14 +28,13 @@ from torch import Tensor
 from ds_ext.distributed.groups import Group, everyone, size_of
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement, Replicated, Sharded
-from ds_ext.engine import autotp, expert_parallel, pipeline, replica_groups, zero3
+from ds_ext.engine import autotp, expert_parallel, pipeline, zero3
 from ds_ext.engine.zero3 import Zero3Layout, Zero3Placement
 
 PlacementType: TypeAlias = type[Replicated] | type[Sharded]
 PlacementOf: TypeAlias = Callable[[Tensor], Placement]
 
-_CUT: dict[int, type[Sharded]] = {1: Sharded, 2: Sharded, 3: Zero3Placement}
-_BY_STAGE: dict[int, PlacementType] = {0: Replicated, **_CUT}
+_BY_STAGE: dict[int, PlacementType] = {0: Replicated, 1: Sharded, 2: Sharded, 3: Zero3Placement}
 
 
 def layout_of(engine: DeepSpeedEngine) -> Layout:
@@ -57,21 +53,17 @@ def _of_whole_model(engine: DeepSpeedEngine) -> Layout:
     """The layout of a model that is not a pipeline."""
     names = expert_parallel.global_names(engine.param_names, engine.module)
     group, stage = engine.seq_data_parallel_group, int(engine.zero_optimization_stage())
-    cut = replica_groups.split_ranks(group, replica_groups.shard_size(engine.config))
-    offload = zero3.partition(engine, cut) if stage == 3 else None
+    offload = zero3.partition(engine, group) if stage == 3 else None
     kind, losses = _BY_STAGE[stage], _num_mean_losses(engine)
     tensor_group = groups.get_tensor_model_parallel_group() if engine.autotp_size() > 1 else None
     if tensor_group is not None:
         dense = _with_tensor_parallelism(kind, group, tensor_group, losses, names)
-    elif cut.replicas is not None:
-        dense = _alike(_CUT[stage](cut.shards, losses, replicas=cut.replicas))
     else:
         dense = _alike(kind(group, losses))
     placement_of = _with_experts(dense, kind, group, losses, size_of(tensor_group))
     if offload is None:
-        return Layout(group, names, placement_of, cut.shards)
-    overlap = bool(engine.zero_overlap_comm())
-    return Zero3Layout(offload, group, names, placement_of, overlap, cut.shards)
+        return Layout(group, names, placement_of)
+    return Zero3Layout(offload, group, names, placement_of, bool(engine.zero_overlap_comm()))
 
 
 def share_time_limit(layout: Layout) -> None:

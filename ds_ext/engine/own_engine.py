@@ -208,11 +208,6 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
         """Loads a checkpoint that was saved with any number of ranks and any ZeRO stage."""
         return loading.load_checkpoint(self, *args, **kwargs)
 
-    def is_first_weights_partition_group(self) -> bool:
-        """Returns whether this rank writes ZeRO-3 partitions. Only one replica's ranks do."""
-        is_further = self.optimizer.layout.is_further_replica
-        return super().is_first_weights_partition_group() and not is_further
-
 
 class OwnPipelineEngine(OwnEngine):
     """The same for DeepSpeed's PipelineEngine."""

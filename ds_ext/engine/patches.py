@@ -5,8 +5,7 @@ what happens without such an engine is patched here. The comment above a patch s
 needs it. Each patch first asks whether the call concerns ds_ext, and else calls DeepSpeed's method.
 
 ``zero.Init`` with a config that concerns ds_ext, and ``GatheredParameters`` of parameters that such
-a context has partitioned, get a class of their own too. It supports 0-d parameters and replica
-groups.
+a context has partitioned, get a class of their own too. It supports 0-d parameters.
 """
 
 import functools
@@ -32,7 +31,6 @@ from ds_ext.engine import (
     hook_cleanup,
     optimizers,
     own_engine,
-    replica_groups,
     trainer_checks,
     unsupported_api,
 )
@@ -178,61 +176,45 @@ def refuse_gradients_in_forward(original: Method, ctx: Any, *args: Any) -> Any:
 # ZeRO-3's contexts, which belong to no engine.
 
 
-# DeepSpeed partitions among all ranks, or among those that the caller passes.
+# DeepSpeed broadcasts bytes, which fails for 0-d parameters.
 @replaces(Init, "__init__")
-def default_to_shard_group(original: Method, init: Init, *args: Any, **kwargs: Any) -> None:
-    """Partitions among ``ds_ext.shard_size`` ranks if the caller passes no group."""
+def partition_scalars(original: Method, init: Init, *args: Any, **kwargs: Any) -> None:
+    """Partitions 0-d parameters too, if the config concerns ds_ext."""
     given = inspect.signature(original).bind_partial(init, *args, **kwargs).arguments
-    config = given.get("config_dict_or_path") or given.get("config")
-    if not optimizer_names.concerns_us(config):
-        original(init, *args, **kwargs)
-        return
-    init.__class__ = OwnInit
-    is_named = given.get("data_parallel_group") or given.get("sequence_data_parallel_group")
-    if not is_named and given.get("enabled", True):
-        given["data_parallel_group"] = replica_groups.shard_group_for(config, given.get("mpu"))
-    original(**given)
+    if optimizer_names.concerns_us(given.get("config_dict_or_path") or given.get("config")):
+        init.__class__ = OwnInit
+    original(init, *args, **kwargs)
 
 
 class OwnInit(Init):  # type: ignore[misc]  # deepspeed has no types
-    """Partitions 0-d parameters, and parameters with replicas."""
+    """Partitions 0-d parameters."""
 
     def _zero_init_param(self, param: Tensor) -> None:
         shape = param.shape
         with as_vectors([param]):
-            replica_groups.broadcast_to_replicas(param, self.ds_process_group, 0)
             super()._zero_init_param(param)
         deepspeed_parameter(param).ds_shape = shape  # the shape after a gather
 
 
-# DeepSpeed broadcasts an edit among the ranks that partition the parameter, and as bytes.
+# The same for the broadcast of an edit.
 @replaces(GatheredParameters, "__init__")
-def localize_modifier_rank(
+def gather_scalars(
     original: Method, gathered: GatheredParameters, *args: Any, **kwargs: Any
 ) -> None:
-    """Records the global modifier rank, and gives DeepSpeed its index within each replica group."""
+    """Broadcasts edits of 0-d parameters too."""
     bound = inspect.signature(original).bind(gathered, *args, **kwargs)
     given = bound.arguments
     if not isinstance(given["params"], Tensor):
         given["params"] = list(given["params"])  # it may be a generator
     params = [given["params"]] if isinstance(given["params"], Tensor) else given["params"]
-    size = replica_groups.replicated_shard_size(params)
-    if size or any(getattr(param, "ds_shape", None) == () for param in params):
+    if any(getattr(param, "ds_shape", None) == () for param in params):
         gathered.__class__ = OwnGatheredParameters
-        gathered.modifier_of_all = given.get("modifier_rank") if size else None
-        if gathered.modifier_of_all is not None:
-            given["modifier_rank"] = gathered.modifier_of_all % size
     original(*bound.args, **bound.kwargs)
 
 
 class OwnGatheredParameters(GatheredParameters):  # type: ignore[misc]  # deepspeed has no types
-    """Ends the gather of 0-d parameters, and of parameters with replicas."""
+    """Ends the gather of 0-d parameters."""
 
     def __exit__(self, *error: Any) -> None:
-        params = self.params if self.enabled else []
-        with as_vectors(params):
-            if self.modifier_of_all is not None:
-                for param in params:
-                    group = deepspeed_parameter(param).ds_process_group
-                    replica_groups.broadcast_to_replicas(param, group, self.modifier_of_all)
+        with as_vectors(self.params if self.enabled else []):
             super().__exit__(*error)

@@ -23,7 +23,6 @@ from ds_ext.distributed.groups import Group, size_of
 from ds_ext.distributed.layout import ParamInfo
 from ds_ext.distributed.pipeline_layout import PipelineLayout, Tie
 from ds_ext.distributed.placement import Placement
-from ds_ext.engine import replica_groups
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.optimizer.groups import ParamGroup
 from ds_ext.optimizer.model_view import ModelView
@@ -54,7 +53,6 @@ def check_supported(engine: DeepSpeedEngine) -> None:
             f"zero_optimization.stage = {stage}: DeepSpeed's PipelineModule takes stage 0 or 1."
         )
     others = {
-        replica_groups.KEY: bool(replica_groups.shard_size(engine.config)),
         'a "model" axis of its topology': engine.module.topology().get_dim("model") > 1,
         "tensor_parallel.autotp_size": engine.autotp_size() > 1,
         "sequence_parallel_size": engine.sequence_parallel_size > 1,

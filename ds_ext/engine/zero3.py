@@ -28,9 +28,8 @@ from ds_ext.distributed.desync import OrderCheck
 from ds_ext.distributed.groups import Group
 from ds_ext.distributed.layout import Agreement, Layout, complete
 from ds_ext.distributed.placement import Placement, Sharded
-from ds_ext.engine import int8_partitions, replica_groups
+from ds_ext.engine import int8_partitions
 from ds_ext.engine.parameters import deepspeed_parameter
-from ds_ext.engine.replica_groups import ReplicaGroups
 from ds_ext.optimizer import host_offload
 
 # DeepSpeed counts down each module's uses to decide when to gather and release it.
@@ -67,7 +66,6 @@ class Zero3Layout(Layout):
         names: the names of all parameters.
         placement_of: returns a parameter's placement.
         overlap: whether gradients are reduced while backward continues.
-        replica_group: see ``Layout``.
     """
 
     def __init__(
@@ -77,10 +75,9 @@ class Zero3Layout(Layout):
         names: Mapping[Tensor, str],
         placement_of: Callable[[Tensor], Placement],
         overlap: bool,
-        replica_group: Group = None,
     ) -> None:
         self.offload = offload
-        super().__init__(group, names, placement_of, replica_group)
+        super().__init__(group, names, placement_of)
         self.agrees_at_once = True
         # Gloo, the CPU backend, aborts a process that gets more messages than it waits for.
         ahead = overlap and self.device.type != "cpu"
@@ -168,13 +165,16 @@ class Zero3Layout(Layout):
             persistent[0].all_gather_coalesced(persistent).wait()
 
 
-def partition(engine: DeepSpeedEngine, cut: ReplicaGroups) -> DeepSpeedZeRoOffload:
+def partition(engine: DeepSpeedEngine, group: Group) -> DeepSpeedZeRoOffload:
     """Partitions the engine's model; returns DeepSpeed's object that gathers its parameters.
+
+    Args:
+        engine: the engine.
+        group: the data-parallel ranks.
 
     Raises:
         ValueError: the groups do not match those of an earlier partition.
     """
-    replica_groups.refuse_other_groups(engine.module.named_parameters(), cut)
     # Partition parameters that an earlier engine kept gathered. This engine may not update them.
     for param in engine.module.parameters():
         if hasattr(param, "ds_persist"):
@@ -193,7 +193,7 @@ def partition(engine: DeepSpeedEngine, cut: ReplicaGroups) -> DeepSpeedZeRoOfflo
         max_live_parameters=engine.zero_max_live_parameters(),
         param_persistence_threshold=engine.zero_param_persistence_threshold(),
         model_persistence_threshold=engine.zero_model_persistence_threshold(),
-        dp_process_group=cut.shards,
+        dp_process_group=group,
         offload_param_config=engine.zero_offload_param(),
         mpu=engine.mpu,
         zero_param_parallel_group=_secondary_group(engine),

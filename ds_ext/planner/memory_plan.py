@@ -41,7 +41,6 @@ def _where(options: PlanOptions) -> str:
     where = options.dtype
     where += f", matrices stored in {own.weight_storage}," if own.weight_storage else ""
     where += f" on {options.ranks} data-parallel rank{'s'[: options.ranks > 1]}"
-    where += f", {own.shard_size} ranks per replica for ds_ext" if own.shard_size else ""
     if batch is None:
         return where
     where += f", {batch.rows} row{'s'[: batch.rows > 1]} of {batch.tokens:,} tokens each"

@@ -31,7 +31,6 @@ KEYS = {
     "offload_param": "zero_optimization.offload_param.device",
     "offload_optimizer": "zero_optimization.offload_optimizer.device",
     "batch": "train_micro_batch_size_per_gpu",
-    "shard_size": "ds_ext.shard_size",
     "accumulate": "ds_ext.gradient_policy",
     "weight_storage": "ds_ext.weight_storage",
     "batch_splits": "ds_ext.batch_splits",
@@ -160,12 +159,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--model", help=f"HF folder, config.json or Hub name, or one of: {known}", required=True)
     add("--config", type=Path, metavar="ds.json", help="a DeepSpeed config; options overrule it")
     add("--ranks", type=_positive, default=1, help="data-parallel ranks (default 1)")
-    add(
-        "--shard-size",
-        type=_positive,
-        metavar="RANKS",
-        help="ranks that hold one replica under ZeRO (default: all)",
-    )
     add("--optimizer", help=f"one of {', '.join(OPTIMIZERS)}; default: all of them")
     add("--params", metavar="JSON", help="optimizer.params of the DeepSpeed config")
     add(

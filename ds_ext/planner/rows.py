@@ -98,8 +98,7 @@ class MemoryPlan:
             label = f"{name}, {'plain step()' if stage is None else f'ZeRO-{stage}'}"
             if offloads:
                 label += f", {' and '.join(offloads)} offloaded"
-            ranks = (stage and options.own.shard_size) or options.ranks
-            of = (rules, self.shapes, stage, ranks, self.dtype)
+            of = (rules, self.shapes, stage, options.ranks, self.dtype)
             in_int8 = options.own.weight_storage == "int8"
             how = (options.bucket, options.accumulates, offloads, in_int8)
             use = memory.optimizer_memory(*of, *how)

@@ -122,7 +122,6 @@ HOW = {
     "zero.Init": {},
     "reentrant": {},
     "nonreentrant": {},
-    "shard_size": {"ds_ext": {"weight_storage": "int8", "shard_size": 2}},
     "clipped": {"gradient_clipping": 0.05},
     "accumulated": {"gradient_accumulation_steps": 2},
     "AdaLomo": {"optimizer": {"type": "AdaLomo", "params": {"lr": 0.01}}},
@@ -140,7 +139,7 @@ def alike(stage: int, how: str) -> dict[str, Any]:
         with deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=0):
             if dist.get_rank() == 0:
                 model.load_state_dict(weights)
-    config = config_of(stage) | (HOW[how] if stage or how != "shard_size" else {})
+    config = config_of(stage) | HOW[how]
     engine = deepspeed.initialize(model=model, config=config)[0]
     for step in range(4):
         engine.backward(engine(batch(step)))

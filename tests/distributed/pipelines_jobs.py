@@ -372,7 +372,6 @@ def refusals() -> dict[str, tuple[str, float]]:
         ),
     }
     cases["tied"] = ({}, {"num_stages": 2})
-    cases["copies"] = ({"ds_ext": {"shard_size": 1}} | zero(1), {"num_stages": 1})
     cases["untied"] = ({}, {"num_stages": 2, "loss_fn": Weighted()})
     cases["two on a rank"] = ({}, {"num_stages": 2})
     told = {}

@@ -120,11 +120,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "deepcompile": base(3) | {"compile": {"deepcompile": True}},
     "hpz below stage 3": base(2, zero_hpz_partition_size=2),
     "hpz that does not divide": base(3, zero_hpz_partition_size=2),
-    "copies that do not divide": base(3) | {"ds_ext": {"shard_size": 2}},
+    "copies": base(3) | {"ds_ext": {"shard_size": 2}},
     "sum groups": base(3) | {"ds_ext": {"sum_group_size": 3}},
     "sum groups of hosts": base(0) | {"ds_ext": {"sum_group_size": "host"}},
-    "copies without zero": base(0) | {"ds_ext": {"shard_size": 1}},
-    "copies with hpz": base(3, zero_hpz_partition_size=3) | {"ds_ext": {"shard_size": 1}},
     "compiled model": base(3),
     "compiled backward": base(1),
 }

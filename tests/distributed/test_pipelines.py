@@ -151,7 +151,6 @@ def test_what_is_not_finite_on_one_stage_skips_the_step_on_all(ranks, stages, ze
 
 REFUSED = {
     "tied": ["tied_modules.tokens.weight is tied", "requires_grad"],
-    "copies": ["ds_ext.shard_size", "remove it"],
     "stage 2": ["zero_optimization.stage = 2", "0 or 1"],
     "stage 3": ["zero_optimization.stage = 3", "0 or 1"],
     "fused": ["PipelineModule needs kept gradients", 'ds_ext.gradient_policy = "fused"', "remove"],

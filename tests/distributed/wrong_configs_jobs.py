@@ -99,7 +99,6 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
     ("data_types", {"data_types": None}),
     ("checkpoint", {"checkpoint": None}),
     ("ds_ext", {"ds_ext": []}),
-    ("ds_ext.shard_size", {"ds_ext": {"shard_size": "1"}}),
     ("scheduler", {"scheduler": None}),
     ("scheduler.params", {"scheduler": WARMUP | {"params": None}}),
     # Sizes and numbers that DeepSpeed takes as they are.
@@ -143,8 +142,8 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
         "train_batch_size is not equal to",
         {"train_batch_size": 7, "gradient_accumulation_steps": 2},
     ),
-    ("ds_ext.shard_size = 2 does not divide the 1 ranks", {"ds_ext": {"shard_size": 2}}),
-    ("works only at", {"ds_ext": {"shard_size": 1}} | _zero(0)),
+    ("ds_ext.shard_size = 2 was removed in ds_ext 1.1", {"ds_ext": {"shard_size": 2}}),
+    ("works only at", _zero(2, zero_hpz_partition_size=2)),
     ("not supported together", {"ds_ext": {"weight_storage": "int8"}, "fp16": {"enabled": True}}),
     ("keeps none", {"ds_ext": {"gradient_policy": "fused"}, "gradient_accumulation_steps": 2}),
     ("clip the same", {"ds_ext": {"clip_value": 1.0}, "gradient_clipping": 1.0}),

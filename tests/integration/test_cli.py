@@ -338,13 +338,10 @@ BAD_CONFIGS = [
         "CAME: unknown key optimizer.params.lrr",
     ),
     (
-        {"zero_optimization": {"stage": 3}, "ds_ext": {"shard_size": 3}},
-        "ds_ext.shard_size = 3 does not divide the 4",
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}},
+        "zero_hpz_partition_size = 3 does not divide the 4",
     ),
-    (
-        {"ds_ext": {"shard_size": 2}},
-        "works only at zero_optimization.stage 1 or higher, and the stage is 0",
-    ),
+    ({"ds_ext": {"shard_size": 2}}, "ds_ext.shard_size = 2 was removed in ds_ext 1.1: delete it"),
 ]
 
 

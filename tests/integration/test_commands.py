@@ -495,13 +495,14 @@ def test_comments_in_a_config_are_read_as_deepspeed_reads_them(tmp_path, capsys)
 
 
 def test_what_needs_a_model_or_ranks_is_named(tmp_path, capsys):
-    keys = optimizer(param_groups=[GROUP]) | {"ds_ext": {"shard_size": 2}}
+    zero = {"stage": 3, "zero_hpz_partition_size": 2}
+    keys = optimizer(param_groups=[GROUP]) | {"zero_optimization": zero}
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(changed(**keys)))
     assert main(["check", str(path)]) == 0
     said = capsys.readouterr().out
     assert "not checked: optimizer.params.param_groups" in said and "give --model" in said
-    assert "not checked: ds_ext.shard_size" in said and "give --ranks" in said
+    assert "not checked: zero_optimization.zero_hpz" in said and "give --ranks" in said
     assert said.endswith("nothing is wrong in what was checked\n")
     assert main(["check", str(path), "--ranks", "3"]) == 1
-    assert "ds_ext.shard_size = 2 does not divide the 3 ranks" in capsys.readouterr().out
+    assert "zero_hpz_partition_size = 2 does not divide the 3 ranks" in capsys.readouterr().out

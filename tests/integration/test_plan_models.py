@@ -272,23 +272,3 @@ def test_models_that_are_built_in_no_longer_have_a_name_on_the_hub(capsys):
 def test_clipping_is_named_as_not_counted(folder, capsys):
     assert main(["plan", "--model", str(folder)]) == 0
     assert "clipping to a norm" in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_copy_is_cut_among_the_ranks_of_a_group(folder, tmp_path, capsys):
-    options = ["--model", folder, "--optimizer", "came", "--stage", 3]
-    _, alone = plan(capsys, *options, "--ranks", 4)
-    text, copies = plan(capsys, *options, "--ranks", 16, "--shard-size", 4)
-    config = tmp_path / "ds.json"
-    told = {"ds_ext": {"shard_size": 4}, "bf16": {"enabled": True}}
-    config.write_text(json.dumps(told | {"zero_optimization": {"stage": 3}}))
-    _, by_config = plan(capsys, *options[:4], "--ranks", 16, "--config", config)
-    _, spread = plan(capsys, *options, "--ranks", 16)
-    assert alone["CAME, ZeRO-3"] == copies["CAME, ZeRO-3"] == by_config["CAME, ZeRO-3"]
-    assert copies["CAME, ZeRO-3"] != spread["CAME, ZeRO-3"]
-    assert "on 16 data-parallel ranks, 4 ranks per replica" in text
-
-
-@pytest.mark.parametrize("bad", [("3",), ("4", "--stage", "0"), ("4", "--stage", "none")], ids=str)
-def test_groups_that_cannot_be_are_no_plan(bad, capsys):
-    given = ["--model", "llama-3.1-8b", "--optimizer", "came", "--ranks", 16, "--shard-size", *bad]
-    assert "ds_ext.shard_size = " in refused(capsys, "plan", *given)

@@ -84,7 +84,6 @@ FEATURES = (
     "weights stored in int8",
     "ZeRO++ hpZ",
     "MiCS",
-    "groups of ranks with copies (`shard_size`)",
     "DeepCompile",
     "ZenFlow",
     "SuperOffload",

@@ -85,7 +85,6 @@ _LABELS = {
     "HSDP, meshes of two dimensions": "HSDP",
     "pipelines: 16 bits, with a loss scale for fp16": "pipelines: bf16, fp16",
     "pipelines: resume on other stages and ranks": "pipelines: resume with other stages",
-    "groups of ranks with copies (`shard_size`)": "`shard_size`",
 }
 
 

@@ -30,7 +30,7 @@ SETTINGS = [
     ("zero_optimization.zero_quantized_gradients", [True], [False], "gradients are then exact"),
     ("zero_optimization.zero_quantized_weights", [True], [False], "checkpoints load"),
     ("zero_optimization.zero_quantized_nontrainable_weights", [True], [False], "remove it"),
-    ("zero_optimization.mics_shard_size", [2], [-1], '"ds_ext": {"shard_size": n}'),
+    ("zero_optimization.mics_shard_size", [2], [-1], "zero_hpz_partition_size"),
     ("zero_optimization.mics_hierarchical_params_gather", [True], [False], "remove it"),
     ("zero_optimization.zenflow", [{"topk_ratio": 0.1}], [None], "remove it"),
     ("fp16.fp16_master_weights_and_grads", [True], [False], "weight_update"),

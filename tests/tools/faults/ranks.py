@@ -3,24 +3,12 @@
 from tests.tools.faults.fault import FSDP2, ZERO, Fault
 
 FAULTS = (
-    # groups of ranks that hold copies
+    # unsplit parameters under tensor parallelism
     Fault(
         "distributed/placement.py",
         "if size_of(self.replicas) == 1:",
         "if size_of(self.replicas) >= 1:",
-        "distributed/test_shard_size.py -k 'one_process and 4-adalomo'",
-    ),
-    Fault(
-        "engine/replica_groups.py",
-        "if shards in _of_shards:",
-        "if not shards:",
-        "distributed/test_shard_size.py -k built",
-    ),
-    Fault(
-        "engine/own_engine.py",
-        "return super().is_first_weights_partition_group() and not",
-        "return super().is_first_weights_partition_group() or not",
-        "distributed/test_shard_size.py -k checkpoint",
+        "distributed/test_tensor_parallel.py -k llama-muon-3",
     ),
     # FSDP2: segments called again, tied weights, what HF Trainer and accelerate ask for
     Fault(
