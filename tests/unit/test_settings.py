@@ -45,6 +45,7 @@ SETTINGS = [
     ("checkpoint.writer", [{"decoupled": True}], [None], "remove it"),
     ("datastates_ckpt", [{}, {"x": 1}], [False], "remove it"),
     ("nebula.enabled", [True], [False], "remove it"),
+    ("ds_ext.shard_size", [1, 2, "2"], [0, None], "delete it"),
     ("ds_ext.sum_group_size", [2, "host"], [0, 1, False], "delete it"),
 ]
 REFUSED = [(key, value, advice) for key, bad, _, advice in SETTINGS for value in bad]
