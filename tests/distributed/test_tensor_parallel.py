@@ -3,8 +3,9 @@
 import re
 
 import pytest
+from deepspeed.checkpoint import constants
 
-from ds_ext.engine import autotp, parameters
+from ds_ext.engine import autotp
 from tests import worlds
 from tests.common import hypers
 from tests.common.choose import params
@@ -65,7 +66,7 @@ class Described:
     """A parameter whose layer says what it is given."""
 
     def __init__(self, meta):
-        setattr(self, parameters._DESCRIPTION, meta)
+        setattr(self, constants.DS_AUTOTP_UC_META, meta)
         self.tensor_model_parallel = True
 
 
