@@ -5,7 +5,7 @@ import os
 import torch
 from hypothesis import settings
 
-from tests.tools import cpu, support
+from tests.tools import support
 
 # DeepSpeed looks for an accelerator itself and may not settle on the CPU where there is none.
 if not torch.cuda.is_available():
@@ -27,7 +27,6 @@ def pytest_configure(config):
 
         selftest.CHECKED.clear()
     config.pluginmanager.register(support.Collector(config))
-    config.pluginmanager.register(cpu.Meter(config))
 
 
 def pytest_runtest_teardown():
@@ -37,5 +36,4 @@ def pytest_runtest_teardown():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--cpu", type=int, default=0, help="show so many tests by their CPU time")
     parser.addoption("--kills", type=int, default=4, help="ranks killed in the soak")

@@ -14,7 +14,6 @@ import pickle
 import random
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -65,8 +64,7 @@ def serve(
 ) -> None:
     """Joins a world of ``size`` ranks and runs the jobs that come over ``connection``.
 
-    Answers each with (whether it ended well, its saved result or its traceback, CPU seconds since
-    the last answer). Never returns.
+    Answers each with (whether it ended well, its saved result or its traceback). Never returns.
 
     Args:
         rank: The number of this rank.
@@ -76,7 +74,7 @@ def serve(
         output: The file that takes what the rank writes to stdout and stderr.
         connection: Brings (paths to import from, job, arguments, whether it is the last).
     """
-    code, clock = 1, Clock()
+    code = 1
     try:
         _redirect(output)
         os.environ |= {
@@ -100,7 +98,7 @@ def serve(
             if not is_last:
                 surroundings.restore()
             _flush()
-            connection.send((True, result, clock.lap()))
+            connection.send((True, result))
         dist.barrier()
         code = 0
     except BaseException:
@@ -108,7 +106,7 @@ def serve(
         sys.stderr.write(text)
         _flush()
         with contextlib.suppress(OSError):
-            connection.send((False, text, clock.lap()))
+            connection.send((False, text))
     # Without the interpreter's teardown, in which torch 2.13 sometimes aborts after all is done
     # (about one run in sixty of a gloo group of three).
     _flush()
@@ -125,18 +123,6 @@ def run(paths: list[str], job: str, args: bytes, connection: Connection) -> None
         answer = False, traceback.format_exc()
     connection.send(answer)
     os._exit(0)
-
-
-class Clock:
-    """CPU time of this process."""
-
-    def __init__(self) -> None:
-        self.last = 0.0
-
-    def lap(self) -> float:
-        """Seconds since the last call."""
-        self.last, before = time.process_time(), self.last
-        return self.last - before
 
 
 class Surroundings:

@@ -50,7 +50,6 @@ TOLD = 4000  # characters of a rank's output that are shown
 _context = multiprocessing.get_context("forkserver")
 _worlds: dict[int, "World"] = {}
 _found: dict[tuple[int, str, bytes], Any] = {}
-_spent = [0.0]  # CPU seconds of ranks, of all jobs
 
 
 def run(size: int, job: Callable[..., Any], *args: Any, limit: float = 120) -> list[Any]:
@@ -246,17 +245,12 @@ class World:
                     continue
                 del waiting[rank]
                 try:
-                    answers[rank] = self._received(rank)
+                    answers[rank] = self.connections[rank].recv()
                 except (EOFError, OSError):  # it died, and is soon known to have
                     self.processes[rank].join(GRACE)
                 if rank not in answers or not answers[rank][0]:
                     until = min(until, time.monotonic() + GRACE)
         return answers
-
-    def _received(self, rank: int) -> tuple[bool, Any]:
-        is_well, result, seconds = self.connections[rank].recv()
-        _spent[0] += seconds
-        return is_well, result
 
     def _report(self, rank: int, answer: tuple[bool, Any] | None, limit: float) -> str:
         """How a rank fared in a job that failed."""
@@ -295,7 +289,7 @@ class World:
             for rank, connection in list(reading.items()):
                 if connection.poll():
                     try:
-                        is_well, result = self._received(rank)
+                        is_well, result = self.connections[rank].recv()
                         if is_well:  # else a failure, perhaps after the result was sent
                             results[rank] = _loaded(result)
                     except (EOFError, OSError):
@@ -329,11 +323,6 @@ def start() -> None:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def spent() -> float:
-    """CPU seconds that ranks have taken so far for jobs, their imports and starts included."""
-    return _spent[0]
 
 
 @atexit.register
