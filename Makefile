@@ -52,7 +52,7 @@ compare: .venv/.demo
 
 # DeepSpeed looks for an accelerator itself, and on a machine without one may not settle on the
 # CPU: name it there, and only there.
-test-all: .venv/.oldest .venv/.ir .venv/.pyright
+test-all: .venv/.oldest .venv/.ir
 test test-all: .venv/.test
 	if ! $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
 	    export DS_ACCELERATOR=$${DS_ACCELERATOR:-cpu}; \
@@ -174,13 +174,6 @@ OLDEST = deepspeed==0.19.8 transformers==4.50.3 tokenizers==0.21.4 huggingface_h
 	@rm -rf .venv/oldest
 	@DS_BUILD_OPS=0 $(BIN)/pip install --quiet --no-deps --no-build-isolation --target .venv/oldest $(OLDEST)
 	@touch $@
-
-# pyright, the type checker of VS Code, with a Node of its own. `make test-all` goes on without it.
-.venv/.pyright: .venv/.test
-	@echo "  basedpyright, which checks types as editors do"
-	@rm -rf .venv/pyright
-	@$(BIN)/pip install --quiet --target .venv/pyright basedpyright==1.40.2 || rm -rf .venv/pyright
-	@if [ -d .venv/pyright ]; then touch $@; fi
 
 # ttsem executes Triton's compiled IR. Its metadata asks for Python 3.12; 3.11 runs it too. It has no
 # dependencies but numpy and triton. `make test-all` goes on where it cannot be installed.

@@ -56,46 +56,6 @@ def test_ratios_are_of_one_round():
     assert report.ratios(times, "unit") == {"unit": (1, 1), "other": (2, 1)}  # 3, 1 and 2
 
 
-def test_a_table_has_the_columns_of_its_first_row():
-    rows = [{"name": "a", "n": 12345, "x": 1.5}, {"x": None, "n": 7, "name": "b"}]
-    assert report.table(rows).splitlines() == [
-        "| name | n | x |",
-        "| --- | --- | --- |",
-        "| a | 12,345 | 1.50 |",
-        "| b | 7 |  |",
-    ]
-
-
-@pytest.mark.parametrize(
-    "value, shown",
-    [
-        (9.999, "10.0"),
-        (0.012345, "0.0123"),
-        (123456.0, "123,000"),
-        (float("nan"), "nan"),
-    ],
-)
-def test_floats_have_three_digits(value, shown):
-    assert report.table([{"x": value}]).endswith(f"| {shown} |")
-
-
-@pytest.mark.parametrize("gpu, name", [("", "speed"), ("NVIDIA H200", "speed_nvidia-h200")])
-def test_results_are_written_beside_those_of_other_machines(gpu, name, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(report, "_gpu", lambda: gpu)
-    monkeypatch.setattr(report, "machine", lambda: "two cores")
-    monkeypatch.setattr("sys.argv", ["benchmarks", "step", "--sizes", "1 2"])
-    report.write("speed", "Speed", "How.", {"Times": [{"s": 1.0}]})
-    written = (tmp_path / "results" / f"{name}.md").read_text()
-    assert written.split("\n\n") == [
-        "# Speed",
-        "How.",
-        "## Times",
-        "| s |\n| --- |\n| 1.00 |",
-        "two cores.\nMade by `python -m benchmarks step --sizes '1 2'`.\n",
-    ]
-
-
 # Memory.
 
 
@@ -162,28 +122,6 @@ def test_a_call_is_noted_with_the_whole_that_is_summed_or_gathered():
         (comm.ALL_REDUCE, 16),
     ]
     assert seen[0] == ("group", (whole, part, "options"))
-
-
-@pytest.mark.parametrize(
-    "modules, package",
-    [
-        (["ds_ext.distributed.layout"], "ds_ext"),
-        (
-            ["ds_ext.distributed.layout", "deepspeed.comm.comm"],
-            "ds_ext",
-        ),  # by way of DeepSpeed's wrappers
-        (["ds_ext.engine.layouts", "deepspeed.runtime.zero.partition_parameters"], "deepspeed"),
-        (["deepspeed.runtime.engine", "lomo_optim.adalomo"], "lomo_optim"),
-        (["somewhere"], "other"),
-    ],
-)
-def test_the_innermost_package_is_the_caller(modules, package):
-    call = collectives._caller
-    for name in reversed(modules):
-        inside = {"__name__": name, "call": call}
-        exec("def outer(): return call()", inside)
-        call = inside["outer"]
-    assert call() == package
 
 
 def test_a_steps_figures():

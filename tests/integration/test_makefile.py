@@ -1,11 +1,9 @@
 """The Makefile chooses the build of torch: from an index of CPU builds where there is no GPU."""
 
-import http.server
 import os
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -40,31 +38,6 @@ def make(folder, *args):
     )
     log = folder / "pip.log"
     return done.stdout, log.read_text().splitlines()[0] if log.exists() else ""
-
-
-@pytest.fixture
-def index():
-    """An index of packages that answers; every page of it is empty."""
-
-    class Empty(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200 if self.path == "/torch/" else 404)
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Empty) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-def test_an_index_that_answers_is_used(folder, index):
-    said, asked = make(folder, f"TORCH_INDEX={index}", "TORCH=torch==2.13.0")
-    assert asked == f"install --quiet --extra-index-url {index} torch==2.13.0"
-    assert f"torch==2.13.0, CPU build from {index}\n" in said
-    assert (folder / ".venv/.base").exists() and "pip install" not in said
 
 
 def test_without_an_index_that_answers_pip_chooses(folder):

@@ -88,50 +88,6 @@ assert main(["check", "ds.json"]) == 1
     assert "torch" in required and "deepspeed" not in required
 
 
-@pytest.fixture
-def index(monkeypatch):
-    """Versions that the package index is said to have."""
-    had = {"torch": ["2.99.0", "2.6.1", "2.6.0", "2.5.1"], "accelerate": ["2.0", "1.10.0", "1.9"]}
-    had |= {"deepspeed": ["0.19.8"], "transformers": ["5.24.0"]}
-    monkeypatch.setattr(table, "available", lambda name, index: had[name])
-    return had
-
-
-def test_the_lowest_version_is_the_lowest_that_pyproject_allows(index):
-    assert (table.lowest("torch", []), table.lowest("accelerate", [])) == ("2.6.0", "1.10.0")
-
-
-@pytest.fixture
-def page(monkeypatch, tmp_path):
-    """A copy of docs/install.md, which the table is written to."""
-    copy = tmp_path / "page"
-    copy.write_text((ROOT / "docs/install.md").read_text())
-    monkeypatch.setattr(table, "PAGE", copy)
-    return copy
-
-
-def test_a_row_replaces_that_of_its_version_alone(page):
-    before = page.read_text().splitlines()
-    table.write({"torch 2.15.0": ("failed", "2030-01-01"), "torch 9": ("1 passed", "2030-01-01")})
-    after = page.read_text().splitlines()
-    changed = [line for line in after if line not in before]
-    assert changed == [
-        "| torch 2.15.0 | failed | 2030-01-01 |",
-        "| torch 9 | 1 passed | 2030-01-01 |",
-    ]
-    assert len(after) == len(before) + 1
-
-
-def test_without_an_index_of_cpu_builds_results_of_torch_stay(page, index, monkeypatch):
-    index |= {"torch": ["2.15.0", "2.7.0"]}
-    monkeypatch.setattr(sys, "argv", ["versions", "--only", "torch"])
-    before = page.read_text()
-    with pytest.raises(SystemExit):
-        table.main()
-    new = page.read_text().replace("| torch 2.7.0 | not run | – |\n", "")
-    assert new == before != page.read_text()
-
-
 @pytest.mark.parametrize(
     "status, summary, said",
     [

@@ -175,13 +175,12 @@ def _message(trainer: Sequential) -> str:
 
 
 def reported(folder: str) -> dict[str, Any]:
-    """A Trainer with the callback of metrics, reporting to TensorBoard and to W&B offline."""
-    os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": folder, "WANDB_SILENT": "true"}
+    """A Trainer with the callback of metrics, reporting to TensorBoard."""
     os.environ["TENSORBOARD_LOGGING_DIR"] = f"{folder}/tensorboard"
     made = config("adalomo", 3)
     mixture = [{"match": "mlp", "type": "AdamW", "lr": 1e-3}]
     made["optimizer"]["params"]["param_groups"] = mixture
-    more = {"max_steps": 4, "logging_steps": 2, "report_to": ["tensorboard", "wandb"]}
+    more = {"max_steps": 4, "logging_steps": 2, "report_to": ["tensorboard"]}
     arguments = TrainingArguments(
         output_dir=f"{folder}/reported",
         per_device_train_batch_size=2,
@@ -195,7 +194,6 @@ def reported(folder: str) -> dict[str, Any]:
         callbacks=[ds_ext.MetricsCallback()],
     )
     trainer.train()
-    _finish_wandb()
     return {
         "log": trainer.state.log_history,
         "told": trainer.model_wrapped.optimizer.metrics(),
@@ -204,8 +202,7 @@ def reported(folder: str) -> dict[str, Any]:
 
 
 def monitored(folder: str) -> dict[str, Any]:
-    """An engine with DeepSpeed's own monitors of TensorBoard, W&B and CSV."""
-    os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": folder, "WANDB_SILENT": "true"}
+    """An engine with DeepSpeed's own monitors of TensorBoard and CSV."""
     where = {"enabled": True, "output_path": folder, "job_name": "monitored"}
     made = {
         "train_micro_batch_size_per_gpu": 2,
@@ -213,19 +210,9 @@ def monitored(folder: str) -> dict[str, Any]:
         "zero_optimization": {"stage": 2},
         "tensorboard": where,
         "csv_monitor": where,
-        "wandb": {"enabled": True, "project": "monitored"},
     }
     engine = deepspeed.initialize(model=load(folder), config=made)[0]
     rows = torch.stack([row["input_ids"] for row in data()[:2]])
     engine.backward(engine(input_ids=rows, labels=rows).loss)
     engine.step()
-    _finish_wandb()
     return engine.optimizer.metrics()
-
-
-def _finish_wandb() -> None:
-    """Ends W&B's run, as a script's end does, which ranks of tests do not come to."""
-    if dist.get_rank() == 0:
-        import wandb
-
-        wandb.finish()

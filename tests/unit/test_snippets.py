@@ -68,10 +68,6 @@ def test_a_document_that_does_not_exist_is_found(tmp_path):
     assert strangers(path) == ["PLAN.md", "../up.md"]
 
 
-def test_a_rule_is_quoted():
-    assert any("<!-- code: ds_ext/rules/" in page.read_text() for page in snippets.documents())
-
-
 def test_the_readme_is_for_users_and_short():
     lines = (snippets.ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 100
@@ -84,11 +80,6 @@ def test_pages_for_users_are_short():
 def test_a_stale_block_is_renewed_and_the_rest_left_alone():
     assert snippets.renewed(TEXT.format("stale\n")) == TEXT.format(KEEPS)
     assert snippets.renewed(TEXT.format(KEEPS)) == TEXT.format(KEEPS)
-
-
-def test_a_block_without_a_mark_is_found():
-    assert list(snippets.unmarked(f"```python\n{KEEPS}```\n")) == KEEPS.splitlines()[:1]
-    assert list(snippets.unmarked(TEXT.format(KEEPS))) == []
 
 
 def test_what_the_source_does_not_have_is_an_error():
