@@ -76,12 +76,6 @@ def test_the_page_of_algorithms_has_the_defaults():
     assert len(names) > 8 and all(REGISTRY[name].rule().lr == lr for name, lr in names.items())
 
 
-def test_a_rate_that_is_not_in_the_table_is_found():
-    assert list(strange("AdaLomo's rate is 5e-4, or 3e-5; LAMB's lr 0.1")) == ["3e-5"]
-    assert list(strange("CAME: a learning rate of 2e-3")) == ["2e-3"]
-    assert list(strange("an error of 3e-5 of the update")) == []
-
-
 TEXT = """Give `ds_ext.CAME(params, lr={})` or `--learning_rate {}`:
 
 ```json
@@ -140,13 +134,6 @@ def test_adafactor_with_a_rate_takes_the_steps_of_adalomo(dtype):
         runs.append(params)
     assert all(map(torch.equal, *runs))
     assert rates.RATES["adafactor"].start == rates.RATES["adalomo"].start
-
-
-@pytest.mark.parametrize(
-    "rate, text", [(5e-4, "5e-4"), (2.5e-4, "2.5e-4"), (0.01, "1e-2"), (3.0, "3e0")]
-)
-def test_rates_are_written_as_in_papers(rate, text):
-    assert rates.shown(rate) == text
 
 
 def test_the_advice_is_a_rate_and_its_half_and_twice():

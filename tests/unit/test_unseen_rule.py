@@ -1,6 +1,5 @@
 """A rule that nobody has seen runs on every executor, or is refused. One file adds it."""
 
-import copy
 from dataclasses import dataclass, fields, make_dataclass, replace
 
 import pytest
@@ -21,9 +20,9 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.ema import EMA, EmaConfig
 from ds_ext.optimizer.expert_stacks import EXPERTS
 from ds_ext.optimizer.sections import SectionConfig
-from ds_ext.planner import memory
 from ds_ext.rules import REGISTRY, base, register
-from tests.common import adan, needs, paths, simulated, table
+from ds_ext.testing import check_rule
+from tests.common import adan, needs, paths, table
 from tests.common.plain import steps
 
 SHAPES = ((12, 8), (9,), (2, 5, 7), (1, 40))
@@ -64,38 +63,10 @@ def test_it_steps_as_its_paper_says(path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_resumed_run_equals_one_without_a_break(path, monkeypatch):
+def test_it_has_the_properties_of_every_rule(path, monkeypatch):
+    """On any number of ranks, resumed, in a batch, in each dtype."""
     paths.use(monkeypatch, path)
-    grads = list(table.gradients(STEPS, SHAPES, torch.bfloat16))
-    params, optimizer = made(torch.bfloat16, weight_update="master")
-    steps(optimizer, params, grads[:2])
-    saved, held = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
-    steps(optimizer, params, grads[2:])
-    others, other = made(torch.bfloat16, weight_update="master")
-    for p, value in zip(others, held, strict=True):
-        p.data.copy_(value)
-    other.load_state_dict(saved)
-    steps(other, others, grads[2:])
-    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 7])
-def test_it_is_the_same_on_any_number_of_ranks(world):
-    start = table.weights(SHAPES, torch.float64)
-    grads = list(table.gradients(STEPS, SHAPES, torch.float64))
-    ranks = simulated.Ranks(REGISTRY[adan.NAME].rule(**HYPERS), start, world)
-    for some in grads:
-        assert ranks.step(some) == 1
-    for i, (p, before) in enumerate(zip(ranks.params, start, strict=True)):
-        wanted = adan.reference(before, [g[i] for g in grads], **HYPERS)
-        assert (p - wanted).norm() <= 1e-9 * (before - wanted).norm()
-
-
-def test_the_planner_counts_it():
-    rule = OPTIMIZERS[adan.NAME].hypers()
-    assert (
-        memory.optimizer_memory(rule, {"a": (7, 5)}, None, 1, torch.float32, 1).state == 4 * 4 * 35
-    )
+    check_rule(REGISTRY[adan.NAME].rule)
 
 
 @needs.triton
@@ -111,39 +82,11 @@ def test_no_moment_advances_if_a_later_run_is_unsupported(monkeypatch):
 
 
 # Updates that add something, at places where built-in rules do not: passes that end in a result.
-def lerp_of_sum(x, p, m, at):
-    ops.lerp_(m, ops.plus(x, p, 0.5), 0.25, at)
-
-
-def square_lerp_of_sum(x, p, m, at):
-    ops.square_lerp_(m, ops.plus(x, p, 0.5), 0.0, 0.25, at)
-
-
 def adam_of_sum(x, p, m, at):
     v = ops.Runs([torch.ones(42)]) if isinstance(m, ops.Runs) else torch.ones(42)
     ops.apply_(
         p, ops.AdamStep(ops.RootQuotient(m, v, 1e-8), ops.plus(x, p, 0.5), 0.9, 0.9), at, lr=1
     )
-
-
-def sign_of_sum(x, p, m, at):
-    ops.apply_(p, ops.SignStep(m, ops.plus(x, p, 5.0), 0.9, 0.9), at, lr=0.5)
-
-
-def scaled_sum(x, p, m, at):
-    ops.apply_(p, ops.Scaled(ops.plus(x, p, 0.5), 3.0), at, lr=0.5)
-
-
-def scaled_weight(x, p, m, at):
-    ops.lerp_(m, ops.Scaled(p, 3.0), 0.5, at)
-
-
-def run_quotient_of_sum(x, p, m, at):
-    ops.apply_(p, ops.RunQuotient(ops.plus(x, p, 0.5), m), at, lr=0.5)
-
-
-def nesterov(x, p, m, at):
-    ops.apply_(p, ops.Sum(x, m, 0.5), at, lr=0.5)
 
 
 def sums_of_sum(x, p, m, at):
@@ -159,14 +102,32 @@ def squares_in_any_order(x, p, m, at):
     (m.tensors[0] if isinstance(m, ops.Runs) else m)[: len(values)] = values
 
 
-SUMS = [lerp_of_sum, square_lerp_of_sum, adam_of_sum, sign_of_sum, scaled_sum, scaled_weight]
-SUMS += [squares_in_any_order, run_quotient_of_sum, nesterov, sums_of_sum]
+SUMS = {
+    "lerp_of_sum": lambda x, p, m, at: ops.lerp_(m, ops.plus(x, p, 0.5), 0.25, at),
+    "square_lerp_of_sum": lambda x, p, m, at: ops.square_lerp_(
+        m, ops.plus(x, p, 0.5), 0.0, 0.25, at
+    ),
+    "adam_of_sum": adam_of_sum,
+    "sign_of_sum": lambda x, p, m, at: ops.apply_(
+        p, ops.SignStep(m, ops.plus(x, p, 5.0), 0.9, 0.9), at, lr=0.5
+    ),
+    "scaled_sum": lambda x, p, m, at: ops.apply_(
+        p, ops.Scaled(ops.plus(x, p, 0.5), 3.0), at, lr=0.5
+    ),
+    "scaled_weight": lambda x, p, m, at: ops.lerp_(m, ops.Scaled(p, 3.0), 0.5, at),
+    "run_quotient_of_sum": lambda x, p, m, at: ops.apply_(
+        p, ops.RunQuotient(ops.plus(x, p, 0.5), m), at, lr=0.5
+    ),
+    "nesterov": lambda x, p, m, at: ops.apply_(p, ops.Sum(x, m, 0.5), at, lr=0.5),
+    "sums_of_sum": sums_of_sum,
+    "squares_in_any_order": squares_in_any_order,
+}
 
 
 @pytest.mark.parametrize("is_batch", [True, False])
 @pytest.mark.parametrize("path", PATHS[1:])
-@pytest.mark.parametrize("make", SUMS)
-def test_a_sum_may_stand_anywhere_in_an_update(make, path, is_batch, monkeypatch):
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_may_stand_anywhere_in_an_update(name, path, is_batch, monkeypatch):
     """Native code and kernels add a weight last. Elsewhere plain torch evaluates the sum of a run.
 
     A pass over a batch is refused before it has written anything.
@@ -181,10 +142,10 @@ def test_a_sum_may_stand_anywhere_in_an_update(make, path, is_batch, monkeypatch
             given = Runs([x]), WeightStorage(Runs([p])), Runs([m])
         before = torch.cat([p, m])
         try:
-            make(*given, at)
+            SUMS[name](*given, at)
         except TypeError as error:
             assert is_batch and way == path and "is_batched=False" in str(error)
-            assert make is not squares_in_any_order and torch.equal(before, torch.cat([p, m]))
+            assert name != "squares_in_any_order" and torch.equal(before, torch.cat([p, m]))
             return
         found[way] = torch.cat([p, m]).cpu()
     assert torch.allclose(*found.values(), rtol=1e-5, atol=1e-6)
@@ -217,65 +178,44 @@ ODD = {
 SHARD = Shard.whole((6, 7))
 
 
-def lerp_to(y, x, at):
-    ops.lerp_(y, x, 0.25, at)
-
-
-def lerp_from(y, x, at):
-    ops.lerp_(x, y, 0.25, at)
-
-
-def square_lerp_to(y, x, at):
-    ops.square_lerp_(y, x, 0.1, 0.25, at)
-
-
 def apply_to(y, x, at):
     ops.apply_(WeightStorage(y) if isinstance(y, Runs) else y, x, at, lr=0.5, weight_decay=0.1)
 
 
-def sum_of_squares(y, x, at):
-    ops.lerp_(x, ops.Scaled(x, ops.square_sum(y, at, x)), 0.5, at)
+def lerp_to_expression(make):
+    """Moves x to an expression of y and x."""
+    return lambda y, x, at: ops.lerp_(x, make(y, x, at), 0.5, at)
 
 
-def adam(y, x, at):
-    ops.lerp_(x, ops.AdamStep(ops.RootQuotient(y, y, 1e-3), x, 0.9, 0.99), 0.5, at)
-
-
-def adam_quotient(y, x, at):
-    ops.lerp_(x, ops.RootQuotient(y, x, 1e-3), 0.5, at)
-
-
-def sign(y, x, at):
-    ops.lerp_(x, ops.SignStep(y, ops.Scaled(x, 1.2), 0.9, 0.5), 0.5, at)
-
-
-def divided(y, x, at):
-    ops.lerp_(x, ops.RunQuotient(x, y), 0.5, at)
-
-
-def residual(y, x, at):
-    ops.lerp_(x, ops.Residual(ops.RunQuotient(x, x), y, 0.5), 0.5, at)
-
-
-def decayed(y, x, at):
-    ops.lerp_(x, ops.Scaled(x, ops.square_sum(ops.Sum(x, y, 0.5), at, x)), 0.5, at)
-
-
-TAKING = [lerp_to, lerp_from, square_lerp_to, apply_to, sum_of_squares, adam, adam_quotient]
-TAKING += [sign, divided, residual, decayed]
+TAKING = {  # passes that read or write y
+    "lerp_to": lambda y, x, at: ops.lerp_(y, x, 0.25, at),
+    "lerp_from": lambda y, x, at: ops.lerp_(x, y, 0.25, at),
+    "square_lerp_to": lambda y, x, at: ops.square_lerp_(y, x, 0.1, 0.25, at),
+    "apply_to": apply_to,
+}
+READ = {  # expressions of y and x
+    "sum_of_squares": lambda y, x, at: ops.Scaled(x, ops.square_sum(y, at, x)),
+    "adam": lambda y, x, at: ops.AdamStep(ops.RootQuotient(y, y, 1e-3), x, 0.9, 0.99),
+    "adam_quotient": lambda y, x, at: ops.RootQuotient(y, x, 1e-3),
+    "sign": lambda y, x, at: ops.SignStep(y, ops.Scaled(x, 1.2), 0.9, 0.5),
+    "divided": lambda y, x, at: ops.RunQuotient(x, y),
+    "residual": lambda y, x, at: ops.Residual(ops.RunQuotient(x, x), y, 0.5),
+    "decayed": lambda y, x, at: ops.Scaled(x, ops.square_sum(ops.Sum(x, y, 0.5), at, x)),
+}
+TAKING |= {name: lerp_to_expression(make) for name, make in READ.items()}
 
 
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("path", PATHS[1:])
-@pytest.mark.parametrize("make", TAKING)
-def test_tables_read_no_tensor_of_another_dtype_or_with_gaps(make, path, kind, monkeypatch):
+@pytest.mark.parametrize("name", TAKING)
+def test_tables_read_no_tensor_of_another_dtype_or_with_gaps(name, path, kind, monkeypatch):
     """They read and write by address, where such a tensor would be other numbers, or none."""
     found = {}
     for way in ("ops", path):
         paths.use(monkeypatch, way)
         y, x = (w.abs() + 0.5 for w in table.weights([(42,)] * 2, torch.float32))
         y = ODD[kind](y)
-        make(y, x, SHARD)
+        TAKING[name](y, x, SHARD)
         found[way] = torch.cat([y.float(), x]).cpu()
     most = 1e-2 if kind == "bf16" else 1e-5  # native code rounds some bf16 numbers to nearest
     assert torch.allclose(*found.values(), rtol=most, atol=most)
