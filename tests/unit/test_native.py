@@ -12,11 +12,10 @@ from torch import nn
 
 import ds_ext
 from ds_ext import ops
-from ds_ext.distributed import lockstep
 from ds_ext.ops.executors.native import bf16_products
 from ds_ext.ops.executors.native import native_table as native
 from ds_ext.ops.executors.table_passes import TableBatch
-from ds_ext.ops.shard import Box, Shard, TensorParallelSplit
+from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.optimizer.updates import RunUpdate
@@ -25,7 +24,6 @@ from tests.common import paths, plain, table
 from tests.common.choose import params, spread
 from tests.common.hypers import SIMULATED, changed
 from tests.unit.test_kernels import trained
-from tests.unit.test_split import part_of
 
 SHAPES = (
     (),
@@ -314,41 +312,6 @@ def test_a_plan_is_of_the_geometry_that_it_was_made_for(monkeypatch):
             optimizer.update([RunUpdate(p, p.detach()[:n], torch.ones(n), shard)], None)
         del shard
     assert p.tolist() == [-4.0] * 20 + [-3.0] * 10 + [-2.0] * 30
-
-
-def test_parts_of_tensor_parallelism_are_batched(monkeypatch):
-    """Each rank has a box of a matrix, and a run of that: sums go to its rows and columns."""
-    shape, rows = (12, 20), (Box(0, 5, 0, 20), Box(5, 7, 0, 20))
-    columns = (Box(0, 12, 0, 8), Box(0, 12, 8, 12))
-    for cut in (rows, columns):
-        found = []
-        for path in ("native", "ops"):
-            paths.use(monkeypatch, path)
-            found.append(
-                split_steps("came", shape, TensorParallelSplit(tuple((box,) for box in cut), 2))
-            )
-        for a, b in zip(*found, strict=True):
-            assert (a - b).norm() <= 2e-5 * b.norm()
-
-
-def split_steps(name, shape, split):
-    """The changes of the runs of simulated ranks in some steps."""
-    (weights,) = table.weights((shape,), torch.float32)
-    shards = [Shard.of_split(shape, split, i, rank) for i in range(2) for rank in range(2)]
-    params = [nn.Parameter(weights.clone()) for _ in shards]
-    optimizers = [OPTIMIZERS[name]([p], **SETTINGS[name]) for p in params]
-    runs = [part_of(weights, shard) for shard in shards]
-    before = [run.clone() for run in runs]
-    for (g,) in table.gradients(3, (shape,), torch.float32):
-        with torch.no_grad():
-            steps = [
-                o.begin([RunUpdate(p, run, part_of(g, shard), shard)])
-                for o, p, run, shard in zip(optimizers, params, runs, shards, strict=True)
-            ]
-            lockstep.simulate([step.generators for step in steps])
-            for step in steps:
-                step.end()
-    return [a - b for a, b in zip(runs, before, strict=True)]
 
 
 def test_autograd_sees_that_weights_were_written(monkeypatch):

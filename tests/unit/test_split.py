@@ -11,6 +11,7 @@ import torch
 
 from ds_ext.distributed import lockstep
 from ds_ext.ops import sixteen_bit
+from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.executors.triton import launches
 from ds_ext.ops.shard import Box, Shard, TensorParallelSplit
 from ds_ext.optimizer import OPTIMIZERS
@@ -205,12 +206,25 @@ def test_noise_differs_from_box_to_box():
 @needs.triton
 @pytest.mark.parametrize("name, how", params(ON_KERNELS, QUICK_ON_KERNELS))
 def test_kernels_of_a_box(name, how, monkeypatch):
+    check_passes(name, how, "kernels", monkeypatch)
+
+
+@pytest.mark.parametrize("name, how", ON_KERNELS)
+def test_native_passes_of_a_box(name, how, monkeypatch):
+    check_passes(name, how, "native", monkeypatch)
+
+
+def check_passes(name, how, path, monkeypatch):
+    """Compares the step of boxes by one executor, which must have run."""
     used = []
-    start = launches.launch_kernel
+    start, run = launches.launch_kernel, NativeTable.run
     monkeypatch.setattr(
         launches, "launch_kernel", lambda *args: (used.append(args[0].label), start(*args))
     )
-    paths.use(monkeypatch, "kernels")
+    monkeypatch.setattr(
+        NativeTable, "run", lambda *args, **more: (used.append(args[1]), run(*args, **more))
+    )
+    paths.use(monkeypatch, path)
     error, _, _ = whole_and_split(name, SETTINGS[name], DIVIDED[how], 2, dtype=torch.float32)
     assert error <= 1e-5
     assert any("apply" in label for label in used)

@@ -22,6 +22,7 @@ from ds_ext.checkpoint.pieces import Pieces
 from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import zeros
 from ds_ext.optimizer import OPTIMIZERS, expert_stacks, param_groups
 from ds_ext.optimizer.bucket_step import begin_rules
 from ds_ext.optimizer.model_view import ModelView
@@ -31,6 +32,7 @@ from tests.common import needs, paths, table
 from tests.common.choose import params
 from tests.common.hypers import FOR_ALL, SIMULATED, changed
 from tests.common.reference import Authors
+from tests.common.simulated import EXACT
 from tests.common.states import tensors
 
 SHAPES = ((5, 6, 9), (3, 7, 4), (4, 11), (1, 5, 3), (3, 2, 3, 4))
@@ -242,6 +244,35 @@ def test_a_checkpoint_of_experts_is_gone_on_from_by_other_ranks(name):
         resharding.load_weights(pieces, rank.optimizer, rank.owned)
     train(again, steps[3:])
     assert worst(whole(again), whole(straight), before) <= 1e-9
+
+
+MATRICES = [name for name, entry in rules.REGISTRY.items() if not entry.any_shape]
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_a_rule_for_matrices_steps_each_expert_by_its_own(name):
+    """With the random numbers of that expert, if the rule draws any."""
+    before, steps = table.weights([(4, 13, 6)]), table.gradients(5, [(4, 13, 6)])
+    stack = nn.Parameter(before[0].clone())
+    optimizer = OPTIMIZERS[name]([stack], **SIMULATED[name])
+    optimizer.stacks = {stack: 0}
+    params = [nn.Parameter(expert.clone()) for expert in before[0]]
+    alone = OPTIMIZERS[name](params, **SIMULATED[name])
+    streams = set()
+    for (grads,) in steps:
+        stack.grad = grads.clone()
+        optimizer.step()
+        experts = optimizer.state[stack][expert_stacks.EXPERTS].values()
+        for p, g, expert in zip(params, grads, experts, strict=True):
+            p.grad = g.clone()
+            if not alone.state[p]:
+                parts = alone.state_spec(p, Shard.whole(p.shape), alone.rule_of(p))
+                stream = int(expert.get("stream", 0))
+                alone.state[p].update(zeros(parts, p.detach(), stream), step=0)
+                streams.add(stream)
+        alone.step()
+    assert len(streams) == (len(params) if "stream" in next(iter(experts)) else 1)
+    assert worst([stack], [torch.stack(params)], before) <= EXACT
 
 
 class Experts(nn.Module):
