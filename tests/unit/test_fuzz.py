@@ -5,7 +5,6 @@ Ranks are simulated, with checkpoints between numbers of ranks. The whole counts
 """
 
 import copy
-import functools
 import json
 import math
 
@@ -329,54 +328,19 @@ def honoured_or_refused(given_):
     assert (how.bucket_size or 0) >= 0 and how.policy in ("fused", "sharded")
 
 
-@functools.cache
-def manifest_text():
+def test_a_damaged_manifest_is_refused_or_unharmed(tmp_path):
+    """With one bit of each byte flipped, and cut before each byte."""
     said = manifest("t", 3, {})
-    return json.dumps(said | {"crc32": manifests._checksum(said)}, indent=1)
-
-
-@tried(600)
-def test_a_damaged_manifest_is_refused_or_unharmed(tmp_path, count):
-    where = st.tuples(st.integers(0, 10**6), st.integers(0, 255), st.booleans())
-    attempt(count, where, lambda change: damaged(tmp_path, change), (0, 0, True))
-
-
-def damaged(path, change):
-    at, byte, cut = change
-    content = bytearray(manifest_text().encode())
-    at %= len(content)
-    content[at] = byte
-    (path / manifests.MANIFEST).write_bytes(content[:at] if cut else content)
-    try:
-        assert manifests.read(path)["tag"] == "t"
-    except CheckpointError as error:
-        assert manifests.MANIFEST in str(error)
-
-
-def test_a_manifest_with_another_letter_or_digit_is_refused(tmp_path):
-    content = manifest_text().encode()
-    said = {k: v for k, v in json.loads(content).items() if k != "crc32"}
+    content = json.dumps(said | {"crc32": manifests._checksum(said)}, indent=1).encode()
     refused = 0
     for at in range(len(content)):
         changed = bytearray(content)
         changed[at] ^= 1
-        (tmp_path / manifests.MANIFEST).write_bytes(changed)
-        try:
-            assert manifests.read(tmp_path) == said
-        except CheckpointError:
-            refused += 1
-    assert refused > len(content) / 2
-
-
-@pytest.mark.parametrize("kind", ["adalomo", "galoreadamw"])
-def test_the_comparison_sees_a_state_that_is_lost(kind, monkeypatch):
-    run = simple(kind, (33, 40), (700,), worlds=[3, 2]) | {"hypers": [SETTINGS[kind][-1]] * 2}
-    assert compare(kind, run) <= EXACT
-    read = Pieces.read
-
-    def forgetful(self, part, *keys):
-        values = read(self, part, *keys)
-        return torch.zeros_like(values) if keys[-1] in ("row", "v", "absmax") else values
-
-    monkeypatch.setattr(Pieces, "read", forgetful)
-    assert compare(kind, run) > 1e-4
+        for damaged in (changed, content[:at]):
+            (tmp_path / manifests.MANIFEST).write_bytes(damaged)
+            try:
+                assert manifests.read(tmp_path) == said
+            except CheckpointError as error:
+                assert manifests.MANIFEST in str(error)
+                refused += 1
+    assert refused > 1.5 * len(content)

@@ -40,14 +40,6 @@ def stepped(model, kind=torch.optim.SGD, **kwargs):
     kind(model.parameters(), lr=0.1, **kwargs).step()
 
 
-def no_grad(call):
-    def run(model):
-        with torch.no_grad():
-            call(model, model.up[0].weight)
-
-    return run
-
-
 # Each reader or writer of ``w``, a weight of ``m`` that is not expanded.
 REFUSED = {
     "p.sum": lambda m, w: w.sum(),

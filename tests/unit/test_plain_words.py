@@ -92,7 +92,6 @@ TOLD = {
         lambda: fused(max_grad_norm=1.0, clip_value=1.0),
         ["max_grad_norm = 1.0 and clip_value = 1.0"],
     ),
-    "policy": (lambda: fused(gradient_policy="kept"), ["gradient_policy is 'kept'"]),
     "second gradient": (second_gradient, ["before optimizer.step()", 'gradient_policy="sharded"']),
     "second gradient, measured": (second_gradient_measured, ["max_grad_norm", "optimizer.step()"]),
     "not measured": (
@@ -101,22 +100,10 @@ TOLD = {
     ),
     "cannot repeat": (cannot_repeat, ["max_grad_norm: ", "or max_grad_norm=0"]),
     "torch's clipping": (clipped_by_torch, ["fuse_into_backward(..., max_grad_norm=...)"]),
-    "key": (lambda: adalomo(lrr=1.0), ["AdaLomo: unknown key lrr."]),
     "value": (lambda: adalomo(lr=-1.0), ["AdaLomo: lr is -1.0; allowed"]),
-    "eps": (lambda: adalomo(eps=1e-8), ["AdaLomo: eps is 1e-08"]),
-    "group": (
-        lambda: ds_ext.AdaLomo([{"params": net().parameters(), "type": "AdamWW"}]),
-        ["type is 'AdamWW'"],
-    ),
     "several values": (
         lambda: ds_ext.LAMB(net().parameters(), min_coeff=2.0, max_coeff=1.0),
         ["LAMB: min_coeff"],
-    ),
-    "for_model's key": (lambda: for_model("AdaLomo", lrr=1.0), ["unknown key lrr."]),
-    "for_model's groups": (lambda: for_model("AdaLomo", param_groups=3), ["param_groups is 3"]),
-    "for_model's match": (
-        lambda: for_model("AdaLomo", param_groups=[{"match": "(", "lr": 1.0}]),
-        ["param_groups[0].match: '('"],
     ),
     "for_model's keys": (
         lambda: for_model("AdaLomo", param_groups=[{"match": "0", "lrr": 1.0}]),
@@ -126,7 +113,6 @@ TOLD = {
         lambda: for_model("APOLLO", target_modules=["nobody"]),
         ["APOLLO: target_modules: 'nobody' matches no trained matrix."],
     ),
-    "for_model's others": (lambda: for_model("APOLLO", others=3), ["others is 3"]),
 }
 
 

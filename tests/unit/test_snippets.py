@@ -62,12 +62,6 @@ def test_documents_that_are_named_exist():
     assert not {path: names for path, names in found.items() if names}
 
 
-def test_a_document_that_does_not_exist_is_found(tmp_path):
-    path = tmp_path / "file.py"
-    path.write_text("# as PLAN.md says, and README.md, docs/algorithms.md, ../up.md; not {x}.md\n")
-    assert strangers(path) == ["PLAN.md", "../up.md"]
-
-
 def test_the_readme_is_for_users_and_short():
     lines = (snippets.ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 100

@@ -142,31 +142,6 @@ def test_whole_rows_take_one_round(how, world, expected):
     assert taken == expected
 
 
-def test_statistics_of_a_box_alone_are_seen(monkeypatch):
-    """Broken on purpose: each rank takes its rows for the matrix, as peers do."""
-    (weights,) = table.weights((SHAPE,))
-    gradients = [g for (g,) in table.gradients(STEPS, (SHAPE,))]
-    whole, _, _ = steps(
-        "adalomo",
-        SETTINGS["adalomo"],
-        [Shard.whole(SHAPE)],
-        weights,
-        gradients,
-        lambda x, _: x.flatten().clone(),
-    )
-    half, _, _ = steps(
-        "adalomo",
-        SETTINGS["adalomo"],
-        [Shard.whole((6, 20))],
-        weights[:6],
-        [g[:6] for g in gradients],
-        lambda x, _: x.flatten().clone(),
-    )
-    before = weights[:6].flatten()
-    error = (half[0] - whole[0][: 6 * 20]).norm() / (whole[0][: 6 * 20] - before).norm()
-    assert error > 1e-2
-
-
 @pytest.mark.parametrize("how", DIVIDED)
 def test_runs_tile_the_parameter(how):
     seen = torch.zeros(SHAPE, dtype=torch.int)

@@ -145,15 +145,6 @@ def test_8_bit_moments_are_rounded_in_an_experts_own_blocks():
         assert worst(whole(ranks, shapes), expected, before) <= 1e-6
 
 
-def test_stepped_as_one_tensor_it_would_be_another_update():
-    before, steps = table.weights(SHAPES), gradients()
-    for name in ("adalomo", "lamb", "came", "adafactor"):
-        together = Rank(name, 0, 1, before, HYPERS[name], stacked=False)
-        train([together], steps)
-        expected = apart(name, before, steps, HYPERS[name])
-        assert worst(whole([together]), expected, before) > 0.1
-
-
 @pytest.mark.parametrize("name", params(HYPERS, ["adafactor", "lamb", "scale"]))
 def test_idle_experts_stay_finite_and_move_as_their_decay_says(name):
     before, steps = table.weights(SHAPES, torch.float32), gradients(idle=(0, 2))
