@@ -236,17 +236,3 @@ def test_a_small_matrix_is_made_once_and_shown(tmp_path):
     assert len({point_of(x) for x in kept}) == len(kept) >= 5
     least = min(kept, key=loss_of)
     assert f"| LAMB | {least['lr']:g} | {least['loss']:.3f} (n = 1) |" in page
-
-
-@pytest.mark.slow
-def test_training_from_scratch_is_kept_and_shown_by_size(tmp_path):
-    text, folder = tmp_path / "verses.txt", tmp_path / "lines"
-    text.write_text("".join(f"{i} bottles hang upon the wall.\n" for i in range(400)))
-    command = ["scratch", "--optimizer", "adalomo", "--steps", "2", "--rows", "2", "--length", "16"]
-    command += ["--size", "0.1M", "--seeds", "1", "--text", str(text), "--lines", str(folder)]
-    started(command, tmp_path)
-    kept = Lines(folder, {"size": "0.1M", "steps": 2}).all
-    assert len({point_of(x) for x in kept}) == len(kept) >= 5
-    least = min(kept, key=loss_of)
-    page = (folder / f"{command[0]}.md").read_text()
-    assert f"| AdaLomo | {least['lr']:g} | {least['loss']:.3f} (n = 1) |" in page

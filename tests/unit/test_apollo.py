@@ -138,13 +138,6 @@ def test_bf16_gradients_give_updates_nearer_to_fp64_than_the_authors(scale_type)
         assert mine <= 2**-8 and mine < of_authors / 2
 
 
-def test_defaults_are_those_of_the_authors_readme():
-    assert APOLLO() == APOLLO(rank=256, scale=1.0, scale_type="channel", update_proj_gap=200)
-    mini = APOLLOMini()
-    assert (mini.rank, mini.scale, mini.scale_type) == (1, 128.0, "tensor")
-    assert (mini.betas, mini.eps, mini.update_proj_gap) == ((0.9, 0.999), 1e-6, 200)
-
-
 # The stored projection.
 
 

@@ -1,6 +1,7 @@
 """Rules as plain torch optimizers: step, groups, schedulers, saved state, and what is refused."""
 
 import copy
+import dataclasses
 import inspect
 import re
 
@@ -215,16 +216,15 @@ def test_a_state_of_other_groups_is_refused():
 
 
 REFUSED = [
-    # (optimizer, hyper-parameters, what the message must hold)
+    # (optimizer, hyper-parameters, what the message must hold): each kind of value once. The
+    # reference page and ds_ext/__init__.pyi hold each key's kind and default.
     ("lomo", {"weight_decy": 0.1}, ["LOMO", "optimizer.params.weight_decy", '"weight_decay"?']),
-    ("adalomo", {"clip_treshold": 1.0}, ["optimizer.params.clip_treshold", '"clip_threshold"?']),
     ("adalomo", {"qqqq": 1}, ["optimizer.params.qqqq", "Known: lr, eps, clip_threshold"]),
     ("lomo", {"lr": "fast"}, ["optimizer.params.lr is 'fast'", "a number >= 0"]),
     ("lomo", {"lr": -0.5}, ["optimizer.params.lr is -0.5", "a number >= 0"]),
     ("lomo", {"lr": True}, ["optimizer.params.lr is True", "a number >= 0"]),
     ("lomo", {"lr": float("nan")}, ["optimizer.params.lr is nan", "a number >= 0"]),
     ("lomo", {"lr": "auto"}, ["optimizer.params.lr is 'auto'", "HF Trainer", "write a value"]),
-    ("lomo", {"weight_decay": -0.1}, ["optimizer.params.weight_decay is -0.1", "a number >= 0"]),
     ("adalomo", {"clip_threshold": 0}, ["clip_threshold is 0;", "a number > 0"]),
     ("adalomo", {"decay_rate": 0.8}, ["decay_rate is 0.8", "a number < 0"]),
     (
@@ -247,7 +247,6 @@ REFUSED = [
         {"betas": [0.9, 0.999]},
         ["optimizer.params.betas is [0.9, 0.999]", "a list of 3: [a number in [0, 1)", "Adam"],
     ),
-    ("came", {"betas": [0.9, 0.999, 1.0]}, ["betas is [0.9, 0.999, 1.0]", "a list of 3"]),
     (
         "lomo",
         {"weight_update": "exact"},
@@ -258,32 +257,12 @@ REFUSED = [
     ),
     ("lomo", {"seed": -1}, ["LOMO: optimizer.params.seed is -1", "a whole number >= 0"]),
     ("lamb", {"min_coeff": 2.0, "max_coeff": 1.0}, ["min_coeff=2.0 is larger than max_coeff=1.0"]),
-    ("lamb", {"max_coeff": 0}, ["max_coeff is 0; allowed: a number > 0"]),
-    ("scale", {"norm_axis": "col"}, ["SCALE: ", "norm_axis is 'col'", '"row" or "column"']),
     ("sinkgd", {"base_width": 64, "spectral": "muon"}, ['base_width=64 and spectral="muon" both']),
-    ("sinkgd", {"iterations": 0}, ["SinkGD: ", "iterations is 0; allowed: a whole number > 0"]),
-    ("muon", {"momentum": 1.0}, ["momentum is 1.0; allowed: a number in [0, 1)"]),
-    ("muon", {"ns_steps": 0}, ["ns_steps is 0; allowed: a whole number > 0"]),
+    ("apollo", {"rank": 0}, ["rank is 0; allowed: a whole number > 0"]),
     ("muon", {"ns_coefficients": (1.0, 2.0)}, ["ns_coefficients is (1.0, 2.0)", "a list of 3"]),
     ("muon", {"ns_coefficients": [[]]}, ["ns_coefficients is [[]]; allowed: a list of 3 numbers"]),
-    ("muon", {"adjust_lr_fn": "rms"}, ["adjust_lr_fn is 'rms'", '"original" or "match_rms_adamw"']),
-    *(
-        row
-        for name in ("apollo", "apollomini")
-        for row in (
-            (name, {"rank": 0}, ["rank is 0; allowed: a whole number > 0"]),
-            (name, {"rank": None}, ["rank is None; allowed: a whole number > 0"]),
-            (name, {"scale_type": "row"}, ["scale_type is 'row'", '"channel" or "tensor"']),
-            (name, {"scale": 0.0}, ["scale is 0.0; allowed: a number > 0"]),
-            (name, {"update_proj_gap": 0.5}, ["update_proj_gap is 0.5", "a whole number > 0"]),
-        )
-    ),
-    ("galoreadamw", {"rank": 0}, ["rank is 0; allowed: a whole number > 0 or null"]),
     ("galoreadamw", {"rank": 2.5}, ["rank is 2.5; allowed: a whole number > 0"]),
-    ("galoreadamw", {"proj_type": "full"}, ["proj_type is 'full'", '"std", "reverse_std", "left"']),
     ("galoreadamw", {"nbits": 4}, ["nbits is 4; allowed: 8 or 32"]),
-    ("galoreadamw", {"update_proj_gap": 0}, ["update_proj_gap is 0; allowed: a whole number > 0"]),
-    ("galoreadamw", {"min_8bit_size": -1}, ["min_8bit_size is -1", "a whole number >= 0"]),
 ]
 
 
@@ -327,49 +306,20 @@ def test_lists_and_whole_numbers_are_taken():
     assert group["beta1"] is None and group["lr"] is None
 
 
-# docs/algorithms.md
-DEFAULTS = {
-    "lomo": {"lr": 1e-3, "weight_decay": 0.0},
-    "adalomo": {
-        "lr": 1e-3,
-        "eps": (1e-30, 1e-3),
-        "clip_threshold": 1.0,
-        "decay_rate": -0.8,
-        "weight_decay": 0.0,
-    },
-    "adafactor": {
-        "lr": None,
-        "eps": (1e-30, 1e-3),
-        "clip_threshold": 1.0,
-        "decay_rate": -0.8,
-        "beta1": None,
-        "weight_decay": 0.0,
-        "scale_parameter": True,
-        "relative_step": True,
-        "warmup_init": False,
-    },
-    "came": {
-        "lr": 2e-4,
-        "betas": (0.9, 0.999, 0.9999),
-        "eps": (1e-30, 1e-16),
-        "clip_threshold": 1.0,
-        "weight_decay": 0.0,
-    },
-}
-
 WRITING = {"weight_update": "stochastic", "seed": 0, "ema_decay": 0.0, "ema_dtype": "fp32"}
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if not REGISTRY[n].has_sections])
 def test_the_signature_shows_hyper_parameters_and_defaults(name):
     cls = OPTIMIZERS[name]
+    own = {field.name: field.default for field in dataclasses.fields(REGISTRY[name].rule)}
     first, *rest = inspect.signature(cls).parameters.values()
     assert first.name == "params"
-    assert {p.name: p.default for p in rest} == DEFAULTS[name] | WRITING
+    assert {p.name: p.default for p in rest} == own | WRITING
     assert {p.kind for p in rest} == {inspect.Parameter.KEYWORD_ONLY}
     (group,) = cls([torch.zeros(1)]).param_groups
-    assert {k: v for k, v in group.items() if k != "params"} == DEFAULTS[name] | WRITING
-    assert cls.check({}) == DEFAULTS[name] | WRITING
+    assert {k: v for k, v in group.items() if k != "params"} == own | WRITING
+    assert cls.check({}) == own | WRITING
     with pytest.raises(TypeError, match=re.escape("positional")):
         cls([torch.zeros(1)], 0.1)
 
