@@ -61,9 +61,15 @@ def test_a_missing_reduction_is_seen(name):
         assert sharded_error(name, 2, 3, simulate=dropping(0))[0] > BROKEN
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_nothing_becomes_nan_where_gradients_are_zero_or_of_low_rank(name):
-    rule = OPTIMIZERS[name].hypers(**hypers.SIMULATED[name] | {"weight_decay": 0.0})
+ZERO_GRADIENTS = [*((name, {}) for name in OPTIMIZERS)]
+ZERO_GRADIENTS += [
+    ("galoreadamw", {"proj_type": "reverse_std"})
+]  # which divides by singular values
+
+
+@pytest.mark.parametrize("name, more", ZERO_GRADIENTS)
+def test_nothing_becomes_nan_where_gradients_are_zero_or_of_low_rank(name, more):
+    rule = OPTIMIZERS[name].hypers(**hypers.SIMULATED[name] | {"weight_decay": 0.0} | more)
     before = weights(shapes_of(name))
     ranks = Ranks(rule, before, 3)
     nothing = [torch.zeros_like(p) for p in before]
@@ -150,7 +156,7 @@ def test_parameters_without_elements_have_finite_states(name, path, monkeypatch)
 N = 64 * 96
 STATISTICS = 4 * (64 + 96)  # of rows and columns
 LOW_RANK = 8 * 3 * 96  # two moments of a projected gradient
-BYTES = {  # of the state of a matrix [64, 96] on all ranks, with SIMULATED's hyper-parameters
+BYTES = {  # of the state of a matrix, on all ranks, with SIMULATED's hyper-parameters
     **{"lomo": 0, "sinkgd": 0, "scale": 4 * N, "lion": 4 * N, "muon": 4 * N},
     **{"lamb": 8 * N, "adamw": 8 * N, "flashadamw": 2 * N + N // 8},
     **{"adalomo": STATISTICS, "adafactor": STATISTICS + 4 * N, "came": 2 * STATISTICS + 4 * N},
@@ -159,11 +165,12 @@ BYTES = {  # of the state of a matrix [64, 96] on all ranks, with SIMULATED's hy
 }
 
 
+@pytest.mark.parametrize("shape", [(64, 96), (96, 64)])
 @pytest.mark.parametrize("name", BYTES)
-def test_ranks_share_a_state_of_known_size(name):
+def test_ranks_share_a_state_of_known_size(name, shape):
     found = 0
     for rank in (0, 1):
-        shard = Shard.of_rank((64, 96), rank, 2)
+        shard = Shard.of_rank(shape, rank, 2)
         for _, part in leaves(saved(simulated_rule(name).state_spec(shard))):
             if rank == 0 or not part.is_shared:
                 found += math.prod(part.shape) * part.dtype_for(torch.float32).itemsize
@@ -181,7 +188,7 @@ def joined():
 def test_a_new_rule_is_held_to_what_every_rule_is(joined):
     test_it_has_the_properties_of_every_rule(joined)
     test_a_missing_reduction_is_seen(joined)
-    test_nothing_becomes_nan_where_gradients_are_zero_or_of_low_rank(joined)
+    test_nothing_becomes_nan_where_gradients_are_zero_or_of_low_rank(joined, {})
 
 
 def test_a_new_rule_that_is_wrong_on_ranks_is_seen():

@@ -83,8 +83,8 @@ def test_a_parameter_takes_about_the_documented_number_of_operations(name):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [*OPTIMIZERS])
 def test_a_step_reads_no_number_of_the_device_and_needs_little_memory(name, dtype):
-    optimizer, kept = stepped(name, (4096, 6144), dtype)  # three blocks
-    assert kept[0].numel() == 3 * block_sizes.SLICE
+    optimizer, kept = stepped(name, (4 * 4096, 6144), dtype)  # twelve blocks
+    assert kept[0].numel() == 12 * block_sizes.SLICE
     with LiveMemory(kept) as watch:
         before = watch.now
         optimizer.step()
