@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 
-from ds_ext.ops import scratch
+from ds_ext.ops import block_sizes
 from ds_ext.ops.shard import Shard
 from tests.common import table
 from tests.common.choose import params
@@ -89,7 +89,7 @@ def test_blocks_of_any_size_give_the_same(name, setting, shapes, limit, monkeypa
         Shard.of_rank.cache_clear()
 
     monkeypatch.setattr("ds_ext.ops.shard.BLOCK", limit)
-    monkeypatch.setattr(scratch, "product_limit", lambda device: limit)
+    monkeypatch.setattr(block_sizes, "product_limit", lambda device: limit)
     forget()
     try:
         assert FORMULAS[name].error(setting, 3, shapes) <= EXACT
