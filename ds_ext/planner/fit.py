@@ -16,14 +16,6 @@ from ds_ext.rates import RATES, Rate
 # has next to no state.
 OPTIMIZERS = ("AdamW", "FlashAdamW", "AdaLomo")
 
-_REMEDIES = {
-    "weights": "give more --ranks, or a smaller --model",
-    "state": "give more --ranks, or remove --optimizer",
-    "gradients": "give a smaller --bucket, or a --model with smaller matrices",
-    "master": "give more --ranks, or another weight_update in --params",
-    "activations": "give a smaller --seq, or fewer --batch rows",
-}
-
 
 class MemoryStep(NamedTuple):
     """A change of the config of a plan that needs less memory."""
@@ -145,11 +137,8 @@ def _optimizer(name: str, options: PlanOptions) -> dict[str, Any]:
 
 def _nothing_fits(least: ResourceUse) -> str:
     """The error if all steps together do not suffice."""
-    options, use = least.options, least.use
-    part = max(_REMEDIES, key=lambda part: float(getattr(use, part)))
-    remedy = _REMEDIES[part] if options.stages == [3] else "try --stage 3"
     return (
-        f"--fit: nothing fits {options.cards[0]:g} GiB. The smallest total is "
-        f"{use.total / GIB:.3g} GiB per rank; the largest part is {part}, "
-        f"{getattr(use, part) / GIB:.3g} GiB: {remedy}."
+        f"--fit: nothing fits {least.options.cards[0]:g} GiB. The smallest total is "
+        f"{least.use.total / GIB:.3g} GiB per rank: give more --ranks, --stage 3, a smaller "
+        "--model or --seq, or fewer --batch rows."
     )

@@ -4,7 +4,8 @@ For ds_ext optimizers, the rules create their state and master weights on the de
 arithmetic always agrees with the code. For comparison, the module also computes the memory of AdamW
 in DeepSpeed. activations.py measures activations. Not counted: weights that ZeRO-3 gathers for
 computation, blocks of PyTorch's operations (at most 8 MiB on a CPU; 256 MiB where they step the
-parameters of a GPU), and memory that the allocator wastes.
+parameters of a GPU), cached norms of updated weights (8 bytes for each 4,096 weights), and memory
+that the allocator wastes.
 Gradients in flight are those of a GPU, where one more bucket than on a CPU is on its way.
 """
 
@@ -19,11 +20,9 @@ from torch import Tensor, nn
 
 from ds_ext.backward.streams import IN_FLIGHT
 from ds_ext.ops import int8, sixteen_bit
-from ds_ext.ops.executors.triton.kernel_table import KernelTable
-from ds_ext.ops.schema import DTYPES
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import nbytes, zeros
-from ds_ext.optimizer import RuleOptimizer, expert_stacks, host_offload, plans
+from ds_ext.optimizer import RuleOptimizer, expert_stacks, host_offload
 
 
 class Stack(tuple[int, ...]):
@@ -151,34 +150,6 @@ def kept_gradients(rules: Mapping[str, Any], shapes: Shapes, cut: int, policy: s
 def state(rule: Any, p: Tensor, shard: Shard, stacked: bool) -> Any:
     """Returns the state tensors of a run. If ``stacked``, it belongs to a stack of experts."""
     return zeros(expert_stacks.state_spec(rule, shard) if stacked else rule.state_spec(shard), p)
-
-
-def cached_norms(
-    rule: Any, shapes: Shapes, stage: int | None, ranks: int, dtype: torch.dtype
-) -> int:
-    """Returns the bytes of the cached norms of updated weights (``DeviceNormCache``).
-
-    The next step computes RMS(p) or the norm from sums of squares. For each tile of 4,096 weights
-    the first rank's GPU caches one sum and one weight: 8 bytes. If there are two ways to tile a
-    run, the larger cache counts. On a CPU the norms take 128 bytes per parameter.
-
-    Args:
-        rule: an instance of ``RuleOptimizer.hypers``; or one for each parameter, by name.
-        shapes: the shapes of the model's parameters.
-        stage: the ZeRO stage; None for a plain ``step()``.
-        ranks: the number of data-parallel ranks.
-        dtype: the dtype of weights and gradients.
-    """
-    cut = ranks if stage in (1, 2, 3) else 1
-    rules = rule if isinstance(rule, Mapping) else dict.fromkeys(shapes, rule)
-    total = 0
-    for (own, shape), count in Counter((rules[k], tuple(s)) for k, s in shapes.items()).items():
-        shard = Shard.of_rank(shape, 0, cut)
-        if dtype in DTYPES and plans.caches_norms(own, shard):
-            geometry = (shard.start, len(shard), shard.mats, shard.rows, shard.cols)
-            cache = KernelTable([geometry], [0], torch.device("meta")).new_norm_cache()
-            total += count * cache.nbytes("by_matrix" if shard.is_matrix else "flat")
-    return total
 
 
 def shapes_of(model: nn.Module) -> Shapes:

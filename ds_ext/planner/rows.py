@@ -102,7 +102,6 @@ class MemoryPlan:
             in_int8 = options.own.weight_storage == "int8"
             how = (options.bucket, options.accumulates, offloads, in_int8)
             use = memory.optimizer_memory(*of, *how)
-            use = replace(use, state=use.state + memory.cached_norms(*of))
             waiting = GradientLifetime(
                 None if stage is None else options.bucket,
                 IN_FLIGHT if stage == 3 else 0,

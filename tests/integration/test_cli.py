@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,10 +112,9 @@ def test_the_table_is_the_arithmetic(name, folder, capsys):
     kind, rule = in_config(OPTIMIZERS[name].__name__), rules(name)
     expected = {}
     for stage in (None, *range(4)):
-        ours = memory.optimizer_memory(rule, SHAPES, stage, 3, torch.float32, 100)
-        noted = memory.cached_norms(rule, SHAPES, stage, 3, torch.float32)
         how = "plain step()" if stage is None else f"ZeRO-{stage}"
-        expected[f"{kind}, {how}"] = replace(ours, state=ours.state + noted)
+        ours = memory.optimizer_memory(rule, SHAPES, stage, 3, torch.float32, 100)
+        expected[f"{kind}, {how}"] = ours
     for stage in range(4):
         adamw = memory.adamw(SHAPES, stage, 3, torch.float32, 100)
         expected[f"AdamW, DeepSpeed ZeRO-{stage}"] = adamw

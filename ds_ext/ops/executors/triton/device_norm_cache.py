@@ -34,10 +34,6 @@ class DeviceNormCache:
         self._where: bytes | None = None
         self._versions: list[int] = []
 
-    def nbytes(self, tiles: str) -> int:
-        """Returns the bytes of ``columns`` for these tiles."""
-        return 2 * 4 * self.parts[tiles].total
-
     def noted_by(self, tiles: str) -> dict[str, Runs]:
         """Returns the columns that these tiles write; allocates them if the tiles have changed."""
         self.are_noted = True
