@@ -3,6 +3,7 @@
 import functools
 import inspect
 import math
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import came_pytorch
@@ -16,13 +17,15 @@ from ds_ext.optimizer import OPTIMIZERS
 from tests.common import models
 from tests.common.companded import rounded
 from tests.common.reference import normal_numbers
-from tests.distributed.zero_jobs import Case
+
+if TYPE_CHECKING:
+    from tests.distributed.zero_jobs import Case
 
 
 class Reference:
     """One process with the whole model: steps on the mean loss over all ranks' batches."""
 
-    def __init__(self, case: Case, decays: dict[str, float]) -> None:
+    def __init__(self, case: "Case", decays: dict[str, float]) -> None:
         self.model = models.make(None, case.tensors)
         self.norms: list[float] = []
         self.backward = self._fused if case.rule == "lomo" else self._plain

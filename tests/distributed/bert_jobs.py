@@ -2,16 +2,12 @@
 
 import functools
 
-import deepspeed
 import torch
-import torch.distributed as dist
 import transformers
 from transformers import BertConfig
 
-from tests.common import by_role, updates
+from tests.common import by_role, engines, updates
 from tests.common.hypers import NEEDED, changed
-from tests.common.plain import mean_step
-from tests.common.ranks import whole
 
 CLASSES = (
     "BertModel",
@@ -46,9 +42,9 @@ def make(name: str) -> torch.nn.Module:
     return getattr(transformers, name)(config)
 
 
-def loss_of(model, name: str, step: int, rank: int) -> torch.Tensor:
+def loss_of(model, number: int, rank: int, name: str) -> torch.Tensor:
     """A loss with full-rank gradients, of this rank's own tokens."""
-    generator = torch.Generator().manual_seed(97 * step + rank)
+    generator = torch.Generator().manual_seed(97 * number + rank)
     shape = (2, 3, 7) if name == "BertForMultipleChoice" else (2, 7)
     tokens = torch.randint(0, 67, shape, generator=generator)
     outputs = model(input_ids=tokens, use_cache=False).to_tuple()
@@ -56,47 +52,27 @@ def loss_of(model, name: str, step: int, rank: int) -> torch.Tensor:
     return sum((o - t).square().mean() for o, t in zip(outputs, targets, strict=True))
 
 
-def optimizer_of(rule: str, model: torch.nn.Module):
-    return by_role.made(rule, model, HYPERS[rule])
-
-
 @functools.cache
-def reference(name: str, rule: str, world: int) -> tuple[dict, dict]:
-    """Weights before and after, in one process with all ranks' data."""
+def alone(name: str, rule: str) -> engines.Alone:
+    """One process with both ranks' data."""
     model = make(name)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    optimizer = optimizer_of(rule, model)
-    for step in range(STEPS):
-        mean_step(optimizer, [loss_of(model, name, step, rank) for rank in range(world)])
-    return before, {n: p.detach() for n, p in model.named_parameters()}
+    loss = functools.partial(loss_of, name=name)
+    return engines.alone(model, by_role.made(rule, model, HYPERS[rule]), loss, STEPS)
 
 
 def sharded(name: str, rule: str, stage: int) -> dict[str, torch.Tensor]:
     """Weights after the same training on these ranks."""
     model = make(name)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0,
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 700,
-            "stage3_param_persistence_threshold": 20,
-        },
-    }
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer_of(rule, model), config=config
-    )
-    for step in range(STEPS):
-        engine.backward(loss_of(engine, name, step, dist.get_rank()))
-        engine.step()
-    after = whole(model)
+    optimizer = by_role.made(rule, model, HYPERS[rule])
+    engine = engines.start(model, optimizer, stage, zero={"reduce_bucket_size": 700})
+    after = engines.trained(engine, functools.partial(loss_of, name=name), STEPS)["after"]
     engine.destroy()
     return after
 
 
-def error(name: str, rule: str, after: dict, world: int) -> float:
+def error(name: str, rule: str, after: dict[str, torch.Tensor]) -> float:
     """‖difference‖ / ‖update‖ over the model, without the key biases, whose gradient is 0: what
     they move by is rounding."""
-    before, expected = reference(name, rule, world)
+    before, expected, _ = alone(name, rule)
     counted = {n: p for n, p in expected.items() if not n.endswith("attention.self.key.bias")}
     return updates.error(after, counted, before)

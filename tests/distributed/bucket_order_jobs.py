@@ -3,12 +3,12 @@
 import time
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import ds_ext
+from tests.common import engines
 from tests.common.ranks import whole
 
 STEPS, FROM = 4, 2  # steps, and the first in which rank 1 goes its own way where it does so late
@@ -35,9 +35,8 @@ def make() -> Ways:
     return Ways()
 
 
-def loss_of(model: nn.Module, step: int, rank: int, way: str) -> torch.Tensor:
-    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(10 * step + rank))
-    return model(x, way if rank == 1 else "")
+def loss_of(model: nn.Module, number: int, rank: int, way: str) -> torch.Tensor:
+    return model(engines.rows(number, rank, 5, 7), way if rank == 1 else "")
 
 
 def train(
@@ -46,19 +45,10 @@ def train(
     """Trains until it ends, or is refused: the error, how long it took, the weights."""
     model = make()
     optimizer = ds_ext.AdaLomo(model.parameters(), lr=0.01)
-    if stage is None:
-        ds_ext.fuse_into_backward(model, optimizer, bucket_size=60)
-        engine: Any = model
-    else:
-        zero = {
-            "stage": stage,
-            "reduce_bucket_size": 60,
-            "stage3_param_persistence_threshold": persist,
-        }
-        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-        if stage == 3:
-            engine.optimizer.layout.order.ahead = ahead
+    zero = {"stage3_param_persistence_threshold": persist}
+    engine = engines.start(model, optimizer, stage, zero=zero)
+    if stage == 3:
+        engine.optimizer.layout.order.ahead = ahead
     error, began, step = "", time.monotonic(), 0
     try:
         for step in range(STEPS):
@@ -68,8 +58,8 @@ def train(
             if way == "either" and step == since:
                 (model.b if dist.get_rank() else model.a).requires_grad_(False)
             loss = loss_of(engine, step, dist.get_rank(), way if step >= since else "")
-            loss.backward() if stage is None else engine.backward(loss)
-            (optimizer if stage is None else engine).step()
+            engine.backward(loss)
+            engine.step()
     except RuntimeError as caught:
         error = f"{type(caught).__name__}: {caught}"
     seconds = time.monotonic() - began

@@ -1,10 +1,5 @@
 """Layers in pieces and a loss in chunks: jobs on real ranks, and the whole batch in one process."""
 
-import contextlib
-import gc
-import weakref
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -20,13 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import ds_ext
-from benchmarks.memory import llama as sized_llama
-from ds_ext.forward import chunked_loss
 from ds_ext.forward.batch_splits import InPieces
 from ds_ext.forward.chunked_loss import ChunkedHead
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.planner.live_memory import LiveMemory
-from tests.common.plain import mean_step
+from tests.common import engines
 from tests.common.ranks import message, whole
 from tests.distributed.fully_shard_jobs import whole as whole_dtensors
 
@@ -75,16 +67,16 @@ def batch(step: int, rank: int) -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.where(mask > 0, -100)}
 
 
-def reference(case: Case, world: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights before and after in one process, by the mean over the ranks' whole batches."""
+def reference(case: Case, world: int) -> engines.Alone:
+    """One process, by the mean over the ranks' whole batches."""
     model = make(case.model)
     optimizer = OPTIMIZERS[case.rule]([p for p in model.parameters() if p.requires_grad], lr=0.02)
     optimizer.separate_experts(model)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    for step in range(STEPS):
-        losses = [model(**batch(step, rank)).loss for rank in range(world)]
-        mean_step(optimizer, losses, case.max_norm)
-    return before, {n: p.detach() for n, p in model.named_parameters()}
+
+    def loss_of(model: nn.Module, *of: int) -> Tensor:
+        return model(**batch(*of)).loss
+
+    return engines.alone(model, optimizer, loss_of, STEPS, world, case.max_norm)
 
 
 def train(case: Case) -> tuple[dict[str, Tensor], int]:
@@ -112,19 +104,14 @@ def train(case: Case) -> tuple[dict[str, Tensor], int]:
         "object": {"optimizer": kind(model.parameters(), **hypers)},
     }[case.given]
     named = {"optimizer": {"type": kind.__name__, "params": hypers}}
-    config = ({} if given else named) | {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_clipping": case.max_norm,
-        "zero_optimization": {
-            "stage": case.stage,
-            "reduce_bucket_size": 300,
-            "stage3_param_persistence_threshold": 30,
-            "stage3_prefetch_bucket_size": 0,
-            "stage3_max_live_parameters": 0,
-            "stage3_max_reuse_distance": 0,
-        },
-        "ds_ext": {"batch_splits": case.splits, "chunked_loss": case.chunks or False},
-    }
+    nothing_kept = ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")
+    config = engines.config(
+        case.stage,
+        gradient_clipping=case.max_norm,
+        ds_ext={"batch_splits": case.splits, "chunked_loss": case.chunks or False},
+        zero={"reduce_bucket_size": 300, **{f"stage3_{key}": 0 for key in nothing_kept}},
+        **({} if given else named),
+    )
     engine = deepspeed.initialize(model=model, config=config, **given)[0]
     replaced = {type(vars(module).get("forward")) for module in engine.module.modules()}
     assert (InPieces in replaced) == (case.splits > 1)
@@ -139,101 +126,6 @@ def train(case: Case) -> tuple[dict[str, Tensor], int]:
             engine.backward(engine(**batch(step, rank)).loss)
             engine.step()
     return whole(engine.module), gathers.call_count
-
-
-PARTS = 4  # pieces, or micro-batches
-PIECES, ACCUMULATION, WHOLE = "pieces", "accumulation", "whole batch"
-# Matrices above ZeRO-3's threshold for parameters that stay gathered.
-WIDE = (1024, 320, 640, 4, 5, 5, False)
-BATCH, TOKENS, BUCKET = 8, 64, 2**16  # rows of a step and rank, tokens per row, elements
-
-
-def in_chunks() -> contextlib.AbstractContextManager:
-    """A context in which a chunk of the loss has as many logits as a micro-batch."""
-    return mock.patch.object(chunked_loss, "CHUNK_LOGITS", BATCH // PARTS * TOKENS * WIDE[0])
-
-
-def training(way: str, stage: int) -> Callable[[], None]:
-    """Returns a function that makes one step of a new engine."""
-    torch.manual_seed(0)
-    model = sized_llama(WIDE, torch.float32, torch.device("cpu")).train()
-    parts = torch.randint(0, WIDE[0], (BATCH, TOKENS)).chunk(PARTS if way == ACCUMULATION else 1)
-    nothing_kept = {  # as in a model above DeepSpeed's limits: a layer is released after each use
-        "stage3_max_live_parameters": 0,
-        "stage3_max_reuse_distance": 0,
-        "stage3_prefetch_bucket_size": 0,
-    }
-    zero = {"stage": stage, "reduce_bucket_size": BUCKET}
-    config = {
-        "train_micro_batch_size_per_gpu": len(parts[0]),
-        "gradient_accumulation_steps": len(parts),
-        "optimizer": {"type": "AdaLomo", "params": {"lr": 1e-5}},
-        "zero_optimization": zero | (nothing_kept if stage == 3 else {}),
-        "ds_ext": {"batch_splits": PARTS if way == PIECES else 1, "chunked_loss": True},
-    }
-    engine = deepspeed.initialize(model=model, config=config)[0]
-
-    def step() -> None:
-        for part in parts:
-            engine.backward(engine(part, labels=part).loss)
-            engine.step()
-
-    return step
-
-
-class WithoutGathers(LiveMemory):
-    """Counts live bytes without the weights that ZeRO-3 gathers for computing."""
-
-    def __init__(self) -> None:
-        super().__init__(())
-        self.is_gathering = False
-        self._gathered: set[int] = set()
-
-    def _see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if self.is_gathering and key not in self.sizes and key not in self._gathered:
-            self._gathered.add(key)
-            weakref.finalize(storage, self._gathered.discard, key).atexit = False
-        if key not in self._gathered:
-            super()._see(tensor)
-
-
-def counted(way: str, stage: int) -> tuple[int, dict[tuple[int, ...], int]]:
-    """Counts the second step: peak bytes, and most gathers of a parameter by its shape."""
-    gathered: Counter[Any] = Counter()
-    gather = "_PartitionedParameterCoordinator__all_gather_params"
-    fetch = PartitionedParameterCoordinator.fetch_sub_module
-    ask = getattr(PartitionedParameterCoordinator, gather)
-
-    def fetching(*args: Any, **kwargs: Any) -> None:
-        watch.is_gathering = True
-        fetch(*args, **kwargs)
-        watch.is_gathering = False
-
-    def asking(self: Any, params: Any, *args: Any) -> None:
-        gathered.update(params)
-        ask(self, params, *args)
-
-    with (
-        in_chunks(),
-        mock.patch.object(PartitionedParameterCoordinator, "fetch_sub_module", fetching),
-        mock.patch.object(PartitionedParameterCoordinator, gather, asking),
-        WithoutGathers() as watch,
-    ):
-        step = training(way, stage)
-        step()
-        gc.collect()
-        watch.most = watch.now
-        gathered.clear()
-        step()
-    most = torch.tensor(watch.most)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    gathers: dict[tuple[int, ...], int] = {}
-    for param, n in gathered.items():
-        shape = tuple(param.ds_shape)
-        gathers[shape] = max(n, gathers.get(shape, 0))
-    return int(most), gathers
 
 
 def refusals(rank_rows: int) -> list[str]:

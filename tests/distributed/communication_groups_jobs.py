@@ -94,23 +94,6 @@ def on_streams() -> dict[str, Any]:
     return {"plain": plain, "found": found, "errors": errors, "ahead": [*map(any, ahead)]}
 
 
-def alone() -> dict[str, Any]:
-    """Training on one rank, without collectives and with those of a group of one."""
-    sums = []
-    begin = Sharded._begin_sum
-
-    def noted(placement: Sharded, flats: list[torch.Tensor]) -> Any:
-        sums.append(len(flats))
-        return begin(placement, flats)
-
-    with mock.patch.object(Sharded, "_begin_sum", noted):
-        plain = [trained(stage) for stage in STAGES]
-        before = len(sums)
-        with mock.patch.dict(os.environ, {"DS_EXT_COMMUNICATE_ALONE": "1"}):
-            found = [trained(stage) for stage in STAGES]
-    return {"plain": plain, "found": found, "sums": (before, len(sums))}
-
-
 def limits() -> list[float]:
     """How long the group waits that a layout without an engine makes, and that of an engine."""
     found = []
@@ -135,11 +118,12 @@ def renewed() -> int:
     return sum(groups._counts.values())
 
 
-def killed() -> None:
-    """A rank killed in its third backward pass."""
+def killed(has_own_groups: bool) -> None:
+    """A rank killed in its third backward pass, without an engine."""
     module = model()
     optimizer = ds_ext.CAME(module.parameters())
-    with mock.patch.object(groups, "WITHOUT_QUEUES", set()):
+    shared = set() if has_own_groups else groups.WITHOUT_QUEUES
+    with mock.patch.object(groups, "WITHOUT_QUEUES", shared):
         ds_ext.fuse_into_backward(module, optimizer)
         for step in range(4):
             if step == 2 and dist.get_rank() == 1:

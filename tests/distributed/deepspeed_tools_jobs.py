@@ -7,7 +7,10 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import zero_to_fp32
+from torch import nn
 
+import ds_ext
+from tests.common import engines
 from tests.common.ranks import logged, shared_folder
 from tests.distributed.resume_jobs import BITS, model_of, start, steps, whole
 
@@ -72,3 +75,79 @@ def from_adamw(folder: str, stage: int, dtype: str) -> dict[str, Any]:
     weights, states = whole(engine), len(engine.optimizer.state)
     steps(engine, range(1, 3))
     return {"weights": weights, "states": states, "path": path, "said": said}
+
+
+class Tower(nn.Module):
+    """Two layers, one of them frozen, and a buffer that counts."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(5, 7)
+        self.block = nn.Sequential(nn.Linear(7, 3), nn.BatchNorm1d(3))
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.block(torch.tanh(self.first(x)))).square().mean()
+
+
+def compiled(way: str, seed: int) -> nn.Module:
+    """A model whose parameters' names contain _orig_mod in three of four ways."""
+    model: Any = Tower(seed)
+    if way == "submodules":
+        model.block = torch.compile(model.block, backend="eager")
+        model.frozen = torch.compile(model.frozen, backend="eager")
+    elif way in ("model", "both"):
+        if way == "both":
+            model.block[0] = torch.compile(model.block[0], backend="eager")
+        model = torch.compile(model, backend="eager")
+    return model
+
+
+def compiled_engine(way: str, stage: int, seed: int) -> deepspeed.DeepSpeedEngine:
+    model = compiled(way, seed)
+    optimizer = ds_ext.CAME([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    engine = engines.start(model, optimizer, stage)
+    if way == "engine":
+        engine.compile(backend="eager")
+    return engine
+
+
+def compiled_step(engine: deepspeed.DeepSpeedEngine, number: int) -> None:
+    generator = torch.Generator().manual_seed(number)  # of rank 0 alone are buffers saved
+    engine.backward(engine(torch.randn(4, 5, generator=generator)))
+    engine.step()
+
+
+def values(engine: deepspeed.DeepSpeedEngine) -> list[torch.Tensor]:
+    """All parameters and buffers, in the model's order."""
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        found = (*engine.module.parameters(), *engine.module.buffers())
+        return [value.detach().clone() for value in found]
+
+
+def carried_over(ways: tuple[str, str], stage: int, folder: str) -> tuple[bool, bool]:
+    """Whether a model saved in one way is the same loaded in another, and after a further step."""
+    first, second = (compiled_engine(way, stage, seed) for seed, way in enumerate(ways))
+    compiled_step(first, 0)
+    first.save_checkpoint(folder)
+    second.load_checkpoint(folder)
+    alike = []
+    for _ in range(2):
+        pairs = zip(values(first), values(second), strict=True)
+        alike.append(all(torch.equal(a, b) for a, b in pairs))
+        for engine in (first, second):
+            compiled_step(engine, 1)
+    return alike[0], alike[1]
+
+
+def adamw_carried_over(ways: tuple[str, str], stage: int, folder: str) -> bool:
+    """The same for weights that DeepSpeed's AdamW has trained."""
+    model = compiled(ways[0], 0)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    first = engines.start(model, optimizer, stage)
+    compiled_step(first, 0)
+    first.save_checkpoint(folder)
+    second = compiled_engine(ways[1], stage, 1)
+    second.load_checkpoint(folder)
+    return all(torch.equal(a, b) for a, b in zip(values(first), values(second), strict=True))

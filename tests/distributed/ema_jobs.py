@@ -1,18 +1,17 @@
 """Moving averages of the weights of models on several ranks: jobs."""
 
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ds_ext
+from tests.common import engines
 from tests.common.ranks import identical, message, shared_folder, whole
 from tests.distributed import experts_jobs, pipelines_jobs, tensor_parallel_jobs
 from tests.distributed.fully_shard_jobs import whole as whole_dtensors
@@ -20,7 +19,6 @@ from tests.distributed.fully_shard_jobs import whole as whole_dtensors
 DECAY, STEPS = 0.9, 5
 # Small updates would be close to the resolution of fp32.
 LR = {"AdamW": 1e-2, "AdaLomo": 5e-2, "Muon": 5e-2}
-OVERFLOW = 3  # the step of ``overflow`` whose gradients are not finite
 
 
 class Net(nn.Module):
@@ -42,20 +40,13 @@ def model_of(dtype: torch.dtype = torch.float32) -> Net:
 
 def batch(step: int) -> Tensor:
     """This rank's rows."""
-    g = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randn(4, 6, generator=g)
+    return engines.rows(step, dist.get_rank(), 4, 6)
 
 
 def engine_of(stage: int, rule: str, **more: Any) -> deepspeed.DeepSpeedEngine:
     params = {"lr": LR[rule], "ema_decay": DECAY} | more.pop("params", {})
-    section = {"stage": stage, "stage3_param_persistence_threshold": 20} | more.pop("zero", {})
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": 0.0,
-        "zero_optimization": section,
-        "optimizer": {"type": f"ds_ext.{rule}", "params": params},
-    } | more
-    return deepspeed.initialize(model=model_of(), config=config)[0]
+    optimizer = {"type": f"ds_ext.{rule}", "params": params}
+    return engines.start(model_of(), None, stage, optimizer=optimizer, **more)
 
 
 def run(engine: deepspeed.DeepSpeedEngine, steps: range) -> list[dict[str, Tensor]]:
@@ -150,53 +141,6 @@ def in_16_bits(stage: int) -> dict[str, Any]:
         "weights": (weights, whole(engine.module)),
         "after": averages(),
     }
-
-
-def save(stage: int, folder: str) -> dict[str, Any]:
-    """Trains and saves: the weights of each step."""
-    engine = engine_of(stage, "AdamW")
-    start, steps = whole(engine.module), run(engine, range(STEPS))
-    engine.save_checkpoint(folder)
-    return {"start": start, "steps": steps}
-
-
-def resume(stage: int, folder: str) -> dict[str, Any]:
-    """Loads what ``save`` has saved, on any ranks, and goes on."""
-    engine = engine_of(stage, "AdamW", params={"ema_decay": 0.5})  # the checkpoint brings its own
-    engine.load_checkpoint(folder)
-    with engine.optimizer.ema():
-        loaded = whole(engine.module)
-    steps = run(engine, range(STEPS, 2 * STEPS))
-    with engine.optimizer.ema():
-        return {"loaded": loaded, "steps": steps, "inside": whole(engine.module)}
-
-
-def overflow(stage: int, policy: str, clipping: float) -> list[dict[str, Tensor]]:
-    """fp16 training in which a step overflows on one rank: the averages after each step."""
-    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "min_loss_scale": 1}
-    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
-        engine = engine_of(
-            stage,
-            "AdamW",
-            params={"weight_update": "master"},
-            fp16=fp16,
-            gradient_clipping=clipping,
-            ds_ext={"gradient_policy": policy},
-        )
-    found = []
-    for step in range(6):
-        is_bad = step == OVERFLOW and dist.get_rank() == 1
-        engine.backward(engine(batch(step).half(), 1e8 if is_bad else 1.0))
-        engine.step()
-        get = deepspeed.utils.safe_get_full_optimizer_state
-        found.append({n: get(p, "ema") for n, p in engine.module.named_parameters()})
-    return found
-
-
-def without_decay() -> str:
-    """The error if nothing is averaged."""
-    engine = engine_of(2, "AdamW", params={"ema_decay": 0.0})
-    return message(lambda: engine.optimizer.ema().__enter__(), ValueError)
 
 
 class Mixture(experts_jobs.Run):

@@ -1,24 +1,25 @@
-"""Calls of DeepSpeed's public methods of an engine and its optimizer, for test_engine_api.py."""
+"""Calls of DeepSpeed's public methods of an engine and its optimizer, and metrics: jobs."""
 
+import csv
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
 
+import ds_ext
+from tests.common import engines
 from tests.common.ranks import message, shared_folder, whole
+from tests.distributed import freezing_jobs
 from tests.distributed.safe_access_jobs import Pair, loss_of
 
 ABSENT = ("fp32_partitioned_groups_flat", "averaged_gradients", "unscale_and_clip_grads")
 
 
 def start(stage: int) -> deepspeed.DeepSpeedEngine:
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "LOMO", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10},
-    }
-    return deepspeed.initialize(model=Pair(), config=config)[0]
+    lomo = {"type": "LOMO", "params": {"lr": 0.1}}
+    return engines.start(Pair(), None, stage, train_micro_batch_size_per_gpu=4, optimizer=lomo)
 
 
 def backward(engine: deepspeed.DeepSpeedEngine, number: int, **more: Any) -> None:
@@ -60,6 +61,7 @@ def refused(stage: int) -> dict[str, str]:
     """The errors of calls that are refused, which change no weight."""
     engine = start(stage)
     optimizer, before = engine.optimizer, whole(engine.module)
+    stranger = torch.nn.Parameter(torch.ones(2))
     told = {
         "coalesce": message(engine.coalesce_grad_reduction),
         "clip": message(engine.clip_fp32_gradients),
@@ -70,6 +72,7 @@ def refused(stage: int) -> dict[str, str]:
         "backward": message(lambda: optimizer.backward(loss_of(engine, 0, 0))),
         "load": message(lambda: optimizer.load_state_dict({})),
         "step": message(lambda: optimizer.step(closure=lambda: None)),
+        "stranger": message(lambda: optimizer.add_param_group({"params": [stranger]}), ValueError),
         "nvme": message(lambda: engine.offload_states(device="nvme")),
     }
     told |= {name: message(lambda n=name: getattr(optimizer, n), AttributeError) for name in ABSENT}
@@ -78,3 +81,41 @@ def refused(stage: int) -> dict[str, str]:
     assert not any(hasattr(optimizer, name) for name in ABSENT)
     engine.destroy()
     return told
+
+
+def metrics(stage: int) -> dict[str, Any]:
+    """The metrics of each step, what they ought to be, and what DeepSpeed's CSV monitor wrote."""
+    with shared_folder() as folder:
+        return _metrics(stage, folder)
+
+
+def _metrics(stage: int, folder: str) -> dict[str, Any]:
+    monitor = {"enabled": True, "output_path": folder, "job_name": f"stage{stage}"}
+    model = freezing_jobs.make().requires_grad_(True)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}]
+    more = {"csv_monitor": monitor, "train_micro_batch_size_per_gpu": 4}
+    optimizer = ds_ext.AdaLomo(groups, lr=0.01)
+    engine = engines.start(model, optimizer, stage, gradient_clipping=0.2, **more)
+    told, expected = [], []
+    for step in range(3):
+        before = whole(engine.module)
+        engine.backward(freezing_jobs.loss_of(engine, step, dist.get_rank()))
+        engine.step()
+        after = whole(engine.module)
+        told.append(engine.optimizer.metrics())
+        expected.append([_rms(before, after, ndim) for ndim in (2, 1)])
+    events = {}
+    if dist.get_rank() == 0:
+        for path in Path(folder, f"stage{stage}").glob("*.csv"):
+            with path.open() as file:
+                events[path.stem] = [row for row in csv.reader(file)][1:]
+    return {"told": told, "expected": expected, "events": events}
+
+
+def _rms(before, after, ndim: int) -> tuple[float, float]:
+    chosen = [n for n in after if after[n].ndim == ndim]
+    moved = torch.cat([(after[n] - before[n]).flatten() for n in chosen])
+    weight = torch.cat([after[n].flatten() for n in chosen])
+    return tuple(float(x.double().square().mean().sqrt()) for x in (moved, weight))

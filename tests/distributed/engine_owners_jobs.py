@@ -1,4 +1,4 @@
-"""Jobs about a model's owners, for real ranks: second engines, Trainers and calls of train()."""
+"""Jobs about a model's owners: second engines, Trainers and calls of train(), freed engines."""
 
 import copy
 import functools
@@ -12,11 +12,14 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
-from torch import nn
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.utils import groups
+from torch import Tensor, nn
 
 import ds_ext
-from tests.common.plain import mean_step
+from tests.common import engines, int8_model
 from tests.common.ranks import logged, message, whole
+from tests.distributed import expert_parallel_jobs, int8_engines_jobs
 from tests.integration import trainer_runs
 
 STEPS = 3
@@ -27,24 +30,16 @@ def make() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
 
 
-def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return model(torch.randn(3, 6, generator=generator)).square().mean()
+def loss_of(model: nn.Module, number: int, rank: int) -> torch.Tensor:
+    return model(engines.rows(number, rank, 3, 6)).square().mean()
 
 
 def start(model: nn.Module, stage: int, kept: int, ours: bool = True, **more: Any):
     """An engine; at stage 3 it keeps parameters of up to ``kept`` elements gathered."""
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_clipping": 0.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": kept},
-        **more,
-    }
-    adamw = torch.optim.AdamW
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = (ds_ext.LOMO if ours else adamw)(trained, lr=0.1 if ours else 1e-2)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    kind = ds_ext.LOMO if ours else torch.optim.AdamW
+    zero = {"stage3_param_persistence_threshold": kept}
+    return engines.start(model, kind(trained, lr=0.1 if ours else 0.01), stage, zero=zero, **more)
 
 
 def steps(engine, numbers: range) -> dict[str, torch.Tensor]:
@@ -83,11 +78,9 @@ def reference(before: dict[str, torch.Tensor], world: int, ours: bool) -> dict[s
     """What the second engine's steps end with."""
     model = make()
     model.load_state_dict(before)
-    made = torch.optim.SGD if ours else torch.optim.AdamW
-    optimizer = made(model.parameters(), lr=0.1 if ours else 1e-2)
-    for step in range(STEPS):
-        mean_step(optimizer, [loss_of(model, step, rank) for rank in range(world)])
-    return dict(model.named_parameters())
+    kind = torch.optim.SGD if ours else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=0.1 if ours else 0.01)
+    return engines.alone(model, optimizer, loss_of, STEPS, world).after
 
 
 def unfinished(stage: int) -> dict[str, Any]:
@@ -116,21 +109,10 @@ def shared_trunk(stage: int) -> dict[str, str]:
     }
 
 
-def shared_memory(stage: int) -> str:
-    """What is said of a frozen layer whose weight has the memory of a trained one."""
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    model[1].weight = nn.Parameter(model[0].weight.data, requires_grad=False)
-    return message(lambda: start(model, stage, 0), ValueError)
-
-
 def scored_before(stage: int) -> dict[str, Any]:
     """An engine on a partitioned model that an engine without an optimizer has scored."""
     model = make()
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
-    scorer = deepspeed.initialize(model=model, config=config)[0]
+    scorer = deepspeed.initialize(model=model, config=engines.config(stage))[0]
     with torch.inference_mode():
         loss_of(scorer, 0, dist.get_rank())
     scorer.destroy()
@@ -231,3 +213,102 @@ def changed_stage(first: int, second: int) -> dict[str, Any]:
         return {"before": before, "after": steps(start(model, second, 10), range(STEPS))}
     except ValueError as error:
         return {"refused": str(error)}
+
+
+class Dense(nn.Module):
+    """A model of two layers, which may keep a part of its loss, and so the graph of the first."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.keeps = keeps
+        self.up, self.down = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        auxiliary = h.square().mean()
+        if self.keeps:
+            self.auxiliary = auxiliary
+        return self.down(h).square().mean() + auxiliary
+
+
+class Failing(torch.autograd.Function):
+    """The identity, whose backward raises ArithmeticError."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError
+
+
+def _engine(kind: str, stage: int, max_norm: float) -> Any:
+    if kind == "int8":
+        return int8_engines_jobs.engine_of(
+            stage, int8_model.made(seed=1), gradient_clipping=max_norm
+        )
+    if kind == "experts":
+        groups._create_expert_and_data_parallel(2)
+    model = expert_parallel_jobs.Whole(2) if kind == "experts" else Dense(kind == "keeps")
+    found: Any = [{"params": list(model.parameters()), "name": "all"}]
+    if kind == "experts":
+        found = split_params_into_different_moe_groups_for_optimizer(found)
+    optimizer = ds_ext.AdamW(found, lr=1e-3)
+    zero = {"reduce_bucket_size": 10**6}  # nothing is stepped before a failure
+    return engines.start(model, optimizer, stage, gradient_clipping=max_norm, zero=zero)
+
+
+def _backward(engine: Any, kind: str) -> None:
+    x = int8_model.batch(0, dist.get_rank()) if kind == "int8" else torch.randn(4, 5)
+    engine.backward(engine(x))
+
+
+def _use(engine: Any, kind: str, how: str) -> None:
+    for _ in range({"step": 1, "steps": 3, "destroyed": 3}.get(how, 0)):
+        _backward(engine, kind)
+        engine.step()
+    if how == "failure":
+        last = list(engine.module.children())[-1]
+        hook = last.register_forward_pre_hook(lambda _, x: Failing.apply(*x))
+        try:
+            _backward(engine, kind)
+            raise AssertionError("backward did not fail")
+        except ArithmeticError:
+            hook.remove()
+
+
+def _objects(engine: Any) -> dict[str, Any]:
+    """Weak references to an engine and its parts."""
+    adapter = engine.optimizer
+    parts = {"engine": engine, "model": engine.module, "adapter": adapter}
+    parts |= {"fused": adapter.fused, "optimizer": adapter.optimizer, "layout": adapter.layout}
+    parts |= dict(engine.module.named_parameters())
+    states = [x for kept in adapter.state.values() for x in kept.values() if torch.is_tensor(x)]
+    parts |= {f"state {i}": x for i, x in enumerate(states)}
+    return {name: weakref.ref(part) for name, part in parts.items()}
+
+
+def left(kind: str, stage: int, how: str, max_norm: float) -> list[str]:
+    """The names of an engine's parts that are alive after it was deleted."""
+    engine = _engine(kind, stage, max_norm)
+    _use(engine, kind, how)
+    found = _objects(engine)
+    has_stepped = how not in ("nothing", "failure")
+    assert ("state 0" in found) == (has_stepped and kind != "int8")  # LOMO has no state
+    if how == "destroyed":
+        engine.destroy()
+    del engine
+    # After a failure, autograd keeps nodes that it has not run until its next pass in this thread.
+    torch.ones(1, requires_grad=True).square().backward()
+    gc.collect()
+    return [name for name, part in found.items() if part() is not None]
+
+
+def outlived() -> str:
+    """The error of an access to a parameter whose engine was freed."""
+    engine = _engine("dense", 1, 0.0)
+    param = engine.module.up.weight
+    del engine
+    gc.collect()
+    return message(lambda: deepspeed.utils.safe_get_full_fp32_param(param))

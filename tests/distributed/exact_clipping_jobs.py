@@ -1,32 +1,29 @@
 """Jobs of test_exact_clipping.py: exact clipping by engines, of graphs that are hard to repeat."""
 
+import contextlib
 import tempfile
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import ds_ext
-from tests.common import fused_losses
-from tests.common.ranks import message
-from tests.distributed.training_jobs import whole
+from tests.common import engines, fused_losses
+from tests.common.engines import rows
+from tests.common.ranks import message, whole
+from tests.distributed.fully_shard_jobs import whole as whole_dtensors
 from tests.unit.test_norm_prepass import Normed
 
 CLIP = 0.05
 
 
-def config(stage: int) -> dict[str, Any]:
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 10, "reduce_bucket_size": 50}
-    return {"train_micro_batch_size_per_gpu": 8, "zero_optimization": zero}
-
-
-def start(model: nn.Module, stage: int, **more: Any) -> deepspeed.DeepSpeedEngine:
-    made = config(stage) | {"gradient_clipping": CLIP} | more
+def start(model: nn.Module, stage: int, policy: str = "") -> Any:
     optimizer = ds_ext.LOMO(model.parameters(), lr=0.5)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
+    return engines.start(model, optimizer, stage, policy, gradient_clipping=CLIP)
 
 
 def in_place(stage: int) -> dict[str, Any]:
@@ -69,6 +66,7 @@ def trainer(stage: int, policy: str) -> dict[str, Any]:
         for step in range(world)
         for x, y in zip(*fused_losses.batch(step), strict=True)
     ]
+    sizes = {"train_micro_batch_size_per_gpu": 8}
     lomo = {"optimizer": {"type": "Lomo", "params": {"lr": 0.5}}}
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
@@ -77,9 +75,7 @@ def trainer(stage: int, policy: str) -> dict[str, Any]:
             max_steps=1,
             learning_rate=0.5,
             lr_scheduler_type="constant",
-            deepspeed=config(stage)
-            | lomo
-            | {"gradient_clipping": "auto", "ds_ext": {"gradient_policy": policy}},
+            deepspeed=engines.config(stage, policy, gradient_clipping="auto", **sizes, **lomo),
             save_strategy="no",
             report_to="none",
             use_cpu=True,
@@ -94,9 +90,122 @@ def normed(stage: int, reentrant: bool, policy: str) -> dict[str, Tensor]:
     """Weights and buffers after training with a checkpointed batch norm."""
     torch.manual_seed(5)
     model = Normed(reentrant)
-    engine = start(model, stage, ds_ext={"gradient_policy": policy})
-    for step in range(3):
-        seed = 10 * step + dist.get_rank()
-        engine.backward(engine(torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))))
-        engine.step()
-    return whole(model) | {n: x.clone() for n, x in model.named_buffers()}
+    engine = start(model, stage, policy)
+    found = engines.trained(engine, lambda model, *of: model(engines.rows(*of, 8, 6)), 3)
+    return found["after"] | {n: x.clone() for n, x in model.named_buffers()}
+
+
+LR = 0.5
+STEPS = 3
+
+
+class Body(nn.Module):
+    """Its second layer is in a reentrant segment, if ``reentrant``."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return checkpoint(self.second, h, use_reentrant=True) if self.reentrant else self.second(h)
+
+
+def make(reentrant: bool) -> tuple[Body, nn.Module, nn.Module]:
+    """A body, a second model, and a head that torch trains."""
+    torch.manual_seed(1)
+    return Body(reentrant), nn.Linear(6, 8), nn.Linear(8, 3)
+
+
+def others_of(body: Any, second: Any, head: nn.Module, backward: Any, step: int, rank: int) -> Any:
+    """A backward pass -> gradients of the input, of a hidden tensor and of the head."""
+    x = rows(step, rank, 4, 6).requires_grad_()
+    hidden = body(x) * torch.tanh(second(x))
+    hidden.retain_grad()
+    backward(head(hidden).square().sum())
+    return [g.clone() for g in (x.grad, hidden.grad, head.weight.grad, head.bias.grad)]
+
+
+def reference(world: int, reentrant: bool) -> list[Any]:
+    """Of each step: the other gradients of each rank, and the weights of both models after it."""
+    *models, head = make(reentrant)
+    told = []
+    for step in range(STEPS):
+        others = []
+        for rank in range(world):
+            others.append(others_of(*models, head, Tensor.backward, step, rank))
+            head.zero_grad()
+        for model in models:
+            for p in model.parameters():
+                p.grad /= world
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            torch.optim.SGD(model.parameters(), lr=LR).step()
+            model.zero_grad()
+        told.append((others, [p.detach().clone() for m in models for p in m.parameters()]))
+    return told
+
+
+def train(stage: int | str, reentrant: bool, kind: Any = ds_ext.LOMO) -> list[Any]:
+    """The same by two engines, the second with an optimizer of ``kind``; or by FSDP2."""
+    *models, head = make(reentrant)
+    made = []
+    for model, own in zip(models, (ds_ext.LOMO, kind), strict=True):
+        if stage == "fsdp2":
+            for layer in [*model.children(), model]:
+                fully_shard(layer)
+        optimizer = own(model.parameters(), lr=LR)
+        at = None if stage == "fsdp2" else stage
+        made.append(engines.start(model, optimizer, at, gradient_clipping=CLIP))
+    told = []
+    for step in range(STEPS):
+        by = made[step % 2 if stage == "fsdp2" else 0]
+        others = others_of(*made, head, by.backward, step, dist.get_rank())
+        refuse_to_clip_both(models[0], head)
+        for engine in made:
+            engine.step()
+        weights = whole_dtensors if stage == "fsdp2" else whole
+        told.append((others, [p for m in models for p in weights(m).values()]))
+    return told
+
+
+def refuse_to_clip_both(body: nn.Module, head: nn.Module) -> None:
+    """Clips both together, where only the first rank has gradients of the head."""
+    if dist.get_rank():
+        head.zero_grad()
+    both = [*body.parameters(), *head.parameters()]
+    said = message(lambda: torch.nn.utils.clip_grad_norm_(both, CLIP))
+    assert "Clip the others by a call of their own" in said, said
+    head.zero_grad()
+
+
+def beside_deepspeeds(stage: int) -> str:
+    """What is said where the second engine is DeepSpeed's own."""
+    return message(lambda: train(stage, False, torch.optim.SGD))
+
+
+def failed(stage: int, discard: bool) -> list[Any]:
+    """The weights before and after an error in the measuring pass, and after a step."""
+    body, _, _ = make(reentrant=False)
+    optimizer = ds_ext.LOMO(body.parameters(), lr=LR)
+    engine = engines.start(body, optimizer, stage, gradient_clipping=CLIP)
+    before, rank = whole(body), dist.get_rank()
+
+    def fail(grad: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    hidden = engine(rows(7, rank, 4, 6))
+    inner = hidden * 2
+    inner.register_hook(fail)
+    hooked = engine(rows(8, rank, 4, 6))
+    with contextlib.suppress(KeyboardInterrupt):
+        engine.backward((hooked * hidden + inner).sum())
+    if discard:
+        engine.zero_grad()
+    between = whole(body)
+    engines.trained(engine, foreign_loss_of, 1)
+    return [before, between, whole(body), [engine.micro_steps, engine.global_steps]]
+
+
+def foreign_loss_of(model: nn.Module, number: int, rank: int) -> Tensor:
+    return model(rows(number, rank, 4, 6)).square().sum()

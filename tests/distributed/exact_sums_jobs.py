@@ -2,16 +2,13 @@
 
 from typing import Any
 
-import deepspeed
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_ext
 from ds_ext.checkpoint import resharding
 from ds_ext.engine.checkpoint_contents import owned
-from tests.common import table
-from tests.common.ranks import whole
+from tests.common import engines, table
 
 STEPS = 6
 # What moments of 8 bits round in groups of 32, which are cut in the first, the third and the last.
@@ -42,22 +39,12 @@ def gradients(step: int, rank: int) -> list[Tensor]:
 
 def train(name: str, stage: int) -> dict[str, Any]:
     """The weights after the steps, and this rank's pieces of the state."""
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": f"ds_ext.{name}", "params": RULES[name]},
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 3000,
-            "stage3_param_persistence_threshold": 40,
-        },
-        "gradient_clipping": 0,
-    }
-    engine, *_ = deepspeed.initialize(model=Given(), config=config)
-    for step in range(STEPS):
-        engine.backward(engine(gradients(step, dist.get_rank())))
-        engine.step()
+    optimizer = {"type": f"ds_ext.{name}", "params": RULES[name]}
+    zero = {"reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 40}
+    engine = engines.start(Given(), None, stage, optimizer=optimizer, zero=zero)
+    found = engines.trained(engine, lambda model, *of: model(gradients(*of)), STEPS)
     kept = resharding.save_state(engine.optimizer.optimizer, owned(engine.optimizer.layout))
-    return {"after": whole(engine.module), "state": kept}
+    return {"after": found["after"], "state": kept}
 
 
 class Linear(nn.Module):
@@ -78,20 +65,9 @@ def bits(stage: int, weight_update: str) -> dict[str, torch.Tensor]:
     """bf16 weights after steps whose gradients do not depend on the number of ranks."""
     torch.manual_seed(4)
     model = Linear()
-    made = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10},
-        "optimizer": {
-            "type": "LOMO",
-            "params": {"lr": 1e-3, "weight_update": weight_update, "seed": 5},
-        },
-    }
-    engine = deepspeed.initialize(model=model, config=made)[0]
-    for step in range(10):
-        engine.backward(engine(step))
-        engine.step()
-    return whole(model)
+    lomo = {"type": "LOMO", "params": {"lr": 1e-3, "weight_update": weight_update, "seed": 5}}
+    engine = engines.start(model, None, stage, optimizer=lomo, bf16={"enabled": True})
+    return engines.trained(engine, lambda model, step, rank: model(step), 10)["after"]
 
 
 def bits_reference(weight_update: str) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from torch import nn
 import ds_ext
 from ds_ext.engine import parameters
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common import authors, by_role
+from tests.common import authors, by_role, engines
 from tests.common.ranks import message, shared_folder
 from tests.distributed.tensor_parallel_jobs import rebuilt
 from tests.distributed.training_jobs import HYPERS
@@ -194,12 +194,8 @@ def start(run: Run, stage: int, size: int, mpu: Any = None, **more: Any):
     with torch.no_grad():
         for name, p in named(model).items():
             p.copy_(values()[name])
-    made = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": run.max_norm,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 200},
-        "ds_ext": {"gradient_policy": run.policy},
-    }
+    zero = {"reduce_bucket_size": 200}
+    made = engines.config(stage, run.policy, gradient_clipping=run.max_norm, zero=zero)
     if run.tensor > 1:
         plan = {"use_default_specs": False, "layer_specs": DIVIDED}
         made["tensor_parallel"] = {"autotp_size": run.tensor, "partition_config": plan}

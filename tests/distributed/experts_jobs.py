@@ -16,7 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 import ds_ext
 from ds_ext.engine import expert_parallel, parameters
 from ds_ext.optimizer import expert_stacks
-from tests.common import authors, by_role
+from tests.common import authors, by_role, engines
 from tests.common.hypers import FOR_ALL
 from tests.common.ranks import shared_folder, whole
 from tests.distributed.tensor_parallel_jobs import rebuilt
@@ -163,16 +163,8 @@ def start(run: Run, model: nn.Module, stage: int | None, ep: int):
         )
     if run.leaves:
         set_z3_leaf_modules(model, [MixtralSparseMoeBlock])
-    made = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": run.max_norm,
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 700,
-            "stage3_param_persistence_threshold": 30,
-        },
-        "ds_ext": {"gradient_policy": run.policy},
-    }
+    zero = {"reduce_bucket_size": 700, "stage3_param_persistence_threshold": 30}
+    made = engines.config(stage, run.policy, gradient_clipping=run.max_norm, zero=zero)
     if is_json:
         made["optimizer"] = {"type": f"ds_ext.{run.rule}", "params": run.hypers}
     if ep:

@@ -302,18 +302,6 @@ def late(folder: str) -> dict[str, list[str]]:
     return told
 
 
-def plain() -> None:
-    """A rank killed in loss.backward(), without an engine."""
-    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 3))
-    optimizer = ds_ext.CAME(model.parameters())
-    ds_ext.fuse_into_backward(model, optimizer)
-    for step in range(4):
-        if step == 2 and dist.get_rank() == 1:
-            model[0].weight.register_hook(_kill)
-        model(torch.randn(2, 4)).sum().backward()
-        optimizer.step()
-
-
 def _json(begin, config, optimizer) -> None:
     config["optimizer"], before = optimizer, config["optimizer"]
     try:

@@ -5,39 +5,51 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
-from torch import nn
+import transformers
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ds_ext
-from tests.common.plain import mean_step
-from tests.common.ranks import message, whole
+from tests.common import engines
 
 STEPS = 7
 
 
 class Tower(nn.Module):
-    def __init__(self) -> None:
+    """Three layers; the middle one is used twice in a segment that is run again, if any is."""
+
+    def __init__(self, checkpointing: str = "") -> None:
         super().__init__()
+        self.checkpointing = checkpointing
         self.first = nn.Linear(6, 9)
         self.second = nn.Linear(9, 9)
         self.third = nn.Linear(9, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = torch.tanh(self.second(torch.tanh(self.first(x))))
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        if self.checkpointing == "":
+            return self.third(torch.tanh(self.second(h))).square().mean()
+        middle = nn.Sequential(self.second, nn.Tanh(), self.second)
+        if self.checkpointing == "deepspeed":
+            h = deepspeed.checkpointing.checkpoint(middle, h)
+        elif self.checkpointing == "selective":
+            saved = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
+            contexts = functools.partial(create_selective_checkpoint_contexts, saved)
+            h = checkpoint(middle, h, use_reentrant=False, context_fn=contexts)
+        else:  # the reference
+            h = middle(h)
         return self.third(h).square().mean()
 
 
-def make() -> Tower:
+def make(checkpointing: str = "") -> Tower:
     torch.manual_seed(11)
-    model = Tower()
-    model.second.requires_grad_(False)
+    model = Tower(checkpointing)
+    model.second.requires_grad_(checkpointing != "")
     return model
 
 
-def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return model(torch.randn(4, 6, generator=generator))
+def loss_of(model: nn.Module, number: int, rank: int) -> Tensor:
+    return model(engines.rows(number, rank, 4, 6))
 
 
 def groups(model: Tower) -> list[dict[str, Any]]:
@@ -46,102 +58,38 @@ def groups(model: Tower) -> list[dict[str, Any]]:
     return [first, {"params": list(model.third.parameters()), "clip_threshold": 0.5}]
 
 
-def before_step(model: Tower, optimizer, step: int) -> None:
+def edit(model: Tower, optimizer: Any, step: int) -> None:
     """What the script does between steps."""
     if step == 2:  # a layer is unfrozen and given to the optimizer
         model.second.requires_grad_(True)
         optimizer.add_param_group({"params": list(model.second.parameters()), "lr": 0.03})
-    if step == 3:
-        model.first.requires_grad_(False)
-    if step == 5:
-        model.first.requires_grad_(True)
+    if step in (3, 5):
+        model.first.requires_grad_(step == 5)
 
 
 def frozen(stage: int, policy: str, max_norm: float) -> dict[str, Any]:
     """Freezes and unfreezes layers and adds a group between the steps."""
     model = make()
-    made = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": max_norm,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10},
-        "ds_ext": {"gradient_policy": policy},
-    }
     optimizer = ds_ext.AdaLomo(groups(model), lr=0.01)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
-    before = whole(model)
-    for step in range(STEPS):
-        before_step(model, engine.optimizer, step)
-        engine.backward(loss_of(engine, step, dist.get_rank()))
-        engine.step()
-    return {"before": before, "after": whole(model)}
+    engine = engines.start(model, optimizer, stage, policy, gradient_clipping=max_norm)
+    return engines.trained(engine, loss_of, STEPS, edit=edit)
 
 
-def frozen_reference(world: int, max_norm: float, optimizer_type) -> Tower:
+def frozen_alone(world: int, max_norm: float) -> engines.Alone:
     model = make()
-    optimizer = optimizer_type(groups(model), lr=0.01, relative_step=False)
-    for step in range(STEPS):
-        before_step(model, optimizer, step)
-        mean_step(optimizer, [loss_of(model, step, rank) for rank in range(world)], max_norm)
-    return model
-
-
-def stranger() -> str:
-    """The error of a group whose parameter the engine does not know."""
-    model = make()
-    optimizer = ds_ext.AdaLomo(groups(model), lr=0.01)
-    made = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}}
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
-    group = {"params": [nn.Parameter(torch.ones(2))]}
-    return message(lambda: engine.optimizer.add_param_group(group), ValueError)
-
-
-class Checkpointed(Tower):
-    """Its middle is run again: by DeepSpeed's own checkpointing, or selectively by torch's."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        middle, h = nn.Sequential(self.second, nn.Tanh(), self.second), torch.tanh(self.first(x))
-        if self.kind == "selective":
-            saved = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
-            contexts = functools.partial(create_selective_checkpoint_contexts, saved)
-            h = checkpoint(middle, h, use_reentrant=False, context_fn=contexts)
-        else:
-            h = deepspeed.checkpointing.checkpoint(middle, h)
-        return self.third(h).square().mean()
+    optimizer = transformers.Adafactor(groups(model), lr=0.01, relative_step=False)
+    return engines.alone(model, optimizer, loss_of, STEPS, world, max_norm, edit=edit)
 
 
 def checkpointed(stage: int, policy: str, max_norm: float, kind: str) -> dict[str, Any]:
-    torch.manual_seed(11)
-    model = Checkpointed(kind)
-    made = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": max_norm,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10},
-        "ds_ext": {"gradient_policy": policy},
-    }
+    """The middle is run again: by DeepSpeed's own checkpointing, or selectively by torch's."""
+    model = make(kind)
     optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
-    before = whole(model)
-
-    for step in range(STEPS):
-        engine.backward(loss_of(engine, step, dist.get_rank()))
-        engine.step()
-    return {"before": before, "after": whole(model)}
+    engine = engines.start(model, optimizer, stage, policy, gradient_clipping=max_norm)
+    return engines.trained(engine, loss_of, STEPS)
 
 
-def checkpointed_reference(world: int, max_norm: float) -> Tower:
-    torch.manual_seed(11)
-    model = Tower()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(STEPS):
-        losses = []
-        for rank in range(world):
-            generator = torch.Generator().manual_seed(10 * step + rank)
-            h = torch.tanh(model.first(torch.randn(4, 6, generator=generator)))
-            h = model.second(torch.tanh(model.second(h)))
-            losses.append(model.third(h).square().mean())
-        mean_step(optimizer, losses, max_norm)
-    return model
+def checkpointed_alone(world: int, max_norm: float) -> engines.Alone:
+    model = make("none")
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    return engines.alone(model, sgd, loss_of, STEPS, world, max_norm)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -141,31 +140,3 @@ def rounded(grads: list[list[Tensor]], weights: list[Tensor]) -> list[Tensor]:
     assert all(p.dtype == torch.bfloat16 for p in params)
     assert mesh is None or all(map(dtensors.is_dtensor, params))
     return [full(p).clone() for p in params]
-
-
-class Matrices(nn.Sequential):
-    """Four linear layers without vectors."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(3)
-        super().__init__(*(nn.Linear(6, 6, bias=False) for _ in range(4)))
-
-
-def rounds(rule: str, how: str) -> list[int]:
-    """How many sums over the ranks each step takes of all four matrices together."""
-    made, mesh = Matrices(), init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in made:
-        fully_shard(layer, mesh=mesh)
-    model = fully_shard(made, mesh=mesh)
-    optimizer = OPTIMIZERS[rule](model.parameters())
-    if how == "fused":
-        ds_ext.fuse_into_backward(model, optimizer, bucket_size=10**6)
-    counts = []
-    for step in range(3):
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
-            model(torch.randn(5, 6, generator=generator)).square().mean().backward()
-            optimizer.step()
-        counts.append(reduce.call_count)
-        optimizer.zero_grad()
-    return counts

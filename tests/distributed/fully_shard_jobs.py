@@ -15,9 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.rules.base import key_of
 from tests.common import by_role, models
-from tests.common.hypers import TRAINED
 from tests.common.ranks import identical, message
 from tests.distributed import storing_jobs
 
@@ -36,7 +34,6 @@ class Case:
     checkpointing: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # of fully_shard
     bucket: int | None = 300
-    by_role: bool = False  # the optimizer is made for the model: of linear layers' matrices
 
 
 def zoo(checkpointing: str | None = None) -> models.Zoo:
@@ -76,18 +73,11 @@ def local(model: nn.Module) -> Tensor:
     return torch.cat([p.to_local().detach().flatten() for p in model.parameters()])
 
 
-def optimizer_of(case: Case, model: nn.Module) -> torch.optim.Optimizer:
-    """The case's optimizer."""
-    if case.by_role:
-        return OPTIMIZERS[key_of(case.rule)].for_model(model, **case.hypers)
-    return OPTIMIZERS[case.rule](model.parameters(), **case.hypers)
-
-
 def train(case: Case) -> dict[str, Any]:
     """Weights before and after, norms, and how often each parameter was stepped."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = shard(zoo(case.checkpointing), **case.options)
-    optimizer, fused = optimizer_of(case, model), None
+    optimizer, fused = by_role.made(case.rule, model, case.hypers), None
     if case.how != "plain":
         policy = "sharded" if case.how == "sharded" else "fused"
         fused = ds_ext.fuse_into_backward(
@@ -154,38 +144,6 @@ def accumulate(
         "told": by_role.told(optimizer, model),
     }
     return {"before": before, "after": after, **told}
-
-
-def poisoned(rule: str, how: dict[str, Any]) -> dict[str, Any]:
-    """Which weights moved in a step in which one rank's gradient has one element that is NaN."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    model = shard(zoo())
-    optimizer = OPTIMIZERS[rule](model.parameters(), **TRAINED[rule])
-    fused = ds_ext.fuse_into_backward(model, optimizer, bucket_size=300, **how)
-
-    def poison(grad: Tensor) -> Tensor:
-        grad = grad.clone()
-        grad[-1, 2] = torch.nan
-        return grad
-
-    def enter(up: nn.Module, *_: object) -> None:
-        handles.append(up.weight.register_hook(poison))
-
-    handles: list[Any] = []
-    told = []
-    for step in range(2):
-        if rank == 1 and step == 0:
-            handles.append(model.up.register_forward_pre_hook(enter))
-        before = whole(model)
-        fused.backward(model(models.batch(step, world)[rank], step=step))
-        optimizer.step()
-        for handle in handles:
-            handle.remove()
-        after = whole(model)
-        moved = {n for n, p in after.items() if not torch.equal(before[n], p)}
-        finite = all(bool(p.isfinite().all()) for p in after.values())
-        told.append({"moved": moved, "finite": finite, "identical": identical(after)})
-    return {"steps": told, "skipped": fused.skipped, "skipped steps": fused.skipped_steps}
 
 
 def misused() -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_ext
-from tests.common.plain import mean_step
+from tests.common import engines
 from tests.common.ranks import message
 
 STEPS = 4
@@ -26,8 +26,7 @@ class Tower(nn.Module):
         return self.second(torch.tanh(self.first(x))) * self.scale
 
     def loss(self, step: int, rank: int) -> torch.Tensor:
-        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-        return Tower.forward(self, x).square().mean()
+        return Tower.forward(self, engines.rows(step, rank, 3, 6)).square().mean()
 
 
 def make() -> Tower:
@@ -65,13 +64,10 @@ def train(how: dict[str, Any]) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
-def reference(world: int, max_norm: float) -> dict[str, torch.Tensor]:
+def alone(world: int, max_norm: float) -> engines.Alone:
     model = make()
-    optimizer = torch.optim.SGD(groups(model)[0], 0.1)
-    for step in range(STEPS):
-        change(model, optimizer, step)
-        mean_step(optimizer, [model.loss(step, rank) for rank in range(world)], max_norm)
-    return dict(model.state_dict())
+    sgd = torch.optim.SGD(groups(model)[0], 0.1)
+    return engines.alone(model, sgd, Tower.loss, STEPS, world, max_norm, edit=change)
 
 
 def strangers() -> dict[str, Any]:

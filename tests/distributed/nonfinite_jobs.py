@@ -5,12 +5,10 @@ from itertools import cycle
 from typing import Any
 
 import deepspeed
-import pytest
 import torch
 import torch.distributed as dist
 
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common import paths
 from tests.common.ranks import whole
 from tests.distributed.zero_jobs import CASES, HYPERS, config
 
@@ -77,10 +75,3 @@ def not_finite(rule: str, stage: int) -> dict[str, Any]:
         "same": all(torch.equal(after[n], without[n]) for n in after),
         "steps": steps,
     }
-
-
-def not_finite_by_kernels(rule: str, stage: int) -> dict[str, Any]:
-    """The same of parameters that kernels step, in their interpreter, and judge."""
-    with pytest.MonkeyPatch.context() as patch:
-        paths.use(patch, "kernels")
-        return not_finite(rule, stage)

@@ -1,17 +1,21 @@
-"""Engines on models of unusual memory and gradients, on real ranks."""
+"""Engines on models of unusual memory and gradients, whose parameters may be resized: jobs."""
 
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.utils import set_z3_leaf_modules
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import ds_ext
-from tests.common.plain import mean_step
-from tests.common.ranks import logged, message
-from tests.distributed.training_jobs import whole
+from tests.common import engines
+from tests.common.ranks import message, whole
+from tests.distributed import experts_jobs
 
 STEPS = 4
 
@@ -26,64 +30,34 @@ class Odd(nn.Module):
         self.conv = nn.Conv2d(3, 5, 2)
         self.late = nn.Linear(5, 4).requires_grad_(False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         images = self.words(x).view(-1, 3, 2, 2)
         return self.late(torch.tanh(self.conv(images)).flatten(1)).square().mean()
 
 
-def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10 * step + rank)
+def loss_of(model: nn.Module, number: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * number + rank)
     return model(torch.randint(0, 9, (6,), generator=generator))
 
 
-def train(stage: int, extra: dict[str, Any]) -> dict[str, Any]:
+def unfreeze(model: Odd, optimizer: Any, step: int) -> None:
+    model.late.requires_grad_(step >= 2)
+
+
+def train(stage: int, max_norm: float, policy: str) -> dict[str, Any]:
     """An engine's steps; gradients were left by an earlier pass, and layers are unfrozen later."""
-    model, rank = Odd(sparse=True), dist.get_rank()
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    loss_of(model, 99, rank).backward()
-    config = {
-        "train_micro_batch_size_per_gpu": 6,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10},
-        **extra,
-    }
+    model = Odd(sparse=True)
+    loss_of(model, 99, torch.distributed.get_rank()).backward()
     optimizer = ds_ext.LOMO(model.parameters(), lr=0.2)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = engines.start(model, optimizer, stage, policy, gradient_clipping=max_norm)
     model.to(memory_format=torch.channels_last)
-    for step in range(STEPS):
-        if step == 2:
-            model.late.requires_grad_(True)
-        engine.backward(loss_of(engine, step, rank))
-        engine.step()
-    return {"before": before, "after": whole(model)}
+    return engines.trained(engine, loss_of, STEPS, edit=unfreeze)
 
 
-def reference(world: int, max_norm: float) -> dict[str, torch.Tensor]:
+def alone(max_norm: float) -> engines.Alone:
     model = Odd(sparse=False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.2)
-    for step in range(STEPS):
-        if step == 2:
-            model.late.requires_grad_(True)
-        mean_step(optimizer, [loss_of(model, step, rank) for rank in range(world)], max_norm)
-    return dict(model.named_parameters())
-
-
-# By ZeRO stage, what changes no result and is said to have no effect.
-UNREAD: dict[int, dict[str, Any]] = {
-    1: {"reduce_scatter": False, "ignore_unused_parameters": False},
-    2: {"reduce_scatter": False, "offload_param": {"device": "cpu", "pin_memory": False}},
-    3: {"reduce_scatter": False, "offload_param": {"device": "cpu", "buffer_count": 4}},
-}
-
-
-def without_effect(stage: int) -> tuple[bool, list[str]]:
-    """Whether settings change no bit of the weights, and what the log says of them."""
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 10}
-    plain = train(stage, {})["after"]
-    with logged() as said:
-        told = train(stage, {"zero_optimization": zero | UNREAD[stage]})["after"]
-    is_same = all(torch.equal(told[name], value) for name, value in plain.items())
-    return is_same, [line for line in said if "no effect" in line]
+    sgd = torch.optim.SGD(model.parameters(), 0.2)
+    return engines.alone(model, sgd, loss_of, STEPS, max_norm=max_norm, edit=unfreeze)
 
 
 class First(nn.Module):
@@ -93,7 +67,7 @@ class First(nn.Module):
         super().__init__()
         self.used, self.unused = nn.Linear(6, 8), nn.Linear(6, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.used(x))
 
 
@@ -101,12 +75,7 @@ def leaf_inputs() -> tuple[str, bool, bool]:
     """What is said of a leaf module's input without gradients; if weights moved then, and later."""
     model = nn.Sequential(First(), nn.Linear(8, 1))
     set_z3_leaf_modules(model, [First])
-    config = {
-        "train_micro_batch_size_per_gpu": 6,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    }
-    optimizer = ds_ext.LOMO(model.parameters(), lr=0.2)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = engines.start(model, ds_ext.LOMO(model.parameters(), lr=0.2), 3)
     before = whole(model)
 
     def step(needs_gradient: bool) -> None:
@@ -122,11 +91,136 @@ def leaf_inputs() -> tuple[str, bool, bool]:
     return told, stayed, not torch.equal(after["0.used.weight"], before["0.used.weight"])
 
 
-def wrapped() -> str:
-    """What an engine says to a model in DDP."""
-    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
-    optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
-    config = {"train_micro_batch_size_per_gpu": 1}
-    return message(
-        lambda: deepspeed.initialize(model=model, optimizer=optimizer, config=config), ValueError
-    )
+ROWS, MORE = 10, 16
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(ROWS, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x)).square().mean()
+
+
+def refused(call: Any) -> str:
+    """What a call raises, in words; empty if nothing."""
+    return message(call, RuntimeError, ValueError, IndexError)
+
+
+def resized(model: nn.Module, weight: Any, step: Any) -> dict[str, Any]:
+    """A step, and another with more rows of ``weight`` -> what is said, and what moved."""
+    step()
+    before = {n: p.clone() for n, p in whole(model).items()}
+    is_cut = hasattr(weight, "ds_tensor")
+    rows = torch.ones(ROWS, 6) if is_cut else weight.data
+    weight.data = torch.cat([rows, rows[: MORE - ROWS]])
+    told = refused(step)
+    after = whole(model) if is_cut else dict(model.named_parameters())
+    return {"told": told, "moved": [n for n, p in after.items() if not p.equal(before[n])]}
+
+
+def in_engine(stage: int, policy: str) -> dict[str, Any]:
+    """Resizes as transformers' resize_token_embeddings does, after a step of an engine."""
+    model = Words()
+    engine = engines.start(model, ds_ext.AdaLomo(model.parameters()), stage, policy)
+
+    def step() -> None:
+        engine.backward(engine(torch.arange(ROWS)))
+        engine.step()
+
+    return resized(model, model.embed.weight, step)
+
+
+def in_pipeline() -> None:
+    """Resizes a weight of the first of two stages; the second raises when the first is gone."""
+    layers = [LayerSpec(nn.Linear, 4, 8), LayerSpec(nn.Linear, 8, 3)]
+    net = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
+    config = {
+        "train_micro_batch_size_per_gpu": 5,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdaLomo", "params": {"lr": 0.05}},
+    }
+    engine = deepspeed.initialize(model=net, config=config)[0]
+    data = [(torch.randn(5, 4), torch.randn(5, 3))]
+    engine.train_batch(iter(data * 2))
+    own = net.forward_funcs[0].weight
+    if engine.is_first_stage():
+        own.data = torch.randn(8, 4 + 2, generator=torch.Generator().manual_seed(1))
+        data = [(torch.randn(5, 6), torch.randn(5, 3))]
+    before = own.clone()
+    try:
+        engine.train_batch(iter(data * 2))
+    finally:
+        print("moved" if not own.equal(before) else "as it was", flush=True)
+
+
+class Routed(Words):
+    """Experts of DeepSpeed, one on each of two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = MoE(6, nn.Linear(6, 6), num_experts=2, ep_size=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.moe(self.embed(x).unsqueeze(0))[0]).square().mean()
+
+
+def in_experts(stage: int) -> dict[str, Any]:
+    """Resizes a weight of a model with experts that ranks divide among themselves."""
+    model = Routed()
+    groups = [{"params": list(model.parameters()), "name": "all"}]
+    optimizer = ds_ext.AdaLomo(split_params_into_different_moe_groups_for_optimizer(groups))
+    engine = engines.start(model, optimizer, stage)
+
+    def step() -> None:
+        engine.backward(engine(torch.arange(ROWS)))
+        engine.step()
+
+    return resized(model, model.embed.weight, step)
+
+
+def in_autoep(stage: int, where: str) -> dict[str, Any]:
+    """Resizes a weight of a model whose experts AutoEP divides, one of its stacks for instance."""
+    run = experts_jobs.Run("mixtral", "lomo", stage, ep=2)
+    model = experts_jobs.make(run.kind)
+    engine = experts_jobs.start(run, model, stage, run.ep)
+
+    def step() -> None:
+        engine.backward(experts_jobs.loss_of(engine, 0, dist.get_rank()))
+        engine.step()
+
+    name, weight = next((n, p) for n, p in model.named_parameters() if where in n)
+    return resized(model, weight, step) | {"name": name}
+
+
+def in_fsdp2(fused: bool) -> dict[str, Any]:
+    """The same of a model of DTensors; a state of another shape is loaded before that."""
+    model = fully_shard(Words())
+    optimizer = ds_ext.AdaLomo(model.parameters())
+    if fused:
+        ds_ext.fuse_into_backward(model, optimizer)
+    model(torch.arange(ROWS)).backward()
+    optimizer.step()
+    before = {n: p.full_tensor().clone() for n, p in model.named_parameters()}
+    saved = optimizer.state_dict()
+    other = ds_ext.AdaLomo(fully_shard(Larger()).parameters())
+    told = refused(lambda: optimizer.load_state_dict(other.state_dict()))
+    optimizer.load_state_dict(saved)
+    optimizer.state[model.embed.weight]["v"]["row"] = torch.zeros(1, 3)
+
+    def step() -> None:
+        model(torch.arange(ROWS)).backward()
+        optimizer.step()
+
+    edited = refused(step)
+    same = {n: p.full_tensor().equal(before[n]) for n, p in model.named_parameters()}
+    return {"told": told, "edited": edited, "same": same}
+
+
+class Larger(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(MORE, 6)

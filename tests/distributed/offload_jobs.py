@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ds_ext.ops import normal, quantize, rounding
 from ds_ext.optimizer import OPTIMIZERS, host_offload
-from tests.common import by_role, pretend
+from tests.common import by_role, engines, pretend
 from tests.common.ranks import message, shared_folder, whole
 from tests.common.states import tensors
 
@@ -61,18 +61,8 @@ def start(optimizer: str, stage: int, offload: dict[str, Any], more: dict[str, A
     hypers = hypers | more.pop("hypers", {})
     zero_init = more.pop("zero_init", False)
     is_json = more.pop("is_json", False)
-    zero = {
-        "stage": stage,
-        "stage3_param_persistence_threshold": 45,
-        "stage3_prefetch_bucket_size": 1000,
-        "reduce_bucket_size": 1800,
-    }
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "zero_optimization": zero | offload,
-        "gradient_clipping": 0.0,
-        **more,
-    }
+    zero = {"stage3_param_persistence_threshold": 45, "stage3_prefetch_bucket_size": 1000}
+    config = engines.config(stage, zero=zero | {"reduce_bucket_size": 1800} | offload, **more)
     torch.manual_seed(5)
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=zero_init):
         model = Tower()

@@ -17,12 +17,13 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
-from tests.common import updates
+from tests.common import engines, updates
 from tests.common.ranks import message, shared_folder, whole
 from tests.common.states import tensors
 from tests.distributed import (
     expert_parallel_jobs,
     offload_jobs,
+    pipelines_jobs,
     tensor_parallel_jobs,
     ulysses_jobs,
 )
@@ -41,9 +42,9 @@ class Special:
     loss_alone: Callable[[nn.Module, int], Tensor]  # of all ranks
     weights: Callable[[deepspeed.DeepSpeedEngine], dict[str, Tensor]]
     elsewhere: Callable[[dict[str, Any]], deepspeed.DeepSpeedEngine]  # on other ranks
-    second: str  # the names of the parameters of the second group
-    taken_out: str  # the name of a parameter of the first group
-    later: str  # the name of one of the second
+    second: str = r"qkv|down"  # the names of the parameters of the second group
+    taken_out: str = "out.weight"  # the name of a parameter of the first group
+    later: str = "down.weight"  # the name of one of the second
 
 
 def _tensor_parallel() -> Special:
@@ -58,9 +59,6 @@ def _tensor_parallel() -> Special:
         lambda model, number: tensor_parallel_jobs.loss_of(model, "fused", number, 0),
         lambda engine: tensor_parallel_jobs.weights(engine)[0],
         engine,
-        r"qkv|down",
-        "out.weight",
-        "down.weight",
     )
 
 
@@ -78,17 +76,14 @@ def _sequences() -> Special:
         lambda model, number: ulysses_jobs.loss_of(model, number, 0, slice(None)),
         lambda engine: whole(engine.module),
         lambda config: initialized(ulysses_jobs.make(), config),
-        r"qkv|down",
-        "out.weight",
-        "down.weight",
     )
 
 
 def _experts() -> Special:
+    @torch.no_grad()
     def fill(params: dict[str, nn.Parameter]) -> None:
-        with torch.no_grad():
-            for name, p in params.items():
-                p.copy_(expert_parallel_jobs.values()[name])
+        for name, p in params.items():
+            p.copy_(expert_parallel_jobs.values()[name])
 
     def engine(size: int, config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
         model = expert_parallel_jobs.Whole(size)
@@ -116,7 +111,6 @@ def _experts() -> Special:
         functools.partial(engine, 1),
         r"up|down",
         "wide.weight",
-        "down.weight",
     )
 
 
@@ -174,20 +168,16 @@ def config(special: Special, stage: int, rule: str = "adamw", **more: Any) -> di
     """The config of an engine with two groups of parameters."""
     hypers = HYPERS if rule == "adamw" else {"lr": 1e-3}
     params = hypers | {"param_groups": [{"match": special.second, "lr": hypers["lr"]}]}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1500},
-        "optimizer": {"type": f"ds_ext.{rule}", "params": params},
-        **more,
-    }
+    optimizer = {"type": f"ds_ext.{rule}", "params": params}
+    return engines.config(stage, optimizer=optimizer, zero={"reduce_bucket_size": 1500}, **more)
 
 
 class Reference:
     """The same training by torch's AdamW in one process."""
 
-    def __init__(self, special: Special) -> None:
+    def __init__(self, special: Special, start: dict[str, Tensor] | None = None) -> None:
         self.model = special.alone()
+        self.model.load_state_dict(start or {}, strict=False)
         self.before = self.weights()
         named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         first = [p for n, p in named if not re.search(special.second, n)]
@@ -212,26 +202,6 @@ class Reference:
         return updates.error({n: p.cpu() for n, p in after.items()}, expected, self.before)
 
 
-def two_forwards(layout: str, stage: int, passes: int, max_norm: float) -> float:
-    """Losses of two forward passes each, with ``passes`` micro-batches -> the error."""
-    with laid_out(layout) as special:
-        reference = Reference(special)
-        more = {"gradient_accumulation_steps": passes, "gradient_clipping": max_norm}
-        engine = special.engine(config(special, stage, **more))
-
-        def loss_of(loss: Callable[[Any, int], Tensor], model: Any, number: int) -> Tensor:
-            return loss(model, 2 * number) + 0.5 * loss(model, 2 * number + 1)
-
-        for step in range(3):
-            numbers = range(step * passes, (step + 1) * passes)
-            for number in numbers:
-                engine.backward(loss_of(special.loss, engine, number))
-                engine.step()
-            losses = [loss_of(special.loss_alone, reference.model, number) for number in numbers]
-            reference.step(sum(losses) / passes, max_norm)
-        return reference.error(special.weights(engine))
-
-
 def projected(layout: str, stage: int) -> float:
     """Gradients of GaLore-AdamW kept projected, against kept whole -> the error."""
     with laid_out(layout) as special:
@@ -247,35 +217,22 @@ def projected(layout: str, stage: int) -> float:
         return updates.error(found[1], found[0], before)
 
 
-def foreign(layout: str, stage: int, policy: str) -> dict[str, Any]:
-    """A trained factor of the loss that is not the engine's, under exact clipping."""
+def edited(layout: str, stage: int, passes: int, max_norm: float) -> dict[str, Any]:
+    """Edits of param groups between steps, as torch follows them.
+
+    A loss is of two forward passes, and of a trained factor that is not the engine's.
+    """
     with laid_out(layout) as special:
         reference, off = Reference(special), []
-        more = {"gradient_clipping": 0.05, "ds_ext": {"gradient_policy": policy}}
+        more = {"gradient_accumulation_steps": passes, "gradient_clipping": max_norm}
         engine = special.engine(config(special, stage, **more))
-        factor, calls = nn.Parameter(torch.tensor(1.5, device=engine.device)), []
-        factor.register_hook(lambda g: calls.append(g))
-        for step in range(3):
-            factor.grad = None
-            loss = special.loss(engine, step)
-            engine.backward(loss * factor)
-            off.append(float((factor.grad - loss.detach()).abs() / loss.detach()))
-            engine.step()
-            reference.step(1.5 * special.loss_alone(reference.model, step), 0.05)
-        return {
-            "off": max(off),
-            "calls": len(calls),
-            "error": reference.error(special.weights(engine)),
-        }
-
-
-def edited(layout: str, stage: int, passes: int) -> dict[str, Any]:
-    """Edits of param groups between steps, as torch follows them."""
-    with laid_out(layout) as special:
-        reference = Reference(special)
-        engine = special.engine(config(special, stage, gradient_accumulation_steps=passes))
+        factor = nn.Parameter(torch.tensor(1.5, device=engine.device))
         own = dict(engine.module.named_parameters())
         alone = dict(reference.model.named_parameters())
+
+        def loss_of(loss: Callable[[Any, int], Tensor], model: Any, number: int) -> Tensor:
+            return loss(model, 2 * number) + 0.5 * loss(model, 2 * number + 1)
+
         stayed = []
         for step in range(len(EDITS) + 1):
             if step:
@@ -284,15 +241,20 @@ def edited(layout: str, stage: int, passes: int) -> dict[str, Any]:
             before = special.weights(engine)
             numbers = range(step * passes, (step + 1) * passes)
             for number in numbers:
-                engine.backward(special.loss(engine, number))
+                factor.grad = None
+                loss = loss_of(special.loss, engine, number)
+                engine.backward(loss * factor)
+                wanted = loss.detach() / passes
+                off.append(float((factor.grad - wanted).abs() / wanted))
                 engine.step()
-            losses = [special.loss_alone(reference.model, number) for number in numbers]
-            reference.step(sum(losses) / passes)
+            losses = [loss_of(special.loss_alone, reference.model, number) for number in numbers]
+            reference.step(1.5 * sum(losses) / passes, max_norm)
             after = special.weights(engine)
             stayed.append(
                 [torch.equal(after[n], before[n]) for n in (special.taken_out, special.later)]
             )
-        return {"error": reference.error(special.weights(engine)), "stayed": stayed}
+        error = reference.error(special.weights(engine))
+        return {"error": error, "off": max(off), "stayed": stayed}
 
 
 def slow_down(optimizer: Any, param: Tensor | None, second: str) -> None:
@@ -375,11 +337,58 @@ def loaded(layout: str, stage: int, folder: str) -> dict[str, Any]:
         other.destroy()
         engine = special.elsewhere(config(special, stage))
         engine.load_checkpoint(folder, tag="double")
-        states = engine.optimizer.state.values()
-        dtypes = {x.dtype for state in states for x in tensors(state)}
+        dtypes = {x.dtype for s in engine.optimizer.state.values() for x in tensors(s)}
         for step in range(2, 4):
             engine.backward(special.loss_alone(engine, step))
             engine.step()
             reference.step(special.loss_alone(reference.model, step))
         error = reference.error(special.weights(engine))
         return {"error": error, "dtypes": dtypes, "told": told, "same": same}
+
+
+def _of_pipeline() -> Special:
+    """What ``Reference`` takes of a pipeline, which has no losses of its own to be run backward."""
+
+    def none(*_: Any) -> Any:
+        raise NotImplementedError
+
+    def loss(model: nn.Module, number: int) -> Tensor:
+        return model(pipelines_jobs.rows(number))
+
+    alone = pipelines_jobs.Chain
+    return Special(none, none, alone, loss, none, none, "^(1|4)[.]", "3.weight", "1.weight")
+
+
+def piped(zero: int) -> dict[str, Any]:
+    """The same edits under a pipeline of two stages, and a checkpoint after one more of them."""
+    special = _of_pipeline()
+    params = HYPERS | {"param_groups": [{"match": special.second, "lr": HYPERS["lr"]}]}
+    engine = pipelines_jobs.start(pipelines_jobs.Run("adamw", params, zero=zero))
+    own = dict(engine.module.named_parameters())
+    before = pipelines_jobs.copied(engine)
+    for step in range(len(EDITS) + 1):
+        if step:
+            EDITS[step - 1](engine.optimizer, own.get(special.taken_out), special.second)
+        engine.train_batch(pipelines_jobs.batches(engine, step))
+    after, twice = pipelines_jobs.copied(engine), []
+    take_out(engine.optimizer, own.get(special.taken_out), special.second)
+    with shared_folder() as folder:
+        engine.save_checkpoint(folder)
+        for _ in range(2):
+            engine.train_batch(pipelines_jobs.batches(engine, len(EDITS) + 1))
+            twice.append(pipelines_jobs.copied(engine))
+            engine.load_checkpoint(folder)
+    same = all(torch.equal(p, twice[1][n]) for n, p in twice[0].items())
+    return {"before": before, "after": after, "same": same}
+
+
+def piped_alone(before: dict[str, Tensor]) -> Reference:
+    """The same in one process, from the weights that the stages began with."""
+    special = _of_pipeline()
+    reference = Reference(special, before)
+    named = dict(reference.model.named_parameters())
+    for step in range(len(EDITS) + 1):
+        if step:
+            EDITS[step - 1](reference.optimizer, named[special.taken_out], special.second)
+        reference.step(special.loss_alone(reference.model, step))
+    return reference

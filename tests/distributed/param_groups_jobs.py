@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_ext
-from tests.common import models
+from tests.common import engines, models
 from tests.common.ranks import identical, logged, message, whole
 
 STEPS = 4
@@ -105,3 +105,38 @@ def reference(world: int, optimizers: list[torch.optim.Optimizer], model: nn.Mod
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+LR = 0.01
+DECAY = 0.1
+
+
+def network() -> nn.Module:
+    """The model that the job trains: weights and biases decay differently."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def loss_of(model: nn.Module, number: int, rank: int) -> torch.Tensor:
+    return model(engines.rows(number, rank, 4, 6)).square().sum()
+
+
+ADAMW = {"lr": LR, "weight_decay": DECAY, "betas": [0.9, 0.99]}
+
+
+def taken(name: str, stage: int, params: dict[str, Any]) -> dict[str, Any]:
+    """Trains by the optimizer that ``name`` takes -> its class, weights, what was logged."""
+    named = {"type": name, "params": params}
+    with logged() as said:
+        engine = engines.start(
+            network(), None, stage, optimizer=named, zero_force_ds_cpu_optimizer=False
+        )
+    weights = engines.trained(engine, loss_of, 4)["after"]
+    inner = engine.optimizer.optimizer
+    made = {
+        "class": f"{type(inner).__module__}.{type(inner).__qualname__}",
+        "said": [line for line in said if " is ds_ext's" in line or " is DeepSpeed's" in line],
+        "weights": weights,
+    }
+    engine.destroy()
+    return made

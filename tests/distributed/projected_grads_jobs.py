@@ -8,7 +8,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 
 import ds_ext
-from tests.common import models
+from tests.common import engines, models
 from tests.common.ranks import identical, message, whole
 from tests.distributed import fully_shard_jobs
 
@@ -28,18 +28,13 @@ ZERO: dict[str, dict[str, Any]] = {
 
 
 def config(stage: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_accumulation_steps": PASSES,
-        "gradient_clipping": 0,
-        "optimizer": {"type": "GaLoreAdamW", "params": HYPERS},
-        "ds_ext": POLICY,
-        "zero_optimization": {
-            "reduce_bucket_size": 300,
-            "stage3_param_persistence_threshold": 30,
-            **stage,
-        },
-    }
+    return engines.config(
+        **stage,
+        gradient_accumulation_steps=PASSES,
+        optimizer={"type": "GaLoreAdamW", "params": HYPERS},
+        ds_ext=POLICY,
+        zero={"reduce_bucket_size": 300, "stage3_param_persistence_threshold": 30},
+    )
 
 
 def batch(step: int, number: int) -> torch.Tensor:

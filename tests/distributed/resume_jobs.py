@@ -14,7 +14,7 @@ import ds_ext
 from ds_ext.engine import loading, safe_unpickling
 from ds_ext.engine.checkpoint_contents import owned
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common import by_role, models, ranks
+from tests.common import by_role, engines, models, ranks
 from tests.common.hypers import FOR_ALL, TRAINED
 from tests.common.ranks import logged, shared_folder
 from tests.integration import trainer_runs
@@ -30,6 +30,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "galore": ("galoreadamw", {"lr": 0.05, "rank": 3, "update_proj_gap": 2, "proj_type": "right"}),
     "galore left": ("galoreadamw", {"lr": 0.05, "rank": 3, "update_proj_gap": 2}),
     "adamw": ("adamw", {"lr": 0.05}),
+    "averaged": ("adamw", {"lr": 0.05, "ema_decay": 0.9}),
     "flash 8-bit": ("flashadamw", {"lr": 0.05}),
     "lion 8-bit": ("lion", {"lr": 0.05, "nbits": 8}),
     "galore 8-bit": (
@@ -91,25 +92,19 @@ def start(
     if seed != 7:
         for p in model.parameters():
             torch.nn.init.normal_(p)
-    made = {
+    rates = {"warmup_num_steps": 10, "warmup_max_lr": own["lr"], "warmup_min_lr": own["lr"] / 5}
+    usual = {
         "train_micro_batch_size_per_gpu": ROWS // dist.get_world_size(),
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 30},
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {
-                "warmup_num_steps": 10,
-                "warmup_max_lr": own["lr"],
-                "warmup_min_lr": own["lr"] / 5,
-            },
-        },
-    } | more
+        "zero": {"stage3_param_persistence_threshold": 30},
+        "scheduler": {"type": "WarmupLR", "params": rates},
+    }
     if name in by_role.MATRICES:
         optimizer = OPTIMIZERS[name].for_model(model, **own, **(hypers or {}))
     else:
         params = list(model.parameters())
         groups = [{"params": params[::2]}, {"params": params[1::2], "weight_decay": 0.1}]
         optimizer = OPTIMIZERS[name](groups, **own, **(hypers or {}))
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
+    return engines.start(model, optimizer, stage, **usual | more)
 
 
 def batch(step: int, passes: int = 1) -> torch.Tensor:
@@ -126,7 +121,12 @@ def steps(engine: deepspeed.DeepSpeedEngine, numbers: range) -> None:
 
 
 def whole(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
-    return ranks.whole(engine.module)
+    """The whole weights, and their moving averages if there are any."""
+    weights = ranks.whole(engine.module)
+    if not any(group.get("ema_decay") for group in engine.optimizer.param_groups):
+        return weights
+    with engine.optimizer.ema():
+        return weights | {f"average of {n}": p for n, p in ranks.whole(engine.module).items()}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -213,6 +213,13 @@ BITS = {
         {},
         {"gradient_clipping": 0.05, "ds_ext": {"clip_mode": "previous"}},
     ),
+    "loss scale": (  # dynamic: it rises between the steps
+        {},
+        {
+            "torch_autocast": {"enabled": True, "dtype": "float16"},
+            "ds_ext": {"gradient_policy": "sharded"},
+        },
+    ),
 }
 
 
@@ -223,13 +230,16 @@ IN_BITS = [
     for stage in (0, 2, 3)
 ]
 IN_BITS += [("master24", "came", 0), ("master24", "lomo", 2), ("master24", "adalomo", 3)]
-IN_BITS += [("clipped by the step before", "lamb", 3)]
+IN_BITS += [("clipped by the step before", "lamb", 3), ("loss scale", "lamb", 3)]
 
 
 def bits(way: str, kind: str, stage: int) -> dict[str, Any]:
     """Six steps without a break, and three, a checkpoint, another engine and the last three."""
     hypers, more = BITS[way]
     runs = [start(kind, stage, seed, hypers, **more) for seed in (7, 8)]
+    if way == "loss scale":
+        for engine in runs:
+            engine.optimizer.loss_scaler.scale_window = 2
     steps(runs[0], range(3))
     with shared_folder() as folder:
         runs[0].save_checkpoint(folder)
@@ -243,26 +253,8 @@ def bits(way: str, kind: str, stage: int) -> dict[str, Any]:
         "held": all(torch.equal(a, b) for a, b in zip(held, loaded, strict=True)),
         "residual": any((a != a.bfloat16()).any() for a in held),
         "metrics": [engine.optimizer.metrics() for engine in runs],
+        "scales": [engine.optimizer.loss_scale for engine in runs],
     }
-
-
-def loss_scale() -> dict[str, Any]:
-    """The same under fp16 autocast, whose dynamic loss scale rises between the steps."""
-    more = {
-        "torch_autocast": {"enabled": True, "dtype": "float16"},
-        "ds_ext": {"gradient_policy": "sharded"},
-    }
-    runs = [start("lamb", 3, seed, **more) for seed in (7, 8)]
-    for engine in runs:
-        engine.optimizer.loss_scaler.scale_window = 2
-    steps(runs[0], range(3))
-    with shared_folder() as folder:
-        runs[0].save_checkpoint(folder)
-        steps(runs[0], range(3, 6))
-        runs[1].load_checkpoint(folder)
-    steps(runs[1], range(3, 6))
-    scales = [engine.optimizer.loss_scale for engine in runs]
-    return {"same": same(whole(runs[0]), whole(runs[1])), "scales": scales}
 
 
 def fp32_of(engine: deepspeed.DeepSpeedEngine) -> list[torch.Tensor]:

@@ -10,6 +10,8 @@ from deepspeed import utils
 from torch import nn
 
 from ds_ext.optimizer import OPTIMIZERS
+from tests.common import engines
+from tests.common.ranks import message, whole
 
 
 class Pair(nn.Module):
@@ -30,7 +32,7 @@ class Pair(nn.Module):
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    return model(torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank)))
+    return model(engines.rows(step, rank, 4, 5))
 
 
 def start(
@@ -38,31 +40,13 @@ def start(
 ) -> deepspeed.DeepSpeedEngine:
     model = Pair(dtype)
     optimizer = OPTIMIZERS[kind]([p for p in model.parameters() if p.requires_grad], **hypers)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10},
-        "ds_ext": {"gradient_policy": policy},
-        "bf16": {"enabled": dtype == torch.bfloat16},
-    }
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    bf16 = {"enabled": dtype == torch.bfloat16}
+    return engines.start(model, optimizer, stage, policy, bf16=bf16)
 
 
 def step(engine: deepspeed.DeepSpeedEngine, number: int) -> None:
     engine.backward(loss_of(engine, number, dist.get_rank()))
     engine.step()
-
-
-def full(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        return {n: p.detach().clone() for n, p in engine.module.named_parameters()}
-
-
-def message_of(action: Any, *args: Any) -> str:
-    try:
-        action(*args)
-    except (AttributeError, ValueError, RuntimeError) as error:
-        return str(error)
-    return ""
 
 
 def getters(param: nn.Parameter) -> list[Any]:
@@ -82,13 +66,13 @@ def weights(stage: int, mode: str, dtype: torch.dtype) -> dict[str, Any]:
     model = engine.module
     got = {n: utils.safe_get_full_fp32_param(p) for n, p in model.named_parameters()}
     frozen = getters(model.frozen)
-    held = full(engine)
+    held = whole(engine.module)
     value = got["matrix"] + 1 / 3
     utils.safe_set_full_fp32_param(model.matrix, value)
     utils.safe_set_full_fp32_param(model.bias, got["bias"] * 2)
     local = ""
     if stage == 3:
-        local = message_of(utils.safe_get_local_fp32_param, model.bias)
+        local = message(lambda: utils.safe_get_local_fp32_param(model.bias), AttributeError)
     after = {n: utils.safe_get_full_fp32_param(p) for n, p in model.named_parameters()}
     return {
         "got": got,
@@ -97,8 +81,8 @@ def weights(stage: int, mode: str, dtype: torch.dtype) -> dict[str, Any]:
         "set": (value, got["bias"] * 2),
         "local": local,
         "after": after,
-        "used": full(engine),
-        "wrong size": message_of(utils.safe_set_full_fp32_param, model.matrix, value[1:]),
+        "used": whole(engine.module),
+        "wrong size": message(lambda: utils.safe_set_full_fp32_param(model.matrix, value[1:])),
     }
 
 
@@ -106,25 +90,25 @@ def gradients(stage: int) -> dict[str, Any]:
     """Gradients that are kept, then doubled by hand -> what LOMO did with them."""
     engine = start(stage, "lomo", "sharded", lr=0.1)
     model, rank = engine.module, dist.get_rank()
-    too_early = message_of(utils.safe_get_full_grad, model.matrix)
-    before = full(engine)
+    too_early = message(lambda: utils.safe_get_full_grad(model.matrix))
+    before = whole(engine.module)
     engine.backward(loss_of(engine, 0, rank))
     got = {n: utils.safe_get_full_grad(p) for n, p in model.named_parameters()}
     utils.safe_set_full_grad(model.matrix, 2 * got["matrix"])
     utils.safe_update_full_grad_vectorized([model.bias], lambda g, p: 2 * g)
     engine.step()
-    after = full(engine)
+    after = whole(engine.module)
     engine.backward(loss_of(engine, 1, rank))
     utils.safe_set_full_grad(model.matrix, got["matrix"] * torch.nan)
     engine.step()
     fused = start(stage, "lomo", "fused", lr=0.1)
     fused.backward(loss_of(fused, 0, rank))
-    used_up = message_of(utils.safe_get_full_grad, fused.module.matrix)
+    used_up = message(lambda: utils.safe_get_full_grad(fused.module.matrix))
     return {
         "before": before,
         "got": got,
         "after": after,
-        "skipped": full(engine),
+        "skipped": whole(engine.module),
         "norm": engine.get_global_grad_norm(),
         "messages": (too_early, used_up),
     }
@@ -141,25 +125,25 @@ def states(stage: int, kind: str) -> dict[str, Any]:
     """States by all of their names, and after they were set."""
     more = {"rank": 2} if kind == "galoreadamw" else {}
     engine = start(stage, kind, lr=1e-3, **more)
-    model = engine.module
-    too_early = message_of(utils.safe_get_full_optimizer_state, model.matrix, STATES[kind][0][0])
+    model, get = engine.module, utils.safe_get_full_optimizer_state
+    too_early = message(lambda: get(model.matrix, STATES[kind][0][0]))
     for number in range(2):
         step(engine, number)
     got, after = {}, {}
     for name, keys in zip(("matrix", "bias"), STATES[kind], strict=True):
         param = model.get_parameter(name)
         for key in keys:
-            value = utils.safe_get_full_optimizer_state(param, key)
+            value = get(param, key)
             utils.safe_set_full_optimizer_state(param, value + 1, key)
             got[name, key] = value
-            after[name, key] = utils.safe_get_full_optimizer_state(param, key) - 1
+            after[name, key] = get(param, key) - 1
     return {
         "got": got,
         "after": after,
-        "frozen": utils.safe_get_full_optimizer_state(model.frozen, "exp_avg"),
+        "frozen": get(model.frozen, "exp_avg"),
         "messages": (
             too_early,
-            message_of(utils.safe_get_full_optimizer_state, model.matrix, "exp_avgs"),
+            message(lambda: get(model.matrix, "exp_avgs")),
         ),
     }
 

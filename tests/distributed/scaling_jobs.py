@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from tests.common import by_role
+from tests.common import by_role, engines
 from tests.common.authors import ordinary
 from tests.common.hypers import TRAINED
 from tests.common.ranks import message, whole
@@ -73,7 +73,9 @@ def start(run: Scaled, model: nn.Module):
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 0.1}},
         "ds_ext": {"gradient_policy": run.policy},
     }
-    optimizer = by_role.made(run.rule, model, {"lr": 0.1, "weight_update": "master"})
+    optimizer = by_role.made(
+        run.rule, model, {"lr": 0.1, "weight_update": "master", "ema_decay": 0.9}
+    )
     with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
         return deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
 
@@ -99,8 +101,10 @@ def train(run: Scaled) -> dict[str, Any]:
         engine.step()
         skipped.append(engine.skipped_steps)
         rates.append(engine.get_lr()[0])
+    get = deepspeed.utils.safe_get_full_optimizer_state
+    averages = {f"average of {n}": get(p, "ema") for n, p in engine.module.named_parameters()}
     return {
-        "after": {n: p.float() for n, p in whole(model).items()},
+        "after": {n: p.float() for n, p in whole(model).items()} | averages,
         "scales": scales,
         "skipped": skipped,
         "rates": rates,
@@ -125,27 +129,26 @@ def autocast_hypers(rule: str) -> dict[str, Any]:
     return {"lr": 0.01} | TRAINED.own.get(rule, {})
 
 
+def autocast_loss(model: nn.Module, number: int, rank: int) -> torch.Tensor:
+    return model(engines.rows(number, rank, 4, 6))
+
+
 def autocast(stage: int, dtype: str, rule: str) -> dict[str, Any]:
     """fp32 weights under torch autocast as DeepSpeed configures it."""
-    rank = dist.get_rank()
     torch.manual_seed(2)
     model = Net()
-    made = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": 0.5,
-        "torch_autocast": {"enabled": True, "dtype": dtype},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
-    optimizer = by_role.made(rule, model, autocast_hypers(rule))
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
-    before = whole(model)
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        engine.backward(engine(torch.randn(4, 6, generator=generator)))
-        engine.step()
+    engine = engines.start(
+        model,
+        by_role.made(rule, model, autocast_hypers(rule)),
+        stage,
+        gradient_clipping=0.5,
+        torch_autocast={"enabled": True, "dtype": dtype},
+        zero={"stage3_param_persistence_threshold": 0},
+    )
+    found = engines.trained(engine, autocast_loss, STEPS)
     dtypes = {str(p.dtype) for p in whole(model).values()}
     comm = {engine.optimizer._comm_dtype(p) for p in engine.module.parameters()}
-    found = {"before": before, "after": whole(model), "dtypes": dtypes, "comm": comm}
+    found |= {"dtypes": dtypes, "comm": comm}
     told = by_role.told(engine.optimizer, model)
     return found | {"scale": engine.optimizer.loss_scale, "told": told}
 
@@ -160,14 +163,10 @@ def autocast_reference(world: int, dtype: torch.dtype, rule: str, told: by_role.
     else:
         groups = [{"params": list(model.parameters()), "weight_decay": 0.0}]
         optimizer = ordinary(rule, groups, autocast_hypers(rule))
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        total = 0.0
-        for rank in range(world):
-            generator = torch.Generator().manual_seed(10 * step + rank)
-            with torch.autocast("cpu", dtype):
-                total = total + model(torch.randn(4, 6, generator=generator))
-        (total / world).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
+
+    def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        with torch.autocast("cpu", dtype):
+            return autocast_loss(model, step, rank)
+
+    engines.alone(model, optimizer, loss_of, STEPS, world, 0.5)
     return model

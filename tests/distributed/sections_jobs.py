@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
@@ -11,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ds_ext
+from tests.common import by_role, engines
 from tests.common.ranks import identical, logged, message
 from tests.common.ranks import whole as whole_of_engine
 from tests.distributed import fully_shard_jobs
@@ -46,73 +46,41 @@ def model_of(kind: str) -> nn.Module:
     return model
 
 
-def batch(step: int, rank: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
+def loss_of(model: Any, number: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * number + rank)
     ids = torch.randint(3, 31, (3, 8), generator=generator)
-    return {"input_ids": ids, "labels": ids}
+    return model(input_ids=ids, labels=ids).loss
 
 
 def hypers(kind: str) -> dict[str, Any]:
     return {"lr": 0.02, "weight_decay": 0.1, "split": "auto", "ns_dtype": "fp32"} | KINDS[kind][2]
 
 
-def config(kind: str, stage: int, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "ds_ext.Muon", "params": hypers(kind) | more},
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 3000,
-            "stage3_param_persistence_threshold": 30,
-        },
-    }
+def start(model: nn.Module, kind: str, stage: int | None, **more: Any) -> Any:
+    zero = {"reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 30}
+    if stage is None:
+        return engines.start(model, ds_ext.Muon.for_model(model, **hypers(kind)), None, zero=zero)
+    optimizer = {"type": "ds_ext.Muon", "params": hypers(kind) | more}
+    return engines.start(model, None, stage, optimizer=optimizer, zero=zero)
 
 
 def train(kind: str, way: Any) -> dict[str, Any]:
     """Weights before and after. ``way`` is a stage, None for no engine, or "fsdp2"."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     model = model_of(kind)
-    names = {p: n for n, p in model.named_parameters()}
+    if way == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     with logged() as said:
-        if way in (None, "fsdp2"):
-            whole = whole_of_engine
-            if way == "fsdp2":
-                whole = fully_shard_jobs.whole
-                fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-                names = {p: n for n, p in model.named_parameters()}
-            optimizer = ds_ext.Muon.for_model(model, **hypers(kind))
-            ds_ext.fuse_into_backward(model, optimizer, bucket_size=3000)
-        else:
-            whole = whole_of_engine
-            engine = deepspeed.initialize(model=model, config=config(kind, way))[0]
-            names, optimizer = engine.param_names, engine.optimizer
+        engine = start(model, kind, None if way == "fsdp2" else way)
+    whole = fully_shard_jobs.whole if way == "fsdp2" else whole_of_engine
     before = whole(model)
-    for step in range(STEPS):
-        if way in (None, "fsdp2"):
-            model(**batch(step, rank)).loss.backward()
-            optimizer.step()
-        else:
-            engine.backward(engine(**batch(step, rank)).loss)
-            engine.step()
+    engines.train(engine, loss_of, STEPS)
     after = whole(model)
-    return {
-        "before": before,
-        "after": after,
-        "identical": identical(after),
-        "said": said,
-        "groups": {
-            names[p]: (group.get("type"), group["lr"], group["weight_decay"])
-            for group in optimizer.param_groups
-            for p in group["params"]
-        },
-    }
+    told = by_role.told(engine.optimizer, model)
+    return {"before": before, "after": after, "identical": identical(after), "said": said, **told}
 
 
 def refused(stage: int) -> str:
     """The message for sizes that do not add up."""
     entry = {"match": "qkv_proj", "split": [24, 12]}
     more = {"param_groups": [entry], "split": None}
-    return message(
-        lambda: deepspeed.initialize(model=model_of("phi3"), config=config("phi3", stage, **more))
-    )
+    return message(lambda: start(model_of("phi3"), "phi3", stage, **more))

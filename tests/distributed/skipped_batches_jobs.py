@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_ext
+from tests.common import engines as common
+from tests.common.ranks import whole
 
 LR = 0.1
 BAD = 77  # the number of the batch that is skipped
@@ -86,19 +87,15 @@ def engines(stage: int, policy: str, accumulation: int, max_norm: float) -> list
     rank = dist.get_rank()
     model = make()
     optimizer = ds_ext.LOMO(model.parameters(), lr=LR)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": max_norm,
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 70,
-            "overlap_comm": True,
-            "stage3_param_persistence_threshold": 10,
-        },
-        "ds_ext": {"gradient_policy": policy},
-    }
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = common.start(
+        model,
+        optimizer,
+        stage,
+        policy,
+        gradient_accumulation_steps=accumulation,
+        gradient_clipping=max_norm,
+        zero={"reduce_bucket_size": 70, "overlap_comm": True},
+    )
     zero_grads = {
         "engine": engine.zero_grad,
         "adapter": engine.optimizer.zero_grad,
@@ -113,7 +110,7 @@ def engines(stage: int, policy: str, accumulation: int, max_norm: float) -> list
         skip(engine, engine.backward, zero_grads[by], how, rank)
         before = whole(model)
         for part in range(accumulation):
-            loss = engine(batch(10 * step + part, rank))
+            loss = engine(batch(accumulation * step + part, rank))
             if part == 0:
                 zero_grads[by]()  # before backward, as many do: there is nothing to discard
             uses = sorted(engine.optimizer.fused.buckets.uses.count.values())
@@ -139,8 +136,3 @@ def _gathered(model: nn.Module) -> Iterator[torch.Tensor]:
         status = getattr(p, "ds_status", None)
         if status is not None and status.name != "NOT_AVAILABLE" and not p.ds_persist:
             yield p
-
-
-def whole(model: nn.Module) -> list[torch.Tensor]:
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        return [p.detach().clone() for p in model.parameters()]

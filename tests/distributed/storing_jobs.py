@@ -1,21 +1,27 @@
 """Jobs of real ranks about what is held, sent and saved: dtypes, tags, DeepSpeed's safe_get_*."""
 
+import contextlib
 import gc
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime import engine as engines
+from deepspeed.runtime import engine as deepspeeds
 from torch import nn
 
 import ds_ext
+from ds_ext.checkpoint import manifests
 from ds_ext.distributed import consensus
+from tests.common import engines
 from tests.common.ranks import logged, message
 
 # What gloo and NCCL know no numbers of, but models hold: quantized and complex values.
@@ -76,11 +82,7 @@ def plain_dtypes() -> dict[str, bytes]:
 
 def engine_of(stage: int, model: nn.Module, **more: Any) -> deepspeed.DeepSpeedEngine:
     optimizer = ds_ext.CAME([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10},
-    } | more
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    return engines.start(model, optimizer, stage, **more)
 
 
 def loaded_dtypes(stage: int, folder: str) -> tuple[dict[str, bytes], dict[str, bytes]]:
@@ -169,7 +171,7 @@ class Calls:
 
 def _is_ours(file: str) -> bool:
     in_ds_ext = file.startswith(str(Path(ds_ext.__file__).parent)) and file != consensus.__file__
-    return in_ds_ext or file == engines.__file__
+    return in_ds_ext or file == deepspeeds.__file__
 
 
 def _callers(frame: FrameType | None) -> Iterator[CodeType]:
@@ -213,3 +215,60 @@ def failing_engine(folder: str, stage: int) -> tuple[int, list[str]]:
             "load": lambda: engine.load_checkpoint(folder),
         }
     )
+
+
+def small_engine() -> Any:
+    return engine_of(1, torch.nn.Linear(3, 5, bias=False))
+
+
+def interrupted(folder: str) -> tuple[int, list[str]]:
+    """Ctrl-C at each call of the file system within a save -> how many, and what was wrong."""
+    saved, wrong = small_engine(), []
+    for number in range(1000):
+        saved.global_steps = number
+        with torch.no_grad():
+            saved.module.weight.fill_(number)
+        done = not _interrupted(number, lambda: saved.save_checkpoint(folder, tag="both"))
+        before = manifests.newest_checkpoint(folder)
+        if number and (before is None or before.steps not in (number, number - 1 + 5000)):
+            wrong.append(f"{number}: {before}")
+        saved.global_steps += 5000
+        with torch.no_grad():
+            saved.module.weight.fill_(saved.global_steps)
+        saved.save_checkpoint(folder, tag="both")
+        saved.load_checkpoint(folder)
+        if not bool((saved.module.weight == 5000 + number).all()):
+            wrong.append(f"{number}: another weight")
+        if left := [path.name for path in Path(folder).glob(".*")]:
+            wrong.append(f"{number}: {left}")
+        if done:
+            break
+    return number, wrong
+
+
+CALLS = ("rename", "replace", "unlink", "rmdir", "mkdir", "open", "fsync")
+
+
+def _interrupted(number: int, action: Callable[[], Any]) -> bool:
+    """Runs something with Ctrl-C before the call of this number -> whether it came."""
+    left = number
+
+    def calling(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == -1:
+                signal.raise_signal(signal.SIGINT)
+            return function(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in CALLS:
+            stack.enter_context(mock.patch.object(os, name, calling(getattr(os, name))))
+        stack.enter_context(mock.patch.object(torch, "save", calling(torch.save)))
+        try:
+            action()
+        except KeyboardInterrupt:
+            return True
+    return left < 0

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.affine import ParamAffineMap
@@ -23,7 +22,7 @@ from transformers import (
 )
 
 import ds_ext  # noqa: F401
-from tests.common import by_role, updates
+from tests.common import by_role, engines, updates
 from tests.common.ranks import shared_folder, whole
 
 ROOT = Path(__file__).parents[2]
@@ -154,72 +153,57 @@ def loss_of(model, kind: str, step: int, rank: int) -> torch.Tensor:
     return (model(input_ids=tokens).logits - target).square().mean()
 
 
-def reference(case: Case, told: by_role.Told) -> tuple[dict, dict, float]:
-    """Weights before and after, and the last norm of the gradients, in one process with all data:
-    the same at every stage.
-    """
+def reference(case: Case, told: by_role.Told) -> engines.Alone:
+    """One process with all data: the same at every stage."""
     key = repr(replace(case, stage=0, saved=False))
     if key not in known:
         known[key] = alone(case, told)
     return known[key]
 
 
-known: dict[str, tuple[dict, dict, float]] = {}
+known: dict[str, engines.Alone] = {}
 
 
-def alone(case: Case, told: by_role.Told) -> tuple[dict, dict, float]:
+def alone(case: Case, told: by_role.Told) -> engines.Alone:
     model = make(case.model)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    params = [p for p in model.parameters()]
     named = dict(model.named_parameters())
     if case.rule in by_role.MATRICES:
         optimizer = by_role.as_told(case.rule, HYPERS[case.rule], told, named)
     else:
-        groups = [{"params": params, "weight_decay": 0.0}]
+        groups = [{"params": list(model.parameters()), "weight_decay": 0.0}]
         names = {p: n for n, p in named.items()}
         optimizer_of = by_role.optimizer(names, "_proj", {})
         optimizer = optimizer_of(case.rule, groups, HYPERS[case.rule])
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        passes = [
-            loss_of(model, case.model, step * case.gas + i, r)
-            for i in range(case.gas)
-            for r in range(dist.get_world_size() // 2)
-        ]
-        (sum(passes) / len(passes)).backward()
-        norm = float(torch.nn.utils.get_total_norm([p.grad for p in params]))
-        if clip := case.more.get("gradient_clipping"):
-            torch.nn.utils.clip_grad_norm_(params, clip)
-        optimizer.step()
-    return before, {n: p.detach() for n, p in model.named_parameters()}, norm
+    return engines.alone(
+        model,
+        optimizer,
+        lambda model, *of: loss_of(model, case.model, *of),
+        STEPS,
+        dist.get_world_size() // 2,
+        case.more.get("gradient_clipping", 0.0),
+        case.gas,
+    )
 
 
 def start(case: Case):
     params = HYPERS[case.rule] | OURS.get(case.rule, {}) | {"weight_decay": 0.0}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 4,
+    more: dict[str, Any] = {
         "gradient_accumulation_steps": case.gas,
-        "gradient_clipping": 0,
         "tensor_parallel": {"autotp_size": 2},
-        "zero_optimization": {
-            "stage": case.stage,
-            "reduce_bucket_size": 3000,
-            "stage3_param_persistence_threshold": 20,
-        },
+        "zero": {"reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 20},
         "optimizer": {"type": f"ds_ext.{case.rule}", "params": params},
     }
-    model = make(case.model, case.dropout)
-    engine, *_ = deepspeed.initialize(model=model, config=config | case.more)
-    return engine
+    return engines.start(make(case.model, case.dropout), None, case.stage, **more | case.more)
 
 
 def train(engine, case: Case, steps) -> None:
-    rank = dist.get_rank() // 2
     torch.manual_seed(dist.get_rank())  # dropout differs on all ranks
-    for step in steps:
-        for i in range(case.gas):
-            engine.backward(loss_of(engine, case.model, step * case.gas + i, rank))
-            engine.step()
+    engines.train(
+        engine,
+        lambda model, number, rank: loss_of(model, case.model, number, rank // 2),
+        steps,
+        case.gas,
+    )
 
 
 def rebuilt(param: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
@@ -269,7 +253,8 @@ def error(name: str) -> dict[str, Any]:
     assert groups.get_tensor_model_parallel_world_size() == 2
     result = {"alike": alike, "norm": norm, "held": held, "time limits": limits}
     if not case.dropout and dist.get_rank() == 0:
-        before, expected, result["expected norm"] = reference(case, told)
+        before, expected, norms = reference(case, told)
+        result["expected norm"] = norms[-1]
         counted = {n: p for n, p in expected.items() if not n.endswith("attention.self.key.bias")}
         result["error"] = updates.error(after, counted, before)
         result["worst"] = max((updates.error(after, {n: p}, before), n) for n, p in counted.items())

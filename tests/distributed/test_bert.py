@@ -21,4 +21,4 @@ QUICK = ALL[:: len(STAGES) + 1][: len(CLASSES)]
 @pytest.mark.parametrize("name, rule, stage", params(ALL, QUICK))
 def test_bert_equals_one_process(name, rule, stage):
     after = worlds.once(2, bert_jobs.sharded, name, rule, stage)[0]
-    assert bert_jobs.error(name, rule, after, 2) <= CLOSE.get(rule, 1e-5)
+    assert bert_jobs.error(name, rule, after) <= CLOSE.get(rule, 1e-5)

@@ -1,10 +1,12 @@
 """Buckets come in the same order on every rank; ranks that differ are told so and do not hang."""
 
+import functools
+
 import pytest
 import transformers
 
 from tests import worlds
-from tests.common.plain import mean_step
+from tests.common import engines
 from tests.common.updates import check_each
 from tests.distributed import bucket_order_jobs
 from tests.distributed.bucket_order_jobs import CASES, FROM, STEPS, TIMEOUT, WAITING
@@ -20,16 +22,13 @@ TOLD = [case for case in CASES if case not in EXACT and case != WAITING]
 )
 @pytest.mark.parametrize("case", EXACT, ids=str)
 def test_any_order_is_exact_below_stage_3_and_one_order_at_it(case):
-    model, before = bucket_order_jobs.make(), bucket_order_jobs.make()
+    model = bucket_order_jobs.make()
     optimizer = transformers.Adafactor(model.parameters(), lr=0.01, relative_step=False)
-    for step in range(STEPS):
-        mean_step(
-            optimizer, [bucket_order_jobs.loss_of(model, step, rank, case[0]) for rank in (0, 1)]
-        )
+    loss_of = functools.partial(bucket_order_jobs.loss_of, way=case[0])
+    alone = engines.alone(model, optimizer, loss_of, STEPS)
     for got in worlds.once(2, bucket_order_jobs.train, *CASES[case]):
         assert got["error"] == ""
-        expected, old = (dict(m.named_parameters()) for m in (model, before))
-        check_each(got["after"], expected, old, STEPS)
+        check_each(got["after"], alone.after, alone.before, STEPS)
 
 
 NEXT = {

@@ -3,6 +3,8 @@
 Here over gloo, where they need not.
 """
 
+import pytest
+
 from tests import worlds
 from tests.distributed import communication_groups_jobs
 from tests.distributed.test_faults import LOST
@@ -25,13 +27,6 @@ def test_streams_change_no_bit_and_nothing_runs_too_early():
         assert rank["ahead"] == [False, True, True]  # stages 3, 2, 0: at stage 3 ranks need not ask
 
 
-def test_one_rank_communicates_if_it_is_asked_to():
-    (rank,) = worlds.run(1, communication_groups_jobs.alone)
-    for plain, found in zip(rank["plain"], rank["found"], strict=True):
-        assert all(found[name].equal(plain[name]) for name in plain)
-    assert rank["sums"][0] == 0 and rank["sums"][1] >= 6  # a bucket or more for each step
-
-
 def test_it_waits_as_long_as_the_others():
     for before, in_engine, of_all in worlds.run(2, communication_groups_jobs.limits):
         assert before == 77
@@ -43,7 +38,8 @@ def test_a_group_that_was_destroyed_is_made_anew():
     assert worlds.run(2, communication_groups_jobs.renewed, limit=60)[0] >= 4
 
 
-def test_a_lost_rank_is_told_there_too():
-    other, victim = worlds.fresh(2, communication_groups_jobs.killed, timeout=60)
+@pytest.mark.parametrize("has_own_groups", [True, False])
+def test_a_lost_rank_is_told_without_an_engine_too(has_own_groups):
+    other, victim = worlds.fresh(2, communication_groups_jobs.killed, has_own_groups, timeout=60)
     assert (other.code, victim.code) == (1, -9)
     assert LOST in other.output and other.seconds < 30

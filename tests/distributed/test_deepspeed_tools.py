@@ -1,4 +1,4 @@
-"""DeepSpeed's tools read our checkpoints, and weights of its AdamW are loaded."""
+"""DeepSpeed's tools read our checkpoints; weights of its AdamW and of compiled models load."""
 
 import pytest
 import torch
@@ -41,3 +41,19 @@ def test_weights_of_a_model_trained_by_deepspeeds_adamw(tmp_path, dtype, stage):
     assert got["states"] == 0
     told = f"{got['path']}: only weights are loaded, the state of CAME starts from zero"
     assert any(told in line for line in got["said"])
+
+
+WAYS = [("plain", "model"), ("model", "submodules"), ("submodules", "both"), ("both", "engine")]
+COMPILED = [(ways, stage) for ways in WAYS for stage in (0, 2)] + [(("plain", "engine"), 3)]
+
+
+@pytest.mark.parametrize("ways, stage", params(COMPILED, []))
+def test_compiled_in_one_way_and_loaded_in_another(tmp_path, ways, stage):
+    job = deepspeed_tools_jobs.carried_over
+    assert worlds.run(2, job, ways, stage, str(tmp_path)) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_weights_of_a_compiled_model_that_adamw_trained(tmp_path, stage):
+    job = deepspeed_tools_jobs.adamw_carried_over
+    assert worlds.run(2, job, ("model", "plain"), stage, str(tmp_path)) == [True] * 2

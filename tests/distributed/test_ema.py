@@ -77,44 +77,6 @@ def test_bf16_weights_are_exchanged_with_fp32_averages(stage):
             assert torch.equal(got["after"][n], average)
 
 
-@pytest.mark.parametrize(
-    "stages, ranks",
-    params([((3, 2), (2, 3)), ((2, 3), (3, 2)), ((0, 3), (1, 2))], [((3, 2), (2, 3))]),
-)
-def test_a_checkpoint_has_the_average_for_any_ranks_and_stage(tmp_path, stages, ranks):
-    folder = str(tmp_path)
-    saved = worlds.run(ranks[0], ema_jobs.save, stages[0], folder)[0]
-    for got in worlds.run(ranks[1], ema_jobs.resume, stages[1], folder):
-        start, steps = saved["start"], saved["steps"]
-        assert error(got["loaded"], torchs(start, steps), start) <= 1e-6
-        assert error(got["inside"], torchs(start, steps + got["steps"]), start) <= 1e-6
-
-
-WAYS = [
-    (stage, policy, clip)
-    for stage in (0, 2, 3)
-    for policy in ("fused", "sharded")
-    for clip in (0.0, 1.0)
-]
-
-
-@pytest.mark.parametrize(
-    "stage, policy, clipping",
-    params(WAYS, [(3, "fused", 0.0), (2, "sharded", 1.0), (0, "fused", 1.0)]),
-)
-def test_a_step_that_overflows_does_not_move_the_average(stage, policy, clipping):
-    for got in worlds.once(2, ema_jobs.overflow, stage, policy, clipping):
-        for i, (a, b) in enumerate(zip(got, got[1:], strict=False), 1):
-            for n in a:
-                assert a[n].isfinite().all()
-                assert torch.equal(a[n], b[n]) == (i == ema_jobs.OVERFLOW), (i, n)
-
-
-def test_without_a_decay_the_error_names_the_key():
-    for text in worlds.once(2, ema_jobs.without_decay):
-        assert '"optimizer": {"params": {"ema_decay"' in text
-
-
 DIVIDED = [(2, "experts"), (2, "pipeline"), (2, "tensor"), (4, "pipeline"), (4, "tensor")]
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's public methods of an engine and its optimizer: docs/engine-api.md, row by row."""
+"""DeepSpeed's public methods of an engine: docs/engine-api.md, row by row; metrics, monitors."""
 
 import pytest
 
@@ -42,7 +42,35 @@ def test_what_cannot_work_says_what_to_use(stage):
         )
         assert "takes no learning_rate" in told["rate"] and "remove optim" in told["rate"]
         assert "engine.backward(loss)" in told["backward"]
+        assert "add_param_group" in told["stranger"] and "not part of the model" in told["stranger"]
         assert "engine.load_checkpoint" in told["load"] and "no closure" in told["step"]
         assert "NVMe" in told["nvme"] or "OffloadDeviceEnum.cpu" in told["nvme"]
         for name in engine_api_jobs.ABSENT:
             assert f"has no {name}: docs/engine-api.md" in told[name]
+
+
+RANKS = (1, 2, 3)
+METRICS = [(n, s) for n in RANKS for s in range(4) if n < 3 or s in (1, 3)]
+QUICK_METRICS = [(1, 0), (2, 2), (3, 3)]
+
+
+@pytest.mark.supports("metrics and monitors", stage="stage", optimizer="AdaLomo")
+@pytest.mark.parametrize("ranks, stage", params(METRICS, QUICK_METRICS))
+def test_metrics_tell_what_the_step_did(ranks, stage):
+    got = worlds.once(ranks, engine_api_jobs.metrics, stage)[0]
+    for told, groups in zip(got["told"], got["expected"], strict=True):
+        for i, (moved, weight) in enumerate(groups):
+            assert told[f"update_rms/{i}"] == pytest.approx(moved, rel=1e-3)
+            assert told[f"weight_rms/{i}"] == pytest.approx(weight, rel=1e-3)
+        clipped = min(1.0, 0.2 / told["grad_norm"])
+        assert told["clip_coefficient"] == pytest.approx(clipped, rel=1e-4)
+        assert told["clipped_fraction"] == (told["grad_norm"] > 0.2)
+        assert told["skipped_parameters"] == told["skipped_steps"] == 0
+        assert (told["bytes_sent"] > 0) == (ranks > 1)
+    assert any(told["clipped_fraction"] for told in got["told"])
+    # DeepSpeed's monitors get them.
+    for name in ("grad_norm", "update_rms_0", "clip_coefficient", "skipped_parameters"):
+        rows = got["events"][f"Train_Samples_{name}"]
+        told = [told[name.replace("_0", "/0")] for told in got["told"]]
+        assert [float(value) for _, value in rows] == pytest.approx(told)
+        assert [int(samples) for samples, _ in rows] == [4 * ranks * n for n in (1, 2, 3)]

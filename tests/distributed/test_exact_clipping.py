@@ -5,6 +5,7 @@ import torch
 
 from tests import worlds
 from tests.common import fused_losses
+from tests.common.engines import alone
 from tests.common.plain import mean_step
 from tests.common.updates import check_each
 from tests.distributed import exact_clipping_jobs
@@ -53,3 +54,37 @@ def test_measuring_leaves_the_buffers_of_checkpointed_segments_alone(stage, reen
         assert got["second.1.num_batches_tracked"] == 6
         for name, x in expected.items():
             torch.testing.assert_close(got[name], x, rtol=1e-5, atol=1e-6, msg=name)
+
+
+CASES = [(0, False), (1, True), (2, False), (3, True), ("fsdp2", False), ("fsdp2", True)]
+
+
+@pytest.mark.parametrize("stage, reentrant", CASES)
+def test_gradients_of_others_are_those_of_one_pass(stage, reentrant):
+    wanted = exact_clipping_jobs.reference(2, reentrant)
+    for rank, told in enumerate(worlds.run(2, exact_clipping_jobs.train, stage, reentrant)):
+        before = [p for m in exact_clipping_jobs.make(reentrant)[:2] for p in m.parameters()]
+        for (others, weights), (all_others, after) in zip(told, wanted, strict=True):
+            for got, expected in zip(others, all_others[rank], strict=True):
+                torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+            for got, expected, start in zip(weights, after, before, strict=True):
+                assert (got - expected).norm() <= 1e-4 * (expected - start).norm()
+            before = after
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_engine_of_deepspeeds_own_in_the_loss_is_refused(stage):
+    for said in worlds.run(2, exact_clipping_jobs.beside_deepspeeds, stage):
+        assert "DeepSpeed's own" in said and "sharded" in said
+
+
+@pytest.mark.parametrize("stage, discard", [(0, True), (1, False), (2, True), (3, False)])
+def test_a_batch_whose_measuring_pass_failed_leaves_no_trace(stage, discard):
+    body = exact_clipping_jobs.make(False)[0]
+    sgd = torch.optim.SGD(body.parameters(), lr=exact_clipping_jobs.LR)
+    wanted = alone(
+        body, sgd, exact_clipping_jobs.foreign_loss_of, 1, max_norm=exact_clipping_jobs.CLIP
+    )
+    for before, between, after, steps in worlds.run(2, exact_clipping_jobs.failed, stage, discard):
+        assert steps == [1, 1] and all(between[n].equal(p) for n, p in before.items())
+        check_each(after, wanted.after, before)

@@ -75,12 +75,6 @@ def test_the_other_ranks_end_with_a_clear_error_in_time(suffered, fault):
         assert "this rank's forward fails" in failed[victim].output
 
 
-def test_a_lost_rank_is_told_without_an_engine_too():
-    other, victim = worlds.fresh(2, faults_jobs.plain, timeout=60)
-    assert (other.code, victim.code) == (1, -9)
-    assert LOST in other.output and other.seconds < 30
-
-
 def test_a_rank_says_which_ranks_do_not_save(tmp_path):
     first, second = worlds.run(2, faults_jobs.late, str(tmp_path))
     (warning,) = (text for text in first["late"] if "waited" in text)

@@ -33,14 +33,6 @@ def test_adamw_is_torchs_whatever_fully_shard_is_told(way):
         assert in_backward
 
 
-@pytest.mark.parametrize(
-    "rule, rounds, how", [("adalomo", 1, "fused"), ("adafactor", 1, "plain"), ("came", 2, "fused")]
-)
-def test_whole_rows_spare_a_round(rule, rounds, how):
-    for counts in worlds.run(2, fsdp2_beside_jobs.rounds, rule, how):
-        assert counts == [rounds + (how == "fused")] * 3  # one more sum is the norm
-
-
 # One job for each mesh: torch hands out meshes of jobs before, whose groups are destroyed.
 CASES = [("hybrid", "came", "fused"), ("tensor", "adalomo", "clipped")]
 MEANT = {"hybrid": "HSDP, meshes of two dimensions", "tensor": "tensor parallelism (torch's)"}

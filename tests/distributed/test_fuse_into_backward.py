@@ -19,8 +19,7 @@ HOW = {
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_unfrozen_and_added_parameters_are_stepped_by_the_gradients_of_all_ranks(how):
-    before = dict(fuse_into_backward_jobs.make().state_dict())
-    expected = fuse_into_backward_jobs.reference(WORLD, how.get("max_grad_norm", 0.0))
+    before, expected, _ = fuse_into_backward_jobs.alone(WORLD, how.get("max_grad_norm", 0.0))
     first, second = worlds.run(WORLD, fuse_into_backward_jobs.train, how)
     assert same(first, second)
     check_each(first, expected, before)

@@ -1,34 +1,51 @@
 """Engines over fp64 models, and over models of several dtypes, against one process."""
 
-from typing import Any
-
 import pytest
 
 from tests import worlds
-from tests.common.plain import mean_step
-from tests.common.updates import check_each
+from tests.common import engines
+from tests.common.by_role import MATRICES
+from tests.common.choose import params
+from tests.common.updates import check_each, error
 from tests.distributed import mixed_dtypes_jobs
 from tests.unit.test_dtypes_mixed import F32, F64, make, optimizer_of
 
-IN_FP32: dict[str, Any] = {"communication_data_type": "fp32"}
+IN_FP32 = {"communication_data_type": "fp32"}
+CLIP = {"gradient_clipping": 0.01}
 CASES = [
-    *(("came", stage, [F64, F64], "fused", 0.0, {}) for stage in range(4)),
-    *(("adalomo", stage, [F32, F64, F32], "fused", 0.01, {}) for stage in range(4)),
-    *(("galoreadamw", stage, [F64, F32], "sharded", 0.01, {}) for stage in (1, 3)),
-    *(("came", 2, [F64, F64], policy, 0.0, IN_FP32) for policy in ("fused", "sharded")),
+    *(("came", stage, [F64, F64], "fused", {}) for stage in range(4)),
+    *(("adalomo", stage, [F32, F64, F32], "fused", CLIP) for stage in range(4)),
+    *(("galoreadamw", stage, [F64, F32], "sharded", CLIP) for stage in (1, 3)),
+    *(("came", 2, [F64, F64], policy, IN_FP32) for policy in ("fused", "sharded")),
 ]
 
 
-@pytest.mark.parametrize("name, stage, dtypes, policy, max_norm, more", CASES, ids=str)
-def test_engines_train_fp64_and_mixed_models(name, stage, dtypes, policy, max_norm, more):
-    plain = make(dtypes)
-    optimizer = optimizer_of(name, plain.parameters())
-    for step in range(mixed_dtypes_jobs.STEPS):
-        losses = [plain(mixed_dtypes_jobs.data(step, rank)) for rank in range(2)]
-        norm = mean_step(optimizer, losses, max_norm)
-    bound = 1e-11 if set(dtypes) == {F64} and not more else 1e-5
-    for got in worlds.run(2, mixed_dtypes_jobs.train, name, stage, dtypes, policy, max_norm, more):
-        assert got["norm"] == pytest.approx(norm, rel=bound)
-        expected = dict(plain.named_parameters())
-        check_each(got["after"], expected, got["before"], close=bound)
-        assert all(got["after"][n].dtype == p.dtype for n, p in expected.items())
+@pytest.mark.parametrize("name, stage, dtypes, policy, more", CASES, ids=str)
+def test_engines_train_fp64_and_mixed_models(name, stage, dtypes, policy, more):
+    model, norm = make(dtypes), more.get("gradient_clipping", 0.0)
+    optimizer = optimizer_of(name, model.parameters())
+    loss_of, steps = mixed_dtypes_jobs.loss_of, mixed_dtypes_jobs.STEPS
+    alone = engines.alone(model, optimizer, loss_of, steps, max_norm=norm)
+    bound = 1e-11 if set(dtypes) == {F64} and more != IN_FP32 else 1e-5
+    for got in worlds.run(2, mixed_dtypes_jobs.train, name, stage, dtypes, policy, more):
+        assert got["norms"] == pytest.approx(alone.norms, rel=bound)
+        check_each(got["after"], alone.after, got["before"], close=bound)
+        assert all(got["after"][n].dtype == p.dtype for n, p in alone.after.items())
+
+
+HALVES = [(rule, stage) for rule in MATRICES for stage in range(4)]
+
+
+@pytest.mark.supports("bf16 weights", stage="stage", optimizer="rule")
+@pytest.mark.parametrize("rule, stage", params(HALVES, [("muon", 1)]))
+def test_bf16_weights_are_clipped_and_accumulated_as_in_fp32(rule, stage):
+    """With 24 bits, and rounded at random; as at stage 0, where no rank has a part."""
+    exact = worlds.once(2, mixed_dtypes_jobs.accumulate, rule, 0, None)[0]
+    for weight_update in ("master24", "stochastic"):
+        alone, got = (
+            worlds.once(2, mixed_dtypes_jobs.accumulate, rule, at, weight_update)[0]
+            for at in (0, stage)
+        )
+        assert got["identical"]
+        assert error(got["after"], alone["after"], alone["before"]) <= 0.05
+        assert error(got["after"], exact["after"], exact["before"]) <= 0.3

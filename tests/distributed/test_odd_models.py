@@ -1,42 +1,67 @@
-"""Engines: sparse embeddings, channels_last, gradients from before, layers unfrozen later."""
+"""Engines: sparse embeddings, channels_last, layers unfrozen later, resized parameters."""
 
 import pytest
 import torch
 
 from tests import worlds
+from tests.common.choose import params
 from tests.common.updates import check_each
 from tests.distributed import odd_models_jobs
 
-WORLD = 2
 CASES = [(stage, 0.0, "fused") for stage in range(4)]
 CASES += [(1, 0.05, "fused"), (3, 0.05, "fused"), (2, 0.05, "sharded"), (3, 0.05, "sharded")]
 
 
 @pytest.mark.parametrize("stage, max_norm, policy", CASES)
 def test_odd_models_are_trained_as_in_one_process(stage, max_norm, policy):
-    extra = {"gradient_clipping": max_norm, "ds_ext": {"gradient_policy": policy}}
-    expected = odd_models_jobs.reference(WORLD, max_norm)
-    for got in worlds.run(WORLD, odd_models_jobs.train, stage, extra):
-        check_each(got["after"], expected, got["before"])
-        assert not any(torch.equal(p, got["before"][n]) for n, p in expected.items())
-
-
-def test_an_engine_refuses_a_model_in_ddp():
-    for told in worlds.run(WORLD, odd_models_jobs.wrapped):
-        assert "wrapped by DistributedDataParallel: pass the model itself" in told
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_settings_without_effect_are_accepted_and_told_of(stage):
-    first, second = worlds.run(WORLD, odd_models_jobs.without_effect, stage)
-    assert first[0] and second[0]
-    for key in odd_models_jobs.UNREAD[stage]:
-        (line,) = [line for line in first[1] if key in line]
-        assert "has no effect" in line or "have no effect" in line
-    assert second[1] == []  # the first rank tells
+    alone = odd_models_jobs.alone(max_norm)
+    for got in worlds.run(2, odd_models_jobs.train, stage, max_norm, policy):
+        check_each(got["after"], alone.after, alone.before)
+        assert not any(torch.equal(p, alone.before[n]) for n, p in alone.after.items())
 
 
 def test_a_leaf_module_without_inputs_that_need_gradients_is_refused():
-    for told, stayed, moved in worlds.run(WORLD, odd_models_jobs.leaf_inputs):
+    for told, stayed, moved in worlds.run(2, odd_models_jobs.leaf_inputs):
         assert "First is a leaf module of ZeRO-3" in told and "unset_z3_leaf_modules" in told
         assert stayed and moved
+
+
+RESIZED = [(stage, policy) for stage in (0, 1, 2, 3) for policy in ("fused", "sharded")]
+
+AUTOEP = [(stage, where) for stage in (0, 1, 2) for where in ("experts", "embed_tokens")]
+
+
+@pytest.mark.parametrize("stage, policy", params(RESIZED, [(1, "fused"), (3, "fused")]))
+def test_an_engine_refuses_them_in_backward(stage, policy):
+    for found in worlds.run(2, odd_models_jobs.in_engine, stage, policy):
+        assert "embed.weight has the shape [16, 6] now" in found["told"]
+        assert found["moved"] == ([] if stage == 3 else ["embed.weight"])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_states_of_dtensors_are_checked(fused):
+    for found in worlds.run(2, odd_models_jobs.in_fsdp2, fused):
+        assert "not a state of AdaLomo for these parameters" in found["told"]
+        assert "does not fit it: v.row has the shape [1, 3]" in found["edited"]
+
+
+def test_a_stage_of_a_pipeline_refuses_them_and_the_other_ends_with_it():
+    first, second = worlds.fresh(2, odd_models_jobs.in_pipeline)
+    assert "0.weight has the shape [8, 6] now" in first.output
+    for ended in (first, second):
+        assert ended.code == 1 and "as it was" in ended.output
+        assert ended.seconds < 60
+
+
+@pytest.mark.parametrize("stage, where", params(AUTOEP, [(1, "experts")]))
+def test_experts_that_autoep_divides_refuse_them(stage, where):
+    for found in worlds.run(2, odd_models_jobs.in_autoep, stage, where):
+        assert f"{found['name']} has the shape" in found["told"]
+        assert found["moved"] == [found["name"]]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_model_with_experts_refuses_them(stage):
+    for found in worlds.run(2, odd_models_jobs.in_experts, stage):
+        assert "embed.weight has the shape [16, 6] now" in found["told"]
+        assert found["moved"] == ["embed.weight"]

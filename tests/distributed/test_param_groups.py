@@ -1,13 +1,14 @@
-"""Several rules in one model under an engine: ``param_groups`` of the JSON config."""
+"""The JSON config: several rules in one model by ``param_groups``, and which names are ours."""
 
 import galore_torch
 import pytest
 import torch
 
 from tests import worlds
-from tests.common import models, updates
+from tests.common import engines, models, updates
 from tests.common.authors import ordinary
 from tests.common.choose import params
+from tests.common.updates import check_each
 from tests.distributed import param_groups_jobs
 
 CASES = [(ranks, stage) for ranks in (2, 3) for stage in range(4)]
@@ -88,3 +89,41 @@ def test_wrong_entries_are_refused_on_all_ranks():
 
 def test_groups_of_a_script_keep_their_own_weight_decay():
     assert worlds.run(2, param_groups_jobs.grouped_by_script, 2) == [[0.1, 0.0]] * 2
+
+
+OURS = ["AdamW is ds_ext's, not DeepSpeed's, whose type is \"AdamW\""]
+
+
+def by_torch(spares_biases):
+    """The weights after the job's steps by torch's AdamW in one process."""
+    model = param_groups_jobs.network()
+    decayed = [p for p in model.parameters() if p.dim() > 1 or not spares_biases]
+    others = [p for p in model.parameters() if p.dim() == 1 and spares_biases]
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(
+        [g for g in groups if g["params"]],
+        lr=param_groups_jobs.LR,
+        betas=(0.9, 0.99),
+        weight_decay=param_groups_jobs.DECAY,
+    )
+    return engines.alone(model, optimizer, param_groups_jobs.loss_of, 4)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", ["ds_ext.AdamW", "DS_EXT.adamw", "AdamW"])
+def test_a_name_that_both_have_is_deepspeeds_without_the_prefix(name, stage):
+    ours = name != "AdamW"
+    before, expected, _ = by_torch(spares_biases=ours)
+    # torch_adam is DeepSpeed's: not its fused one, which it would have to build first
+    params = param_groups_jobs.ADAMW | ({} if ours else {"torch_adam": True})
+    for rank, got in enumerate(worlds.once(2, param_groups_jobs.taken, name, stage, params)):
+        assert got["class"].startswith("ds_ext.AdamW" if ours else ("torch.", "deepspeed."))
+        assert got["said"] == (OURS if ours and not rank else [])
+        check_each(got["weights"], expected, before)
+
+
+@pytest.mark.parametrize("name, said", [("LAMB", 1), ("ds_ext.lamb", 1), ("ds_ext.AdaLomo", 0)])
+def test_names_of_ours_take_ours(name, said):
+    for rank, got in enumerate(worlds.once(2, param_groups_jobs.taken, name, 2, {})):
+        assert got["class"].lower() == "ds_ext." + name.lower().removeprefix("ds_ext.")
+        assert len(got["said"]) == (0 if rank else said)

@@ -8,6 +8,7 @@ import torch
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import REGISTRY
 from tests import worlds
+from tests.common import engines
 from tests.common.authors import INDEPENDENT, ordinary
 from tests.common.by_role import MATRICES
 from tests.common.choose import params, spread
@@ -75,15 +76,18 @@ def test_equals_the_authors(rule, ranks, stages, zero):
         groups.append({"params": [named[n] for n in named if n in names], "weight_decay": decay})
     hypers = {k: v for k, v in HYPERS[rule].items() if k != "weight_decay"}
     optimizer = ordinary(rule, groups, hypers)
-    for step in range(STEPS):
-        losses = [model(own) for own in pipelines_jobs.rows(step).split(ROWS // 4)]
-        norm = mean_step(optimizer, losses, CLIP)
-        for result in results:
-            assert result["losses"][step] == pytest.approx(
-                float(torch.stack(losses).detach().mean()), rel=1e-5
-            )
-            assert result["norms"][step] == pytest.approx(norm, rel=1e-5)
-    check(after, named, before, STEPS)
+    losses = []
+
+    def loss_of(model, step, part):
+        losses.append(model(pipelines_jobs.rows(step).split(ROWS // 4)[part]))
+        return losses[-1]
+
+    alone = engines.alone(model, optimizer, loss_of, STEPS, 4, CLIP)
+    means = torch.stack(losses).detach().view(STEPS, 4).mean(1).tolist()
+    for result in results:
+        assert result["losses"] == pytest.approx(means, rel=1e-5)
+        assert result["norms"] == pytest.approx(alone.norms, rel=1e-5)
+    check(after, alone.after, before, STEPS)
     moved = {n for n in after if not torch.equal(after[n], before[n])}
     assert moved == named.keys() - FROZEN
 

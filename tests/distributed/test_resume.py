@@ -3,7 +3,6 @@
 import pytest
 
 from tests import worlds
-from tests.common.by_role import MATRICES
 from tests.common.choose import params
 from tests.common.hypers import CLOSE
 from tests.common.updates import error
@@ -12,16 +11,15 @@ from tests.distributed.resume_jobs import IN_BITS, KINDS, STAGES, TRAINERS, same
 
 EXACT = 1e-6  # of the update of the whole model
 ALL = [(kind, stage) for kind in KINDS for stage in STAGES]
-ELSEWHERE = [(k, stage) for k, stage in ALL if k not in MATRICES]  # these: test_matrices.py
 
 
 # What `make test` runs: each kind of state at one stage.
 QUICK = [("came", 3), ("adafactor", 0), ("flash 8-bit", 1), ("galore 8-bit", 2)]
-QUICK += [("muon", 1), ("apollo", 0)]
-QUICK_ELSEWHERE = [("galore 8-bit", 2)]
+QUICK += [("muon", 1), ("apollo", 0), ("averaged", 3)]
+QUICK_ELSEWHERE = [("galore 8-bit", 2), ("apollo", 0), ("averaged", 3)]
 QUICK_BITS = [("stochastic", "adalomo", 2), ("master", "galore 8-bit", 2)]
 QUICK_BITS += [("master24", "adalomo", 3)]
-QUICK_BITS += [("clipped by the step before", "lamb", 3)]
+QUICK_BITS += [("clipped by the step before", "lamb", 3), ("loss scale", "lamb", 3)]
 
 
 def optimizer(kind: str) -> str:
@@ -48,7 +46,7 @@ def test_gone_on_from_on_the_same_ranks_bit_for_bit(folder, kind, stage):
 
 
 @pytest.mark.supports("resume on other ranks and another stage", stage="stage", optimizer=optimizer)
-@pytest.mark.parametrize("kind, stage", params(ELSEWHERE, QUICK_ELSEWHERE))
+@pytest.mark.parametrize("kind, stage", params(ALL, QUICK_ELSEWHERE))
 def test_gone_on_from_on_another_number_of_ranks_and_stage(folder, kind, stage):
     """2 -> 3 -> 1 ranks, each at another stage; 2 -> 2."""
     two, three = folder(kind, stage), folder(kind, stage, "on three")
@@ -64,7 +62,8 @@ def test_gone_on_from_on_another_number_of_ranks_and_stage(folder, kind, stage):
     one = on(1, three, folder(kind, stage, "on one"), 3, range(5, 6))
     again = on(2, two, folder(kind, stage, "again"), 3, range(3, 6))
     for got in (one, again):
-        assert error(got[0], whole["after"], whole["before"]) <= EXACT
+        close = CLOSE.get(kind, 10 * EXACT) / 10
+        assert error(got[0], whole["after"], whole["before"]) <= close
 
 
 @pytest.mark.parametrize("stage", params([2, 3], [3]))
@@ -96,13 +95,9 @@ def test_masters_and_the_previous_norm_are_resumed_bit_for_bit(way, kind, stage)
             assert got["metrics"][0]["clip_coefficient"] < 1
         if way.startswith("master"):  # what is held is more than bf16
             assert got["residual"]
-
-
-def test_a_dynamic_loss_scale_is_resumed_bit_for_bit():
-    for got in worlds.once(2, resume_jobs.loss_scale):
-        scale, resumed = got["scales"]
-        assert got["same"] and scale == resumed
-        assert scale != 2**16  # it moved, so that its count had to be resumed
+        if way == "loss scale":
+            scale, resumed = got["scales"]
+            assert scale == resumed != 2**16  # it moved, so that its count had to be resumed
 
 
 WAITING = [(kind, stage) for kind in ("came", "muon") for stage in STAGES]

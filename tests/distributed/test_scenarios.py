@@ -7,6 +7,7 @@ import warnings
 import pytest
 
 from ds_ext.rules import REGISTRY
+from tests.common.choose import params
 from tests.scenarios import driver, odd_rule, search
 from tests.scenarios.calls import CALLS
 from tests.scenarios.ways import WAYS
@@ -22,6 +23,32 @@ def test_the_first_sequences(way):
     found = search.search(way, 1800, count=QUICK)
     assert not found.findings, found.findings[0]
     assert found.sequences == QUICK
+
+
+EVERY = [
+    (way, stage, policy, clip)
+    for way, stage in (*(("engine", stage) for stage in range(4)), ("fsdp2", "fsdp2"))
+    for policy in ("fused", "sharded")
+    for clip in ("none", "exact", "value")
+]
+SOME = [("engine", stage, "fused", "exact") for stage in (0, 3)]
+SOME += [("engine", stage, "sharded", "exact") for stage in (1, 2, 3)]
+SOME += [("engine", 2, "fused", "none"), ("fsdp2", "fsdp2", "fused", "exact")]
+
+
+@pytest.mark.supports("layers frozen and unfrozen on the way", stage="stage", optimizer="AdaLomo")
+@pytest.mark.parametrize("way, stage, policy, clip", params(EVERY, SOME))
+def test_every_call_is_right_at_every_stage(way, stage, policy, clip):
+    """Each is followed by steps, which show what it has left behind."""
+    setup, _ = driver.made(way, 3)
+    setup |= {"kind": "AdaLomo", "policy": policy, "clip": clip, "max": 0.05, "bucket": 60}
+    setup |= {"accumulation": 1 if policy == "fused" else 2, "stage": stage}
+    names = [name for name, call in CALLS.items() if way in call.ways and name != "steps"]
+    calls = [call for i, name in enumerate(names) for call in ((name, i), ("steps", i))]
+    done, wrong, refusals = search.on(way, driver.play, (setup, calls), limit=300)
+    assert not wrong, (calls[done - 1], wrong)
+    refused = {text.split(":")[0] for text in refusals}
+    assert refused <= {name for name in names if CALLS[name].is_refusable}
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def trained(kind, got, ranks, is_split=True):
             made.append(torch.optim.Muon([p], lr=lr, weight_decay=decay))
     with low_rank.in_dtype(torch.float64):
         for step in range(STEPS):
-            losses = [model(**sections_jobs.batch(step, rank)).loss for rank in range(ranks)]
+            losses = [sections_jobs.loss_of(model, step, rank) for rank in range(ranks)]
             torch.stack(losses).mean().backward()
             for optimizer in made:
                 optimizer.step()

@@ -7,8 +7,8 @@ from torch import nn
 
 import ds_ext
 from tests import worlds
+from tests.common import engines
 from tests.common.choose import params
-from tests.common.plain import mean_step
 from tests.common.updates import check_each
 from tests.distributed import tiling_jobs
 from tests.distributed.tiling_jobs import Case
@@ -29,15 +29,18 @@ QUICK = [(case,) for case in CASES[::3]]
 
 @pytest.mark.parametrize("case", params([(case,) for case in CASES], QUICK), ids=str)
 def test_tiled_functions_train_exactly(case):
-    world = 2
     plain = tiling_jobs.make(case, tiled=False)
-    for step in range(tiling_jobs.STEPS):
-        parts = range(step * case.accumulation, (step + 1) * case.accumulation)
-        losses = [tiling_jobs.loss_of(plain, part, rank) for part in parts for rank in range(world)]
-        norm = mean_step(torch.optim.SGD(plain.parameters(), lr=0.5), losses, case.max_norm)
-        assert norm > 1.1 * case.max_norm  # or it would show nothing
-    for got in worlds.run(world, tiling_jobs.train, case):
-        check_each(got["after"], dict(plain.named_parameters()), got["before"])
+    alone = engines.alone(
+        plain,
+        torch.optim.SGD(plain.parameters(), lr=0.5),
+        tiling_jobs.loss_of,
+        tiling_jobs.STEPS,
+        max_norm=case.max_norm,
+        accumulation=case.accumulation,
+    )
+    assert min(alone.norms) > 1.1 * case.max_norm  # or it would show nothing
+    for got in worlds.run(2, tiling_jobs.train, case):
+        check_each(got["after"], alone.after, alone.before)
 
 
 def test_the_tiled_loss_is_refused():

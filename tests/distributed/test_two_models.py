@@ -42,31 +42,6 @@ def test_a_gan_as_usual(policy, detach, is_checkpointed):
     assert_equal_updates(params, two_models_jobs.reference(1, detach), start)
 
 
-@pytest.mark.parametrize("policy", ["fused", "sharded"])
-def test_two_models_of_one_loss_are_both_stepped(policy):
-    models, plain = two_models_jobs.make(), two_models_jobs.make()
-    optimizers = [ds_ext.LOMO(m.parameters(), lr=two_models_jobs.LR) for m in models]
-    fused = [
-        ds_ext.fuse_into_backward(m, optimizer, gradient_policy=policy)
-        for m, optimizer in zip(models, optimizers, strict=True)
-    ]
-    sgd = torch.optim.SGD([p for m in plain for p in m.parameters()], two_models_jobs.LR)
-    for step in range(two_models_jobs.STEPS):
-        sgd.zero_grad()
-        two_models_jobs.generating(*plain, step, 0).backward()
-        sgd.step()
-        two_models_jobs.generating(*models, step, 0).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    for each in fused:
-        each.remove()
-    params, wanted, start = (
-        [p for m in both for p in m.parameters()]
-        for both in (models, plain, two_models_jobs.make())
-    )
-    assert_equal_updates(params, wanted, start)
-
-
 @pytest.mark.parametrize(  # any two of the three values together
     "stage, policy, max_norm",
     [
@@ -79,7 +54,7 @@ def test_two_models_of_one_loss_are_both_stepped(policy):
 )
 def test_a_gan_of_two_engines(stage, policy, max_norm):
     wanted = two_models_jobs.reference(2, True, max_norm or torch.inf)
-    for got in worlds.run(2, two_models_jobs.engines, stage, policy, max_norm):
+    for got in worlds.run(2, two_models_jobs.train, stage, policy, max_norm):
         assert_equal_updates(got["after"], wanted, got["before"])
 
 

@@ -1,40 +1,17 @@
 """A wrong config ends all ranks of a script at once, with an error that names the key."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from tests import worlds
 from tests.distributed import wrong_configs_jobs
 from tests.distributed.wrong_configs_jobs import WRONG
-from tests.worlds import ROOT, free_port
 
 
-def start(rank, port):
-    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu"}
-    own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "tests.distributed.wrong_configs_jobs"]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | own, stderr=subprocess.PIPE, text=True
-    )
-
-
-@pytest.mark.slow
 def test_a_wrong_config_is_named_on_all_ranks():
-    port = free_port()
-    ranks = [start(rank, port) for rank in range(2)]
-    try:
-        told = [rank.communicate(timeout=90)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [1, 1]
-    for text in told:
-        errors = [line for line in text.splitlines() if "]: ValueError: " in line]
-        assert len(errors) == len(WRONG), text
-        assert all(words in line for words, line in zip(WRONG, errors, strict=True)), text
+    for rank, shown in enumerate(worlds.run(2, wrong_configs_jobs.shown)):
+        for words, text in zip(WRONG, shown, strict=True):
+            (line,) = [line for line in text.splitlines() if "ValueError: " in line]
+            assert line.startswith(f"[rank{rank}]: ValueError: ") and words in line, text
 
 
 FROZEN = "ValueError: AdaLomo: all its parameters have requires_grad=False"

@@ -3,17 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
-import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import ulysses_sp
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ds_ext
-from tests.distributed.exact_clipping_jobs import config
-from tests.distributed.training_jobs import whole
+from tests.common import engines
 
 STEPS, VOCAB, WIDTH, LENGTH, TILES = 3, 11, 8, 6, 3
 
@@ -69,40 +66,19 @@ def make(case: Case, tiled: bool) -> Model:
     return Model(case, tiled)
 
 
-def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
+def batch(number: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * number + rank)
     tokens = torch.randint(0, VOCAB, (2, LENGTH + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
-    found: Tensor = model(*batch(step, rank))
-    return found
+def loss_of(model: nn.Module, number: int, rank: int) -> Tensor:
+    return model(*batch(number, rank))
 
 
 def train(case: Case) -> dict[str, Any]:
     model = make(case, tiled=True)
-    before = whole(model)
     optimizer = ds_ext.LOMO(model.parameters(), lr=0.5)
-    if case.stage is None:
-        fused = ds_ext.fuse_into_backward(
-            model,
-            optimizer,
-            bucket_size=100,
-            max_grad_norm=case.max_norm,
-            gradient_policy=case.policy,
-        )
-        engine, backward, end_step = model, fused.backward, optimizer.step
-    else:
-        made = config(case.stage) | {
-            "gradient_clipping": case.max_norm,
-            "gradient_accumulation_steps": case.accumulation,
-            "ds_ext": {"gradient_policy": case.policy},
-        }
-        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
-        backward, end_step = engine.backward, engine.step
-    for step in range(STEPS * case.accumulation):
-        loss = loss_of(engine, step, dist.get_rank())
-        backward(loss)
-        end_step()
-    return {"before": before, "after": whole(model)}
+    more = {"gradient_clipping": case.max_norm, "gradient_accumulation_steps": case.accumulation}
+    engine = engines.start(model, optimizer, case.stage, case.policy, **more)
+    return engines.trained(engine, loss_of, STEPS, case.accumulation)

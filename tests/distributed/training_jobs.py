@@ -12,11 +12,10 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from tests.common import by_role, models
+from tests.common import by_role, engines, models
 from tests.common.authors import ordinary
 from tests.common.by_role import MATRICES
 from tests.common.hypers import FOR_ALL, TRAINED, changed
-from tests.common.plain import FusedEngine
 from tests.common.ranks import whole
 
 STEPS = 4
@@ -109,18 +108,13 @@ RUNS = _runs()
 
 def config(run: Training) -> dict[str, Any]:
     told = run.how in ("engine", "tensor", "scale")
-    return {
-        "train_micro_batch_size_per_gpu": 3,
+    usual = {
         "gradient_accumulation_steps": run.accumulation if told else 1,
         "gradient_clipping": run.max_norm,
-        "zero_optimization": {
-            "stage": run.stage,
-            "reduce_bucket_size": BUCKET,
-            "stage3_param_persistence_threshold": 30,
-        },
+        "zero": {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 30},
         "ds_ext": run.section,
-        **run.extra,
     }
+    return engines.config(run.stage, **usual | run.extra)
 
 
 def loss_of(model, run: Training, step: int, part: int, rank: int, world: int) -> torch.Tensor:
@@ -129,34 +123,19 @@ def loss_of(model, run: Training, step: int, part: int, rank: int, world: int) -
     return model(models.batch(10 * step + part, world)[rank], step=step)
 
 
-class Plain(FusedEngine):
-    """fuse_into_backward under the names of an engine, with accumulation."""
-
-    def __init__(self, model: torch.nn.Module, optimizer, run: Training) -> None:
-        super().__init__(
+def start(run: Training, model: torch.nn.Module):
+    optimizer = by_role.made(run.rule, model, run.hypers)
+    if run.stage is None:
+        return engines.Fused(
             model,
             optimizer,
+            run.accumulation,
             bucket_size=BUCKET,
             max_grad_norm=run.max_norm,
             clip_value=run.clip_value,
             clip_mode=run.clip_mode,
             gradient_policy=run.policy or "fused",
         )
-        self.accumulation, self.backwards = run.accumulation, 0
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self.fused.backward(loss / self.accumulation)
-        self.backwards += 1
-
-    def step(self) -> None:
-        if self.backwards % self.accumulation == 0:
-            super().step()
-
-
-def start(run: Training, model: torch.nn.Module):
-    optimizer = by_role.made(run.rule, model, run.hypers)
-    if run.stage is None:
-        return Plain(model, optimizer, run)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config(run))[0]
 
 

@@ -4,7 +4,6 @@ import contextlib
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +11,8 @@ from torch.nn.functional import softplus
 from torch.utils.checkpoint import checkpoint
 
 import ds_ext
-from tests.distributed.skipped_batches_jobs import whole
+from tests.common import engines
+from tests.common.ranks import whole
 
 STEPS = 3
 LR = 0.1
@@ -69,22 +69,15 @@ def reference(world: int, detach: bool, max_norm: float = torch.inf) -> list[tor
     return [p.detach() for m in (g, d) for p in m.parameters()]
 
 
-def engines(stage: int, policy: str, max_norm: float = 0.0) -> dict[str, Any]:
+def start(model: nn.Module, stage: int, policy: str, max_norm: float) -> Any:
+    optimizer = ds_ext.LOMO(model.parameters(), lr=LR)
+    return engines.start(model, optimizer, stage, policy, gradient_clipping=max_norm)
+
+
+def train(stage: int, policy: str, max_norm: float = 0.0) -> dict[str, Any]:
     """Two engines, scored in inference mode -> the parameters of both, before and after."""
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": max_norm,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10},
-        "ds_ext": {"gradient_policy": policy},
-    }
-    models = make()
-    g, d = (
-        deepspeed.initialize(model=m, optimizer=ds_ext.LOMO(m.parameters(), lr=LR), config=config)[
-            0
-        ]
-        for m in models
-    )
-    before = [p for m in models for p in whole(m)]
+    g, d = (start(model, stage, policy, max_norm) for model in make())
+    before = weights(g, d)
     rank = dist.get_rank()
     for step in range(STEPS):
         d.zero_grad()
@@ -96,8 +89,11 @@ def engines(stage: int, policy: str, max_norm: float = 0.0) -> dict[str, Any]:
             d(g(noise(step, rank, 3)))
         g.backward(loss)
         g.step()
-    after = [p for m in models for p in whole(m)]
-    return {"before": before, "after": after}
+    return {"before": before, "after": weights(g, d)}
+
+
+def weights(*made: Any) -> list[torch.Tensor]:
+    return [p for engine in made for p in whole(engine.module).values()]
 
 
 def chain() -> list[nn.Module]:
@@ -115,20 +111,17 @@ def through(models: list[nn.Module], step: int, rank: int) -> torch.Tensor:
 
 def first_of_many() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Six engines, of which the first is clipped and stepped -> its parameters before and after."""
-    rank, engines, apart = dist.get_rank(), [], []
+    rank, made, apart = dist.get_rank(), [], []
     for i, model in enumerate(chain()):
         apart.append([object() for _ in range(1000 * rank * i)])  # other addresses on each rank
-        config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0 if i else 0.01}
-        optimizer = ds_ext.LOMO(model.parameters(), lr=LR)
-        made = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        engines.append(made[0])
-    before = whole(engines[0].module)
+        made.append(start(model, 0, "", 0.0 if i else 0.01))
+    before = weights(made[0])
     for step in range(STEPS):
-        for engine in engines:
+        for engine in made:
             engine.zero_grad()
-        engines[0].backward(through(engines, step, rank))
-        engines[0].step()
-    return before, whole(engines[0].module)
+        made[0].backward(through(made, step, rank))
+        made[0].step()
+    return before, weights(made[0])
 
 
 def first_of_many_alone(world: int) -> list[torch.Tensor]:
@@ -145,13 +138,7 @@ def first_of_many_alone(world: int) -> list[torch.Tensor]:
 
 def beside_a_failed_pass() -> int:
     """One engine fails in backward, another one clips exactly -> how often the first ended."""
-    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.1}
-    g, d = (
-        deepspeed.initialize(model=m, optimizer=ds_ext.LOMO(m.parameters(), lr=LR), config=config)[
-            0
-        ]
-        for m in make()
-    )
+    g, d = (start(model, 0, "", 0.1) for model in make())
 
     def fail(grad: torch.Tensor) -> None:
         raise ArithmeticError

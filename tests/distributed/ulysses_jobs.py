@@ -12,8 +12,7 @@ from deepspeed.utils import groups
 from torch import nn
 from torch.nn import functional as F
 
-from tests.common import by_role
-from tests.common.plain import mean_step
+from tests.common import by_role, engines
 from tests.common.ranks import message, shared_folder
 from tests.distributed.tensor_parallel_jobs import weights
 
@@ -102,30 +101,28 @@ def clip_of(rule: str) -> float:
     return CLIPS.get(rule, 0.05)
 
 
-def whole(rule: str, pairs: int, told: by_role.Told) -> dict[str, Any]:
-    """Weights before and after in one process that has whole sequences, and gradients' norms."""
+def whole(rule: str, pairs: int, told: by_role.Told) -> engines.Alone:
+    """One process that has whole sequences."""
     model = make()
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    params = list(model.parameters())
     names = {p: n for n, p in model.named_parameters()}
     optimizer_of = by_role.optimizer(names, r"(qkv|out|up|down)\.weight", told["streams"])
-    optimizer = optimizer_of(rule, [{"params": params, "weight_decay": 0.0}], HYPERS[rule])
-    norms = []
-    for step in range(STEPS):
-        losses = [loss_of(model, step, pair, slice(None)) for pair in range(pairs)]
-        norms.append(mean_step(optimizer, losses, clip_of(rule)))
-    after = {n: p.detach() for n, p in model.named_parameters()}
-    return {"before": before, "after": after, "norms": norms}
+    groups = [{"params": list(model.parameters()), "weight_decay": 0.0}]
+    optimizer = optimizer_of(rule, groups, HYPERS[rule])
+
+    def loss(model: nn.Module, step: int, pair: int) -> torch.Tensor:
+        return loss_of(model, step, pair, slice(None))
+
+    return engines.alone(model, optimizer, loss, STEPS, pairs, clip_of(rule))
 
 
 def start(case: Case) -> deepspeed.DeepSpeedEngine:
     params = HYPERS[case.rule] | OURS.get(case.rule, {}) | {"weight_decay": 0.0}
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_clipping": clip_of(case.rule),
-        "zero_optimization": {"stage": case.stage, "reduce_bucket_size": 1500},
-        "optimizer": {"type": f"ds_ext.{case.rule}", "params": params},
-    }
+    config = engines.config(
+        case.stage,
+        gradient_clipping=clip_of(case.rule),
+        optimizer={"type": f"ds_ext.{case.rule}", "params": params},
+        zero={"reduce_bucket_size": 1500},
+    )
     return initialized(config)
 
 

@@ -1,19 +1,19 @@
 """Ranks that use different parameters in a step: a mixture of experts without load balancing."""
 
+import functools
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.utils import set_z3_leaf_modules
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import ds_ext
-from tests.common import by_role
+from tests.common import by_role, engines
 from tests.common.authors import ordinary
-from tests.common.ranks import identical, whole
+from tests.common.ranks import identical
 from tests.distributed.training_jobs import HYPERS
 
 STEPS = 5
@@ -65,9 +65,8 @@ def chosen(step: int, rank: int, idle: bool) -> tuple[list[int], list[int]]:
     return [rank % 3, 3][: 1 + step % 2], [(rank + step) % 3]
 
 
-def loss_of(model: nn.Module, run: "Routing", step: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return model(torch.randn(4, 5, generator=generator), *chosen(step, rank, run.idle))
+def loss_of(model: nn.Module, step: int, rank: int, run: "Routing") -> torch.Tensor:
+    return model(engines.rows(step, rank, 4, 5), *chosen(step, rank, run.idle))
 
 
 @dataclass(frozen=True)
@@ -101,53 +100,30 @@ def _runs() -> dict[str, Routing]:
 RUNS = _runs()
 
 
-def start(run: Routing, model: nn.Module):
-    optimizer = by_role.made(run.rule, model, HYPERS[run.rule] | {"weight_decay": 0.1})
-    if run.stage is None:
-        return ds_ext.fuse_into_backward(
-            model,
-            optimizer,
-            bucket_size=run.bucket,
-            max_grad_norm=run.max_norm,
-            gradient_policy=run.policy,
-        )
-    if run.stage == 3:
-        set_z3_leaf_modules(model, [Experts])
-    made = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": run.max_norm,
-        "zero_optimization": {
-            "stage": run.stage,
-            "reduce_bucket_size": run.bucket,
-            "stage3_param_persistence_threshold": 0,
-        },
-        "ds_ext": {"gradient_policy": run.policy},
-    }
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
-
-
 def train(run: Routing) -> dict[str, Any]:
     """Runs on this rank -> initial and final weights, and how often each parameter stepped."""
     model = make(run.checkpointing)
-    engine = start(run, model)
-    before = whole(model)
+    optimizer = by_role.made(run.rule, model, HYPERS[run.rule] | {"weight_decay": 0.1})
+    if run.stage == 3:
+        set_z3_leaf_modules(model, [Experts])
+    engine = engines.start(
+        model,
+        optimizer,
+        run.stage,
+        run.policy,
+        gradient_clipping=run.max_norm,
+        zero={"reduce_bucket_size": run.bucket, "stage3_param_persistence_threshold": 0},
+    )
     names = {p: n for n, p in model.named_parameters()}
-    for step in range(STEPS):
-        if run.stage is None:
-            engine.backward(loss_of(model, run, step, dist.get_rank()))
-        else:
-            engine.backward(loss_of(engine, run, step, dist.get_rank()))
-        (engine.optimizer if run.stage is None else engine).step()
-    steps = {names[p]: s["step"] for p, s in engine.optimizer.state.items()}
-    after = whole(model)
-    made = {"before": before, "after": after, "steps": steps, "identical": identical(after)}
-    made["told"] = by_role.told(engine.optimizer, model)
-    (engine.remove if run.stage is None else engine.destroy)()
-    return made
+    found = engines.trained(engine, functools.partial(loss_of, run=run), STEPS)
+    found["steps"] = {names[p]: s["step"] for p, s in engine.optimizer.state.items()}
+    found |= {"identical": identical(found["after"]), "told": by_role.told(engine.optimizer, model)}
+    engine.destroy()
+    return found
 
 
-def reference(run: Routing, world: int, told: by_role.Told) -> tuple[nn.Module, dict[str, int]]:
-    """The same in one process -> the model, and how often each parameter had a gradient."""
+def reference(run: Routing, world: int, told: by_role.Told) -> tuple[engines.Alone, dict[str, int]]:
+    """The same in one process, and how often each parameter had a gradient."""
     model = make()
     if run.rule in by_role.MATRICES:
         named = dict(model.named_parameters())
@@ -155,13 +131,18 @@ def reference(run: Routing, world: int, told: by_role.Told) -> tuple[nn.Module, 
     else:
         groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
         optimizer = ordinary(run.rule, groups, HYPERS[run.rule])
-    steps = dict.fromkeys(dict(model.named_parameters()), 0)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        (sum(loss_of(model, run, step, rank) for rank in range(world)) / world).backward()
-        for n, p in model.named_parameters():
-            steps[n] += p.grad is not None
-        if run.max_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), run.max_norm)
-        optimizer.step()
-    return model, steps
+    used = Counter(
+        name
+        for step in range(STEPS)
+        for name in {n for rank in range(world) for n in used_by(run, step, rank)}
+    )
+    loss = functools.partial(loss_of, run=run)
+    return engines.alone(model, optimizer, loss, STEPS, world, run.max_norm), dict(used)
+
+
+def used_by(run: Routing, step: int, rank: int) -> Iterator[str]:
+    """The parameters that a rank's loss depends on."""
+    own = {i for experts in chosen(step, rank, run.idle) for i in experts}
+    for name, _ in make().named_parameters():
+        if "each" not in name or int(name.split(".")[2]) in own:
+            yield name

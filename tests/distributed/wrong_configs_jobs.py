@@ -1,12 +1,8 @@
-"""Configs that DeepSpeed reads, and a script whose configs are wrong, as two ranks run it.
+"""Configs that DeepSpeed reads, programs that are wrong, and what they are told."""
 
-What is wrong is told by ``sys.excepthook``, as where a script ends; the last really ends it.
-"""
-
-import logging
+import contextlib
+import io
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import deepspeed
@@ -15,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_ext
-
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
+from tests.common.ranks import logged
 
 SIZES = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 OURS: dict[str, Any] = {"ds_ext": {}}  # else the config is another optimizer's
@@ -113,6 +108,7 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
     ("sequence_parallel_size", {"sequence_parallel_size": "1"}),
     ("gradient_clipping", {"gradient_clipping": "1.0"}),
     ("gradient_clipping", {"gradient_clipping": True}),
+    ("gradient_clipping", {"gradient_clipping": -1.0}),
     ("data_types.grad_accum_dtype", {"data_types": {"grad_accum_dtype": "FP32"}} | KEPT),
     ("communication_data_type", {"communication_data_type": "fp64"}),
     # Keys that are unknown, that a version removed, or that have no effect.
@@ -146,6 +142,7 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
     ("works only at", _zero(2, zero_hpz_partition_size=2)),
     ("not supported together", {"ds_ext": {"weight_storage": "int8"}, "fp16": {"enabled": True}}),
     ("keeps none", {"ds_ext": {"gradient_policy": "fused"}, "gradient_accumulation_steps": 2}),
+    ("keeps none", {"ds_ext": {"gradient_policy": "fused"}, "train_batch_size": 2}),
     ("clip the same", {"ds_ext": {"clip_value": 1.0}, "gradient_clipping": 1.0}),
     ("DeepSpeed refuses the config", {"wall_clock_breakdown": "x"}),
     ("prescale_gradients", {"prescale_gradients": True, "nebula": {"enabled": True}}),
@@ -158,32 +155,6 @@ class Run(NamedTuple):
 
     error: str
     log: list[str]
-
-
-class _Lines(logging.Handler):
-    """Collects the lines of a logger."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keeps a line."""
-        self.lines.append(record.getMessage())
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    """Context that returns the lines of the logger "ds_ext" within it."""
-    handler, logger = _Lines(), logging.getLogger("ds_ext")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield handler.lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 def judged() -> list[Run]:
@@ -306,16 +277,14 @@ def summed(stage: int, op: str) -> Any:
     return before, model.weight.detach().clone()
 
 
-def main() -> None:
-    for last, config in enumerate(WRONG.values(), 1 - len(WRONG)):
-        try:
-            deepspeed.initialize(model=nn.Linear(4, 4), config=SIZES | config)
-        except Exception:
-            if last == 0:
-                raise
-            sys.excepthook(*sys.exc_info())
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main()
+def shown() -> list[str]:
+    """What ``sys.excepthook`` shows of each config of ``WRONG``, as where a script ends."""
+    found = []
+    for config in WRONG.values():
+        with contextlib.redirect_stderr(io.StringIO()) as text:
+            try:
+                deepspeed.initialize(model=nn.Linear(4, 4), config=SIZES | config)
+            except Exception:
+                sys.excepthook(*sys.exc_info())
+        found.append(text.getvalue())
+    return found

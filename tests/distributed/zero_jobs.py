@@ -15,7 +15,8 @@ import ds_ext
 from ds_ext.backward import buckets, reduction
 from ds_ext.distributed import placement
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common import models
+from tests.common import by_role, engines, models
+from tests.common.by_role import MATRICES
 from tests.common.hypers import FOR_ALL, TRAINED, changed
 from tests.common.plain import FusedEngine
 from tests.common.ranks import identical, message, whole
@@ -51,8 +52,16 @@ class Case:
 # What differs between rules is shown by simulation, and by a case of each at every stage. How
 # gradients arrive does not depend on the rule: that is run for these four.
 FOUR = ("lomo", "adalomo", "adafactor", "came")
-HYPERS = changed(TRAINED, galoreadamw={"nbits": 32}, adafactor={"lr": 0.03})
-RULES = tuple(FOR_ALL)  # the others: test_matrices.py
+RENEWED = {"lr": 0.02, "update_proj_gap": 3}  # a projection, in step 4
+HYPERS = changed(
+    TRAINED,
+    galoreadamw={"nbits": 32},
+    adafactor={"lr": 0.03},
+    apollo=RENEWED,
+    apollomini=RENEWED | {"lr": 0.005},
+    muon={"lr": 0.02},
+)
+RULES = tuple(FOR_ALL)
 CASES: dict[str, Case] = {}
 for _rule in RULES:
     _hypers = HYPERS[_rule]
@@ -95,21 +104,27 @@ for _stage in range(4):
         "adalomo", HYPERS["adalomo"], stage=_stage, dtype="bf16", tensors=False, odd=False
     )
 CASES["adalomo-groups"] = Case("adalomo", HYPERS["adalomo"])
+for _rule in MATRICES:  # by the roles of parameters, as a JSON config says
+    _decay = HYPERS[_rule] | {"weight_decay": 0.1}
+    CASES[f"{_rule}-plain"] = Case(_rule, _decay, stage=None)
+    for _stage in range(4):
+        CASES[f"{_rule}-stage{_stage}"] = Case(_rule, _decay, _stage, client=False)
+        CASES[f"{_rule}-stage{_stage}-reentrant"] = Case(
+            _rule, _decay, _stage, "reentrant", client=False
+        )
+    CASES[f"{_rule}-nonreentrant"] = Case(_rule, _decay, 3, "nonreentrant", client=False)
+    CASES[f"{_rule}-zero-init"] = Case(_rule, _decay, zero_init=True, client=False)
 
 
 def config(case: Case) -> dict[str, Any]:
-    made: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 3,
-        "zero_optimization": {
-            "stage": case.stage,
-            "reduce_bucket_size": case.bucket,
-            "stage3_param_persistence_threshold": case.persist,
-        },
+    zero = {
+        "reduce_bucket_size": case.bucket,
+        "stage3_param_persistence_threshold": case.persist,
     }
-    if case.dtype == "bf16":
-        made["bf16"] = {"enabled": True}
+    made = engines.config(case.stage or 0, zero=zero, bf16={"enabled": case.dtype == "bf16"})
     if not case.client:
-        made["optimizer"] = {"type": case.rule.upper(), "params": case.hypers}
+        kind = case.rule.upper() if case.rule in FOUR else f"ds_ext.{case.rule}"
+        made["optimizer"] = {"type": kind, "params": case.hypers}
     return made
 
 
@@ -232,7 +247,9 @@ def train(name: str) -> dict[str, Any]:
     case, rank, world = CASES[name], dist.get_rank(), dist.get_world_size()
     model = build(case)
     optimizer = None
-    if case.client:
+    if case.client and case.rule in MATRICES:
+        optimizer = by_role.made(case.rule, model, case.hypers)
+    elif case.client:
         optimizer = OPTIMIZERS[case.rule](groups(name, model), **case.hypers)
     watch = Watch(most_alive(case, world))
     with watch.hook():
@@ -277,44 +294,9 @@ def train(name: str) -> dict[str, Any]:
             for p in group["params"]
         },
     }
+    result |= by_role.told(engine.optimizer, model)
     engine.destroy()
     return result
-
-
-def attempt(made: dict[str, Any]) -> str:
-    """The message of the error that a config causes at ``initialize``, or ""."""
-    return message(lambda: deepspeed.initialize(model=models.make(), config=made), ValueError)
-
-
-def refusals() -> dict[str, str]:
-    """What is said of bad configs."""
-    base = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-
-    def adalomo(**params):
-        return base | {"optimizer": {"type": "AdaLomo", "params": params}}
-
-    good = adalomo(lr=1e-3)
-    cases = {
-        "unknown": adalomo(weight_decy=0.1),
-        "type": adalomo(lr="fast"),
-        "negative": adalomo(lr=-1.0),
-        "pair": base | {"optimizer": {"type": "CAME", "params": {"betas": [0.9, 0.999]}}},
-        "clipping": good | {"gradient_clipping": -1.0},
-        "accumulation": good
-        | {"gradient_accumulation_steps": 2, "ds_ext": {"gradient_policy": "fused"}},
-        "derived accumulation": good
-        | {
-            "train_batch_size": 6 * dist.get_world_size(),
-            "ds_ext": {"gradient_policy": "fused"},
-        },
-        "section": good | {"ds_ext": {"clip_mod": "exact"}},
-        "scheduler": base
-        | {
-            "optimizer": {"type": "Adafactor", "params": {}},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
-        },
-    }
-    return {name: attempt(made) for name, made in cases.items()}
 
 
 def second_backward(stage: int, one_forward: bool) -> str:
@@ -344,17 +326,3 @@ def outside() -> dict[str, Any]:
     after = whole(model)
     changed = {n for n in after if not torch.equal(after[n], before[n])}
     return {"kept": kept, "changed": changed}
-
-
-def galore_json() -> dict[str, Any]:
-    """The ranks that ``target_modules`` of a JSON config gives to parameters, and a wrong one."""
-    params = {"rank": 3, "target_modules": ["up", r"down\.w"], "weight_decay": 0.1}
-    base = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-    good = base | {"optimizer": {"type": "GaLoreAdamW", "params": params}}
-    model = models.make()
-    engine, *_ = deepspeed.initialize(model=model, config=good)
-    ranks = {
-        engine.param_names[p]: g["rank"] for g in engine.optimizer.param_groups for p in g["params"]
-    }
-    bad = {"type": "GaLoreAdamW", "params": {"target_modules": ["upp"]}}
-    return {"ranks": ranks, "message": attempt(base | {"optimizer": bad})}

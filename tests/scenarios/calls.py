@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tests.scenarios import cache_uses, int8_uses
+from tests.scenarios import int8_uses
 from tests.scenarios.sides import KINDS, Net, Side, tensors, walk
 from tests.scenarios.ways import go_on_with_copies
 
@@ -80,6 +80,21 @@ def two_forward_passes(pair, draw):
     train(pair, draw, forwards=2)
 
 
+@call(3, ("engine",), refusable=True)
+def backward_of_the_loss_itself(pair, draw):
+    """Of two forward passes, by ``loss.backward()``; what is measured first is refused."""
+    seed = draw.randrange(10**6)
+    for micro in range(pair.setup["accumulation"]):
+
+        def backward(side: Side, number: int = seed + 10 * micro) -> None:
+            loss = side.loss(number, forwards=2)
+            loss.backward() if side is pair.subject else side.backward(loss)
+
+        if not (pair.do(backward) and pair.do(lambda s: s.step())):
+            break
+    pair.compare()
+
+
 @call(3, refusable=True)
 def two_backward_passes(pair, draw):
     # torch's FSDP2 cannot go on after an error within its backward pass.
@@ -136,9 +151,10 @@ def gradient_penalty(pair, draw):
     train(pair, draw, penalty=True)
 
 
-@call(3, ("fused", "engine"))
+@call(3, ("fused", "fsdp2", "engine"))
 def nan_gradient(pair, draw):
-    train(pair, draw, how="poisoned")
+    """Of one rank."""
+    train(pair, draw, how="" if pair.setup["policy"] == "plain" else "poisoned")
 
 
 @call(3)
@@ -369,10 +385,3 @@ def weights_in_8_bits(pair, draw):
 @call(1, ("fused",))
 def fused_again(pair, draw):
     pair.do(lambda s: (s.detach(), s.attach()))
-
-
-@call(1, ("plain",))
-def damaged_library(pair, draw):
-    """A library of native code in a cache folder of its own, beside the steps of this sequence."""
-    cache_uses.play(draw.randrange(10**6))
-    train(pair, draw)

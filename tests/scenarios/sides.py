@@ -231,7 +231,7 @@ class Side:
                     .requires_grad_(inputs or penalty)
                 )
                 self.inputs[rank] += [x] * inputs
-                out = self.forward(tokens, x, how)
+                out = self.forward(tokens, x, "" if how == "poisoned" and rank else how)
                 out = out * self.heads[rank].to(dtype) if head else out
                 losses.append((out - 1).square().sum())
                 if penalty:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import itertools
 import tempfile
 from collections.abc import Collection
 from typing import Any
@@ -163,13 +164,19 @@ class Engine(Plain):
             model=self.model, optimizer=self.client, config=config
         )
         self.forward, self.backward = self.engine, self.engine.backward
-        self.zero_grad, self.step = self.engine.zero_grad, self.engine.step
+        self.step = self.engine.step
+        owners = self.engine, self.engine.optimizer, self.client, self.model
+        self.discarding = itertools.cycle([owner.zero_grad for owner in owners])
 
     @functools.cached_property
     def critic(self) -> Any:
         model = nn.Linear(3, 2)
         optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
         return deepspeed.initialize(model=model, optimizer=optimizer, config=self.config)[0]
+
+    def zero_grad(self) -> None:
+        """By all that a script may call, in turn."""
+        next(self.discarding)()
 
     def detach(self) -> None:
         self.engine.destroy()

@@ -20,6 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.tools.faults import FAULTS
 from tests.tools.faults.fault import Fault
 
@@ -105,7 +107,7 @@ def run(tree: Path, tests: str) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"a hang of {LIMIT} s"
-    if done.returncode == 0:
+    if done.returncode in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
         return ""
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.M)
     return failed[1] if failed else f"pytest's exit status {done.returncode}"

@@ -14,7 +14,6 @@ import torch
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves, mapped, saved
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.rules.base import key_of
 from ds_ext.testing import check_rule
 from ds_ext.testing.properties import is_the_same_on_ranks, shrunk, smallest_eps, tensors
 from ds_ext.testing.simulation import with_zeros
@@ -22,7 +21,7 @@ from tests.common import hypers, needs, newcomer, paths, plain, table
 from tests.common.choose import params, spread
 from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, shapes_of, sharded_error
 from tests.common.table import WORLDS, gradients, weights
-from tests.distributed import matrices_jobs, resume_jobs
+from tests.distributed import resume_jobs
 
 
 def simulated_rule(name):
@@ -202,5 +201,4 @@ def test_a_new_rule_that_is_wrong_on_ranks_is_seen():
 
 
 def test_the_kinds_of_runs_that_are_resumed_are_of_every_rule():
-    kinds = {name for name, _ in resume_jobs.KINDS.values()} | {*map(key_of, matrices_jobs.TYPES)}
-    assert kinds == set(OPTIMIZERS)
+    assert {name for name, _ in resume_jobs.KINDS.values()} == set(OPTIMIZERS)
