@@ -13,8 +13,7 @@ from tests.tools.support import of
 
 # What `make test` runs.
 QUICK = [
-    *("clip-sharded-stage2", "json-muon", "resumed-ep4"),
-    *("tensor-came-stage1-ep2"),
+    *("clip-sharded-stage2", "json-muon", "resumed-ep4", "tensor-came-stage1-ep2"),
 ]
 
 

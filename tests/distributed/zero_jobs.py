@@ -106,7 +106,7 @@ for _stage in range(4):
 CASES["adalomo-groups"] = Case("adalomo", HYPERS["adalomo"])
 for _rule in MATRICES:  # by the roles of parameters, as a JSON config says
     _decay = HYPERS[_rule] | {"weight_decay": 0.1}
-    CASES[f"{_rule}-plain"] = Case(_rule, _decay, stage=None)
+    CASES[f"{_rule}-plain"] = Case(_rule, _decay, stage=None, plain_backward=True)
     for _stage in range(4):
         CASES[f"{_rule}-stage{_stage}"] = Case(_rule, _decay, _stage, client=False)
         CASES[f"{_rule}-stage{_stage}-reentrant"] = Case(

@@ -63,8 +63,9 @@ class Net(nn.Module):
                 checkpoint, middle, use_reentrant=False, context_fn=_selective
             )
         h = middle(h)
-        bad = (self.gain - self.gain.detach()).sum().sqrt() if how == "poisoned" else 0.0
-        return self.last(h) * self.gain + bad
+        zero = (self.gain - self.gain.detach()).sum()  # whose root has no finite gradient
+        bad = {"poisoned": Tensor.sqrt, "poisoned elsewhere": Tensor.square}.get(how)
+        return self.last(h) * self.gain + (bad(zero) if bad else 0.0)
 
     def middle(self, h: Tensor) -> Tensor:
         return torch.tanh(self.norm(h + torch.tanh(h @ self.stack[0]) @ self.stack[1]))
@@ -231,7 +232,8 @@ class Side:
                     .requires_grad_(inputs or penalty)
                 )
                 self.inputs[rank] += [x] * inputs
-                out = self.forward(tokens, x, "" if how == "poisoned" and rank else how)
+                is_other = how == "poisoned" and rank > 0
+                out = self.forward(tokens, x, "poisoned elsewhere" if is_other else how)
                 out = out * self.heads[rank].to(dtype) if head else out
                 losses.append((out - 1).square().sum())
                 if penalty:
