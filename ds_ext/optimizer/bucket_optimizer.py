@@ -163,11 +163,11 @@ class BucketOptimizer(ParamTable):
         device = updates[0].g.device
         plan, new = self._fitting(updates, states), list[State]()
         try:
-            for i in range(len(updates)) if plan is None else plan.alone:
-                if not states[i]:
-                    new.append(states[i])
-                    state_checks.make(self, updates[i], states[i])
-                state_checks.check(self, updates[i], states[i], device)
+            for u, state in zip(updates, states, strict=True) if plan is None else ():
+                if not state:
+                    new.append(state)
+                    state_checks.make(self, u, state)
+                state_checks.check(self, u, state, device)
         except ValueError:
             for state in new:
                 state.clear()
@@ -223,12 +223,13 @@ class BucketOptimizer(ParamTable):
         """
         for updates in buckets:
             states = [self.state.get(u.param) or {} for u in updates]
-            plan = self._fitting(updates, states)
-            for i in range(len(updates)) if plan is None else plan.alone:
-                if states[i]:
-                    state_checks.check(self, updates[i], states[i], None)
+            if self._fitting(updates, states) is not None:
+                continue
+            for u, state in zip(updates, states, strict=True):
+                if state:
+                    state_checks.check(self, u, state, None)
                 else:
-                    param_checks.refuse_shape(self, updates[i].param, updates[i].shard)
+                    param_checks.refuse_shape(self, u.param, u.shard)
 
     def first_round_checks(self, shards: Mapping[Tensor, Shard]) -> set[Tensor]:
         """Returns the parameters whose gradients the first round can check; equal on all ranks.

@@ -130,6 +130,15 @@ class BatchPlan:
         return Runs(runs, Layout(runs[0].dtype, self.device, self.batch.run_sizes))
 
 
+def _layout_of(x: Any) -> Any:
+    """The layout of a run's state, which is nested in dicts: a step relies on what it describes."""
+    if isinstance(x, dict):
+        return {key: _layout_of(one) for key, one in x.items()}
+    if not isinstance(x, Tensor):
+        return type(x)
+    return type(x), x.dtype, x.shape, x.device, x.is_contiguous()
+
+
 def _layouts(state: State) -> list[Any]:
     """The layouts of the runs in a state, which is nested in dicts."""
     found: list[Any] = []
@@ -144,7 +153,7 @@ class BucketPlan:
     Args:
         table: the table of the optimizer.
         updates: the bucket's runs.
-        states: their states.
+        states: their states, which were checked.
         allow_batches: whether runs may be stepped in batches.
 
     Attributes:
@@ -193,6 +202,7 @@ class BucketPlan:
             for (i, dtype, *_), pieces in found.items()
         ]
         self.memory_sizes = [0, 0, 0]
+        self._layouts_alone = [_layout_of(states[i]) for i in self.alone]
 
     def fits(
         self, table: ParamTable, updates: Sequence[RunUpdate], states: Sequence[State]
@@ -202,6 +212,9 @@ class BucketPlan:
             self.rules[i] = table.rule_at(i)
         if table.version != self.version or _properties(updates) != self.properties:
             return False
+        for i, layout in zip(self.alone, self._layouts_alone, strict=True):
+            if _layout_of(states[i]) != layout:
+                return False
         for batch in self.batches:
             if not batch.fits(states):
                 return False
