@@ -80,20 +80,24 @@ def _advance_all(
     """
     found: dict[int, tuple[StepGenerator, Sums]] = {}
     rounds = Counter[int]()
-    waiting: dict[Hashable, list[tuple[int, StepGenerator, Joint]]] = {}
+    waiting: dict[Hashable, tuple[int, list[tuple[int, StepGenerator, Joint]]]] = {}
     ready: list[tuple[int, StepGenerator, Sums | None]] = []  # the last one is advanced first
     others = ((i, *pair) for i, pair in enumerate(answered))
     while (first := ready.pop() if ready else next(others, None)) is not None or waiting:
         if first is None:
-            ready = _answered(waiting.pop(next(iter(waiting))))
+            ready = _answered(waiting.pop(next(iter(waiting)))[1])
             continue
         i, generator, totals = first
         sums = _next(generator, totals)
         if isinstance(sums, Joint):
-            alike = waiting.setdefault(sums.key, [])
+            key = sums.key
+            if key not in waiting:
+                waiting[key] = sums.most, []
+            most, alike = waiting[key]
             alike.append((i, generator, sums))
-            if len(alike) >= sums.most:
-                ready += _answered(waiting.pop(sums.key))
+            if len(alike) >= most:
+                del waiting[key]
+                ready += _answered(alike)
         elif sums is not None:
             rounds[i] += 1
             if is_alone:

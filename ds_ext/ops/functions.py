@@ -45,13 +45,13 @@ def use(passes_of_run: PassesOfRun) -> None:
     _passes_of_run = passes_of_run
 
 
-def _passes(shard: Geometry, like: Gradient | None) -> Reference:
-    """The passes over runs with the device and dtype of ``like``."""
+def passes_over(shard: Geometry, like: Gradient | None) -> Reference:
+    """Returns the passes over runs with the device and dtype of ``like``."""
     return shard.passes if isinstance(shard, Batch) else _passes_of_run(shard, like, None)
 
 
-def _writing(shard: Geometry, x: Writable) -> Reference:
-    """The passes that write ``x``; plain torch writes what native code and kernels cannot."""
+def passes_writing(shard: Geometry, x: Writable) -> Reference:
+    """Returns the passes that write ``x``; plain torch writes what native code and kernels cannot."""
     if isinstance(shard, Batch):
         return shard.passes
     stored = storage_of(x)
@@ -66,7 +66,7 @@ def square_sum(x: Readable, shard: Geometry, like: Gradient) -> Tensor:
 
     Example: ``(total,) = yield (ops.square_sum(g, shard, g),)``
     """
-    return _passes(shard, like).square_sums((x,), like)[0]
+    return passes_over(shard, like).square_sums((x,), like)[0]
 
 
 def square_sums(runs: Sequence[Readable], shard: Geometry, like: Gradient) -> tuple[Tensor, ...]:
@@ -74,7 +74,7 @@ def square_sums(runs: Sequence[Readable], shard: Geometry, like: Gradient) -> tu
 
     Example: ``p_sq, g_sq = yield ops.square_sums((p, g), shard, g)``
     """
-    return tuple(_passes(shard, like).square_sums(runs, like))
+    return tuple(passes_over(shard, like).square_sums(runs, like))
 
 
 def count_beyond(x: Readable, bound: float, shard: Shard, like: Gradient) -> Tensor:
@@ -95,7 +95,7 @@ def row_col_square_sums(x: Readable, shard: Geometry, like: Gradient) -> tuple[T
 
     Example: ``row, col = yield ops.row_col_square_sums(g, shard, g)``
     """
-    return _passes(shard, like).row_col_square_sums(x, like)
+    return passes_over(shard, like).row_col_square_sums(x, like)
 
 
 def weighted_square_sums(
@@ -117,7 +117,7 @@ def weighted_square_sums(
     Returns:
         [mats, rows], [mats, cols], [mats, cols].
     """
-    return _passes(shard, like).weighted_square_sums(x, before, eps, beta, like)
+    return passes_over(shard, like).weighted_square_sums(x, before, eps, beta, like)
 
 
 def factors_(
@@ -146,7 +146,7 @@ def factors_(
     Returns:
         Factors of 1 / sqrt(v), [mats, rows, 1] and [mats, 1, cols].
     """
-    return _passes(shard, row).factors_(row, col, sums, eps, beta, clip)
+    return passes_over(shard, row).factors_(row, col, sums, eps, beta, clip)
 
 
 def lerp_(m: Writable, x: Readable, weight: float, shard: Geometry) -> None:
@@ -154,7 +154,7 @@ def lerp_(m: Writable, x: Readable, weight: float, shard: Geometry) -> None:
 
     Example: ``ops.lerp_(s["m"], g, 1 - 0.9, shard)``
     """
-    _writing(shard, m).lerp_(m, x, weight)
+    passes_writing(shard, m).lerp_(m, x, weight)
 
 
 def square_lerp_(v: Tensor, x: Readable, eps: float, weight: float, shard: Geometry) -> None:
@@ -162,7 +162,7 @@ def square_lerp_(v: Tensor, x: Readable, eps: float, weight: float, shard: Geome
 
     Example: ``ops.square_lerp_(s["v"], g, 0.0, 1 - 0.999, shard)``
     """
-    _passes(shard, v).square_lerp_(v, x, eps, weight)
+    passes_over(shard, v).square_lerp_(v, x, eps, weight)
 
 
 def apply_(
@@ -175,12 +175,12 @@ def apply_(
 
     Example: ``ops.apply_(p, s["m"], shard, lr=0.01, weight_decay=0.1)``
     """
-    _writing(shard, p).apply_(p, u, lr, weight_decay)
+    passes_writing(shard, p).apply_(p, u, lr, weight_decay)
 
 
 def unit_quotient(x: Readable, shard: Geometry, like: Gradient) -> Quotient:
     """Returns x as a quotient whose factors are all 1."""
-    return _passes(shard, like).unit_quotient(x, like)
+    return passes_over(shard, like).unit_quotient(x, like)
 
 
 def normalize_rows(x: Quotient, sums: Tensor, least: Number, shard: Geometry) -> Quotient:
@@ -192,12 +192,12 @@ def normalize_rows(x: Quotient, sums: Tensor, least: Number, shard: Geometry) ->
         least: the smallest norm that rows are divided by.
         shard: the geometry.
     """
-    return _passes(shard, sums).normalize_rows(x, sums, least)
+    return passes_over(shard, sums).normalize_rows(x, sums, least)
 
 
 def normalize_columns(x: Quotient, sums: Tensor, least: Number, shard: Geometry) -> Quotient:
     """Returns x with columns of norm √rows: ``normalize_rows`` by columns."""
-    return _passes(shard, sums).normalize_columns(x, sums, least)
+    return passes_over(shard, sums).normalize_columns(x, sums, least)
 
 
 def normalize_whole_rows(
@@ -209,7 +209,7 @@ def normalize_whole_rows(
     whole rows. The new row factors include ``x.scale``. Factors of other ranks' rows are 0, and the
     sums only include the run.
     """
-    return _passes(shard, like).normalize_whole_rows(x, least, like)
+    return passes_over(shard, like).normalize_whole_rows(x, least, like)
 
 
 def blocks(shard: Shard, like: Gradient) -> Iterator[Block]:

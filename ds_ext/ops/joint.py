@@ -4,16 +4,39 @@ A rule steps one matrix. Where it would run many small operations, such as the p
 iteration, it yields a ``Joint``. Whoever advances many generators stacks the tensors of those that
 yield the same operation for tensors of the same shapes, and runs the operation once. This costs the
 host about as much as for one matrix. No rank sends anything.
+
+A pass over the run of a matrix is such an operation too, without stacks: ``JointPass``. A rule runs
+it by ``yield from`` a function of this file.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ext.ops import block_sizes
+from ds_ext.ops import block_sizes, functions
+from ds_ext.ops.expressions import (
+    Gradient,
+    Number,
+    Readable,
+    Scaled,
+    Source,
+    WeightStorage,
+    Writable,
+    accumulator,
+    source_of,
+    storage_of,
+    times,
+)
+from ds_ext.ops.products import Product, product
+from ds_ext.ops.runs import Runs
+from ds_ext.ops.shard import Shard
 
 Operation = Callable[..., tuple[Tensor, ...]]
+Results = list[tuple[Tensor, ...]]
 
 
 class Joint(tuple[Tensor, ...]):
@@ -36,7 +59,7 @@ class Joint(tuple[Tensor, ...]):
     @property
     def key(self) -> Hashable:
         """What joints have in common that are answered together."""
-        return self.operation, tuple((x.shape, x.dtype, x.device) for x in self)
+        return self.operation, tuple([(x.shape, x.dtype, x.device) for x in self])
 
     @property
     def most(self) -> int:
@@ -44,11 +67,173 @@ class Joint(tuple[Tensor, ...]):
         limit = block_sizes.product_limit(self[0].device)
         return max(1, limit // max(1, sum(x.numel() for x in self)))
 
+    def answers(self, joints: Sequence[Any]) -> Results:
+        """Returns the results of joints with the key of this one, in their order."""
+        if len(joints) == 1:
+            return [tuple(x[0] for x in self.operation(*(x.unsqueeze(0) for x in self)))]
+        stacks = [torch.stack(tensors) for tensors in zip(*joints, strict=True)]
+        return list(zip(*(x.unbind() for x in self.operation(*stacks)), strict=True))
 
-def answers(joints: Sequence[Joint]) -> list[tuple[Tensor, ...]]:
+
+def answers(joints: Sequence[Joint]) -> Results:
     """Returns the results of joints with one key, in their order."""
-    first = joints[0]
-    if len(joints) == 1:
-        return [tuple(x[0] for x in first.operation(*(x.unsqueeze(0) for x in first)))]
-    stacks = [torch.stack(tensors) for tensors in zip(*joints, strict=True)]
-    return list(zip(*(x.unbind() for x in first.operation(*stacks)), strict=True))
+    return joints[0].answers(joints)
+
+
+@dataclass(frozen=True)
+class _Described:
+    """The inputs of equal runs, as one input of a batch."""
+
+    described: Source
+
+    def source(self) -> Source:
+        """Returns the description."""
+        return self.described
+
+
+class JointPass(Joint):
+    """A pass over the run of a matrix, which runs once over the equal runs of a bucket.
+
+    Its tensors are those of its input, where they lie.
+
+    Attributes:
+        passes: the passes over the run.
+        source: the input.
+        stored: the weights that the pass writes; None: it returns tensors.
+        numbers: further arguments of the pass.
+    """
+
+    passes: Any
+    source: Source
+    stored: WeightStorage | None
+    numbers: tuple[Number, ...]
+
+    @property
+    def key(self) -> Hashable:
+        """What passes have in common that run together."""
+        source, w = self.source, self.stored
+        read = source.form, self[0].dtype, *source.scalars.items()
+        written = w and (w.format, w.run.dtype)
+        return self.operation, self.passes, read, written, self.numbers
+
+    def answers(self, joints: Sequence[Any]) -> Results:
+        """Returns the results of passes with the key of this one, in their order."""
+        n, source = len(joints), self.source
+        tensors = {
+            name: Runs([cast(Tensor, x.source.tensors[name]) for x in joints])
+            for name in source.tensors
+        }
+        scalars = {
+            name: x.repeat(n) if isinstance(x, Tensor) else x for name, x in source.scalars.items()
+        }
+        read = _Described(Source(source.form, tensors, scalars))
+        numbers = [x.repeat(n) if isinstance(x, Tensor) else x for x in self.numbers]
+        results = self.operation(self.passes.repeated(n), read, numbers, joints)
+        return list(zip(*(x.view(n, -1).unbind() for x in results), strict=True)) or [()] * n
+
+
+def _asked(
+    operation: Operation,
+    name: str,
+    x: Readable,
+    shard: Shard,
+    passes: Any,
+    stored: WeightStorage | None = None,
+    numbers: tuple[Number, ...] = (),
+) -> JointPass | None:
+    """The request for a pass; None if it would not gain from others, or a batch has no such pass."""
+    source = source_of(x)
+    if source is None or not passes.joins(name, source):
+        return None
+    tensors: Any = source.tensors.values()
+    made = JointPass(operation, *tensors)
+    made.passes, made.source, made.stored, made.numbers = passes, source, stored, numbers
+    return made
+
+
+def row_col_square_sums(
+    x: Readable, shard: Shard, like: Gradient
+) -> Generator[Any, Any, tuple[Tensor, Tensor]]:
+    """``ops.row_col_square_sums`` of a matrix, flat: [rows], [cols]."""
+    passes = functions.passes_over(shard, like)
+    asked = _asked(_row_col_square_sums, "row_col_sums", x, shard, passes)
+    if asked is None:
+        row, col = functions.row_col_square_sums(x, shard, like)
+        return row.view(-1), col.view(-1)
+    row, col = yield asked
+    return row, col
+
+
+def _row_col_square_sums(
+    passes: Any, x: Readable, _: object, joints: Sequence[JointPass]
+) -> tuple[Tensor, ...]:
+    return cast(tuple[Tensor, ...], passes.row_col_square_sums(x, joints[0][0]))
+
+
+def evaluate(x: Readable, shard: Shard, like: Gradient) -> Generator[Any, Any, Tensor]:
+    """``ops.evaluate``: returns the values of a run, [len(shard)]."""
+    passes = functions.passes_over(shard, like)
+    asked = _asked(_evaluate, "lerp", x, shard, passes)
+    if asked is None:
+        return functions.evaluate(x, shard, like)
+    (values,) = yield asked
+    return cast(Tensor, values)
+
+
+def _evaluate(
+    passes: Any, x: Readable, _: object, joints: Sequence[JointPass]
+) -> tuple[Tensor, ...]:
+    n, size = len(joints), passes.batch.run_sizes[0]
+    like = joints[0][0]
+    values = torch.zeros(n * size, dtype=accumulator(like.dtype), device=like.device)
+    passes.lerp_(Runs((values,), firsts=np.arange(n) * size), x, 1.0)
+    return (values,)
+
+
+def apply_(
+    p: Writable, u: Readable, shard: Shard, *, lr: Number, weight_decay: Number = 0.0
+) -> Generator[Any, Any, None]:
+    """``ops.apply_``: p ← p · (1 − lr · weight_decay) − lr · u, for a run of weights."""
+    stored = storage_of(p)
+    if stored is not None and stored.update_sums is None and stored.norm_cache is None:
+        u = yield from _multiplied(u, shard)
+        passes, numbers = functions.passes_writing(shard, p), (lr, weight_decay)
+        asked = _asked(_apply_, "apply", u, shard, passes, stored, numbers)
+        if asked is not None:
+            yield asked
+            return
+    functions.apply_(p, u, shard, lr=lr, weight_decay=weight_decay)
+
+
+def _apply_(
+    passes: Any, u: Readable, numbers: Any, joints: Sequence[JointPass]
+) -> tuple[Tensor, ...]:
+    weights = [cast(WeightStorage, x.stored) for x in joints]
+    aux = None if weights[0].aux is None else Runs([cast(Tensor, w.aux) for w in weights])
+    keys = np.array([w.key for w in weights], dtype=np.uint32)
+    runs = Runs([cast(Tensor, w.run) for w in weights])
+    passes.apply_(WeightStorage(runs, weights[0].format, aux, keys), u, *numbers)
+    return ()
+
+
+@dataclass(frozen=True)
+class _Products:
+    """The joint operation of matrix products whose operands have ``terms`` bf16 terms."""
+
+    terms: int
+
+    def __call__(self, left: Tensor, right: Tensor) -> tuple[Tensor, ...]:
+        """Returns the products of stacks."""
+        return (product(left, right, self.terms),)
+
+
+def _multiplied(u: Readable, shard: Shard) -> Generator[Any, Any, Readable]:
+    """An update with the values of its matrix product, if this is worth waiting for others."""
+    x, factor = (u.x, u.factor) if isinstance(u, Scaled) else (u, 1.0)
+    if not isinstance(x, Product) or shard.split is not None or not x.covers(shard):
+        return u
+    if 2 * len(shard) > block_sizes.product_limit(x.left.device):
+        return u
+    (values,) = yield Joint(_Products(x.terms), x.left, x.right)
+    first = shard.start - x.first * shard.cols
+    return times(values.reshape(-1)[first : first + len(shard)], factor)

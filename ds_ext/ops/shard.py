@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")  # a number, or a tensor of them
@@ -161,6 +161,11 @@ class Shard:
         ``cut_at``.
         """
         return Shard((self.numel,), self.start, self.stop, self.size)
+
+    @functools.cached_property
+    def turnless(self) -> "Shard":
+        """The same run with turn 0, for passes, which do no work of one rank for others."""
+        return replace(self, turn=0) if self.turn else self
 
     @property
     def starts(self) -> tuple[int, ...]:

@@ -28,17 +28,19 @@ advances the moments of its share of the channels, 8 · rank · channels / d byt
 sends ‖N‖² of each channel to all ranks. ‖U‖² = sum(a² · ‖channel‖²) needs no round of its own.
 """
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.hyperparams import Count, Fraction, NonNegative, Positive, Scaling, Size
+from ds_ext.ops import joint
 from ds_ext.ops.joint import Joint
 from ds_ext.ops.normal import normals
 from ds_ext.ops.shard import Block, Shard
 from ds_ext.ops.state import Part, Parts
-from ds_ext.rules.base import Rounds, State, register
+from ds_ext.rules.base import Rounds, State, Sums, register
 
 GROWTH = 1.01  # largest ratio of an update's norm to the previous one
 TINY = 1e-8  # added to norms that divide
@@ -76,28 +78,32 @@ class APOLLO:
         q, dtype = s.get("q"), ops.Operand(g).dtype
         if q is None or q.dtype != dtype or (t - 1) % self.update_proj_gap == 0:
             q = self.drawn(s, t, shard).to(dtype)
-        row_sq, col_sq = ops.row_col_square_sums(g, shard, g)
+        row_sq, col_sq = yield from joint.row_col_square_sums(g, shard, g)
         g_sq = row_sq if _is_tall(shard) else col_sq
-        r, g_sq = yield self.projected(g, q, shard), g_sq.view(-1)
+        r, g_sq = yield self.projected(g, q, shard), g_sq
 
         s["q"] = q
         adam = ops.AdamStep(
             ops.RootQuotient(s["m"], s["v"], self.eps), r[own].view(-1), beta1, beta2
         )
-        (n_sq,) = yield (ops.pad(self.row_square_sums(adam, r[own]), own, g_sq),)
+        n_sq = yield from self.row_square_sums(adam, r[own])
+        (n_sq,) = yield (ops.pad(n_sq, own, g_sq),)
 
-        r_sq = self.row_square_sums(r.view(-1), r)
+        r_sq = yield from self.row_square_sums(r.view(-1), r)
         del r, adam  # the joint operation waits for other matrices
         factor = (1 - beta2**t) ** 0.5 / (1 - beta1**t) * self.scale**0.5
         factor *= 1 - self.lr * self.weight_decay  # weight decay follows the update
         limited = _Limited(factor, self.scale_type == "tensor")
         a, n = yield Joint(limited, n_sq, r_sq, g_sq, s["n"])
         s["n"].copy_(n)
-        ops.apply_(p, _scaled(g, a, shard), shard, lr=self.lr, weight_decay=self.weight_decay)
+        u = _scaled(g, a, shard)
+        yield from joint.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
 
-    def row_square_sums(self, x: ops.Readable, like: Tensor) -> Tensor:
+    def row_square_sums(self, x: ops.Readable, like: Tensor) -> Generator[Sums, Sums, Tensor]:
         """Returns the sums of the squares of each channel of ``x``, of the size of ``like``."""
-        return ops.row_col_square_sums(x, Shard.whole(tuple(like.shape)), like)[0].view(-1)
+        shard = Shard.whole(tuple(like.shape))
+        row, _ = yield from joint.row_col_square_sums(x, shard, like)
+        return row
 
     def drawn(self, s: State, t: int, shard: Shard) -> Tensor:
         """Returns the rows of P that a run needs in step ``t``."""

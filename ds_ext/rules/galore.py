@@ -36,7 +36,7 @@ from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.hyperparams import Bits, Count, Fraction, NonNegative, Positive, Side, Size
-from ds_ext.ops import quantize
+from ds_ext.ops import joint, quantize
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
 from ds_ext.rules import lowrank
@@ -120,7 +120,7 @@ class GaLoreAdamW:
             yield from self._step_projected(p, r, ops.Operand(g).dtype, s, t, shard)
         else:
             u, p, shard = yield from self.adam.step(p, g, s, shard)
-            self.apply_(p, ops.Scaled(u, self.factor(t)), shard)
+            yield from self.apply_(p, ops.Scaled(u, self.factor(t)), shard)
 
     def accumulate(
         self,
@@ -177,19 +177,19 @@ class GaLoreAdamW:
         part = lowrank.own_part(rank, right, shard, self.adam.unit(r.numel()))
         step = self.adam.advance(s, r.view(-1)[part], r.numel())
         scaled = ops.times(step, self.factor(t) * self.scale)
-        u = ops.evaluate(scaled, Shard.whole((part.stop - part.start,)), r)
+        u = yield from joint.evaluate(scaled, Shard.whole((part.stop - part.start,)), r)
         q, terms = s["q"], ops.terms_for(dtype)
         if right:
             own = lowrank.own_part(rank, right, shard)
             u = u[own.start - part.start : own.stop - part.start].view(-1, rank)
-            self.apply_(p, ops.Product(u, q, first, terms), shard)
+            yield from self.apply_(p, ops.Product(u, q, first, terms), shard)
         else:
             (u,) = yield (ops.pad(u, part, r),)
-            self.apply_(p, ops.Product(q, u, first, terms), shard)
+            yield from self.apply_(p, ops.Product(q, u, first, terms), shard)
 
-    def apply_(self, p: ops.Writable, u: ops.Readable, shard: Shard) -> None:
+    def apply_(self, p: ops.Writable, u: ops.Readable, shard: Shard) -> Rounds:
         """Steps ``p`` by an update that ``factor`` has multiplied."""
-        ops.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
+        yield from joint.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
 
     def factor(self, t: int) -> float:
         """Returns c times 1 − lr · weight_decay, because weight decay follows the update."""

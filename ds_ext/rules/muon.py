@@ -53,7 +53,7 @@ from ds_ext.hyperparams import (
     Positive,
     Precision,
 )
-from ds_ext.ops import companding, formats
+from ds_ext.ops import companding, formats, joint
 from ds_ext.ops.formats import Format
 from ds_ext.ops.joint import Joint, Operation
 from ds_ext.ops.products import Product, product, symmetric_product
@@ -113,9 +113,8 @@ class Muon:
         u = yield from (self.by_rows if has_rows else self.by_wholes)(x, shard)
         if self.beta2 is not None:
             u = yield from self.normalized(u, s["v"], shard, x)
-        ops.apply_(
-            p, ops.times(u, self.scale(shard)), shard, lr=self.lr, weight_decay=self.weight_decay
-        )
+        u = ops.times(u, self.scale(shard))
+        yield from joint.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
 
     def normalized(
         self, u: ops.Readable, v: Tensor, shard: Shard, like: Tensor

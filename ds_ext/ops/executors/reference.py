@@ -18,6 +18,7 @@ from ds_ext.ops.expressions import (
     PaddedToGroups,
     Quotient,
     Readable,
+    Source,
     Writable,
     accumulator,
     is_part,
@@ -44,6 +45,10 @@ class Reference:
 
     def __init__(self, shard: Shard, limit: int | None = None) -> None:
         self.shard, self.limit = shard, limit
+
+    def joins(self, name: str, source: Source) -> bool:
+        """Returns whether the pass ``name`` may read ``source`` together with equal runs."""
+        return False
 
     def square_sums(self, runs: Sequence[Readable], like: Gradient) -> Sequence[Tensor]:
         """Sums of squares of several runs, block by block."""

@@ -51,6 +51,7 @@ T = TypeVar("T")
 Method = Callable[Concatenate["TablePasses", P], T]
 # Called with the name of each pass before tables run it, if a self-test asks for them.
 observers: list[Callable[[str], None]] = []
+MAX_REPEATED = 8  # numbers of equal runs for which a run keeps a batch
 
 
 def _or_reference(method: Method[P, T]) -> Method[P, T]:
@@ -92,6 +93,24 @@ class TablePasses(BatchTables, Reference):
         if one is not None:
             Reference.__init__(self, one, block_sizes.product_limit(batch.device))
         self.takes_matrices = one is None or devices.supports_matrices(one)
+        # Two such runs are at most a block.
+        self.is_small = one is not None and 2 * len(one) <= block_sizes.product_limit(batch.device)
+        self._repeated: dict[int, TablePasses] = {}
+
+    def joins(self, name: str, source: Source) -> bool:
+        """Returns whether tables read ``source``, and a block contains several such runs."""
+        return self.is_small and source.storage is None and self._reads(name, source)
+
+    def repeated(self, n: int) -> "TablePasses":
+        """Returns the passes over ``n`` runs with the geometry of this one."""
+        found = self._repeated.get(n)
+        if found is None:
+            if len(self._repeated) >= MAX_REPEATED:
+                self._repeated.clear()
+            batch = self.batch
+            found = TablePasses(Batch([*batch.shards] * n, [*batch.noise_firsts] * n, batch.device))
+            self._repeated[n] = found
+        return found
 
     @_or_reference
     def square_sums(self, runs: Sequence[Readable], like: Gradient) -> Sequence[Tensor]:
@@ -274,15 +293,17 @@ class TablePasses(BatchTables, Reference):
     def _source(self, name: str, x: Readable) -> Source:
         """The description of an input of a pass; raises Unsupported if no table can read it."""
         source = source_of(x)
-        if source is None or name not in self.own.passes:
-            raise Unsupported
-        if source.form not in schema.READ_BY.get(name, schema.FORMS):
-            raise Unsupported
-        if "decay" in source.scalars and name not in schema.ADD_WEIGHTS:
-            raise Unsupported
-        if not self.takes_matrices and (name in schema.BY_MATRIX or source.is_by_matrix):
+        if source is None or not self._reads(name, source):
             raise Unsupported
         return source
+
+    def _reads(self, name: str, source: Source) -> bool:
+        """Whether a pass can read an input."""
+        if name not in self.own.passes or source.form not in schema.READ_BY.get(name, schema.FORMS):
+            return False
+        if "decay" in source.scalars and name not in schema.ADD_WEIGHTS:
+            return False
+        return self.takes_matrices or not (name in schema.BY_MATRIX or source.is_by_matrix)
 
     def _run(
         self,

@@ -31,7 +31,7 @@ def passes_of_run(shard: Shard, like: Gradient | None, first: int | None) -> Ref
     """Returns the passes over a run: see ``functions.PassesOfRun``."""
     if like is None:
         return Reference(shard)
-    return _kept(shard, like.device, like.dtype, first, threading.get_ident())
+    return _kept(shard.turnless, like.device, like.dtype, first, threading.get_ident())
 
 
 @functools.lru_cache(4096)
