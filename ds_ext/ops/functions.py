@@ -51,7 +51,7 @@ def passes_over(shard: Geometry, like: Gradient | None) -> Reference:
 
 
 def passes_writing(shard: Geometry, x: Writable) -> Reference:
-    """Returns the passes that write ``x``; plain torch writes what native code and kernels cannot."""
+    """Returns the passes that write ``x``; plain torch if no table can."""
     if isinstance(shard, Batch):
         return shard.passes
     stored = storage_of(x)

@@ -141,7 +141,7 @@ def _asked(
     stored: WeightStorage | None = None,
     numbers: tuple[Number, ...] = (),
 ) -> JointPass | None:
-    """The request for a pass; None if it would not gain from others, or a batch has no such pass."""
+    """The request for a pass; None if it should run at once, or a batch has no such pass."""
     source = source_of(x)
     if source is None or not passes.joins(name, source):
         return None
