@@ -51,16 +51,20 @@ def main(args: argparse.Namespace) -> None:
         rows.append(row)
         print(report.table([row]), flush=True)
     found = [matrices(name, args.rounds) for name in args.optimizers if name in BY_MATRIX]
-    tables = {name: table for name, table in (("Host", rows), ("Matrices", found)) if table}
+    python = f"\nPython {platform.python_version()}.\n"
     if found:
         print(report.table(found), flush=True)
-    if batched and host_gpu.are_there():
+        title = "Time of the host for each small matrix"
+        report.write("host_matrices", title, MATRICES_TEXT + python, {"Matrices": found})
+    if not batched:
+        return
+    tables = {"Host": rows}
+    if host_gpu.are_there():
         tables["By kernels"] = [host_gpu.row(name, args.rounds) for name in batched]
         print(report.table(tables["By kernels"]), flush=True)
         tables["In backward"] = [host_gpu.in_backward(name, args.rounds) for name in batched]
         print(report.table(tables["In backward"]), flush=True)
-    text = f"{TEXT}{host_gpu.TEXT}\nPython {platform.python_version()}.\n"
-    report.write("host", "Time of the host in a step", text, tables)
+    report.write("host", "Time of the host in a step", TEXT + host_gpu.TEXT + python, tables)
 
 
 TEXT = f"""
@@ -70,12 +74,15 @@ gradients that are dropped. `7B` is a plain step of the 291 parameters of Llama-
 milliseconds, by native passes that do nothing; it is of `buckets` of parameters that are stepped
 together, in `calls` of native passes for each of them. Medians over rounds. Times of a CPU are here
 because the host's time is what is measured: they say something beside one another only.
-
-The table "Matrices" is of optimizers that step each matrix by itself: microseconds of the process
-for each of {MATRICES} matrices of {SHAPE[0]} x {SHAPE[1]} in bf16, in one bucket, the median and
-the least over rounds. `plain` is `optimizer.step()`, `of 2 ranks` the step of rank 0 without the
-other, and `by kernels` the same as on a GPU, with launches that do nothing and the products of a
-CPU. `torch` counts the calls of torch that are no views, for each matrix of a plain step.
+"""
+MATRICES_TEXT = f"""
+Optimizers whose rule steps each matrix by itself: microseconds of the process for each of
+{MATRICES} matrices of {SHAPE[0]} x {SHAPE[1]} in bf16, in one bucket, the median and the least over
+rounds. `plain` is `optimizer.step()`, `of 2 ranks` the step of rank 0 without the other, and `by
+kernels` the same as on a GPU, with launches that do nothing and the products of a CPU. `host` is
+the time without native passes and matrix products, which a GPU would compute: Python and torch's
+other operations. `torch` counts the calls of torch that are no views, for each matrix of a plain
+step.
 """
 
 
@@ -158,21 +165,51 @@ def matrices(name: str, rounds: int) -> dict[str, object]:
         run, grad = (x.detach().view(-1)[: len(shard)] for x in (p, p.grad))
         updates.append(RunUpdate(p, run, grad, shard))
     plain, cut, kernels = (made(name, params) for _ in range(3))
-    times = timed(
-        {"plain": plain.step, "of 2 ranks": lambda: cut.update(updates, host_gpu.nothing)},
-        rounds,
-        time.process_time,
-    )
+    on_cpu = {"plain": plain.step, "of 2 ranks": lambda: cut.update(updates, host_gpu.nothing)}
+    on_gpu = {"by kernels": lambda: kernels.update(updates, host_gpu.nothing)}
+    times = timed(on_cpu, rounds, time.process_time)
+    with without_arithmetic() as clock:
+        of_host = timed(on_cpu, rounds, clock)
     with host_gpu.doing_nothing():
-        step = {"by kernels": lambda: kernels.update(updates, host_gpu.nothing)}
-        times |= timed(step, rounds, time.process_time)
+        times |= timed(on_gpu, rounds, time.process_time)
+        with without_arithmetic() as clock:
+            of_host |= timed(on_gpu, rounds, clock)
     with host_gpu.Calls() as calls:
         plain.step()
     row: dict[str, object] = {"optimizer": OPTIMIZERS[name].__name__}
     for label, seconds in times.items():
-        row[f"{label}, µs"] = statistics.median(seconds) / MATRICES * 1e6
-        row[f"{label}, least"] = min(seconds) / MATRICES * 1e6
+        for title, found in ((label, seconds), (f"{label}: host", of_host[label])):
+            row[f"{title}, µs"] = statistics.median(found) / MATRICES * 1e6
+            row[f"{title}, least"] = min(found) / MATRICES * 1e6
     return row | {"torch": calls.made / MATRICES}
+
+
+@contextmanager
+def without_arithmetic() -> Iterator[Callable[[], float]]:
+    """The time of the process, without that in native passes and in matrix products."""
+    native, spent = library.load(), [0.0]
+
+    def left_out(function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            began = time.process_time()
+            result = function(*args, **kwargs)
+            spent[0] += time.process_time() - began
+            return result
+
+        return called
+
+    class Library:
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            setattr(self, name, left_out(getattr(native, name)))
+            return getattr(self, name)
+
+    products = {name: left_out(getattr(torch, name)) for name in ("addmm", "baddbmm")}
+    timed_library = Library()
+    with (
+        mock.patch.object(library, "load", lambda: timed_library),
+        mock.patch.multiple(torch, **products),
+    ):
+        yield lambda: time.process_time() - spent[0]
 
 
 def made(name: str, params: list[nn.Parameter]) -> RuleOptimizer:

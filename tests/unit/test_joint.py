@@ -10,6 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ext.distributed import lockstep
 from ds_ext.ops import block_sizes, joint
+from ds_ext.ops.executors.native import native_table
+from ds_ext.ops.executors.native.native_table import NativeTable
+from ds_ext.ops.executors.table_passes import TablePasses
 from ds_ext.ops.joint import Joint
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import table
@@ -24,6 +27,8 @@ SETTINGS = {
     "muon in 8 bits": {"lr": 0.02, "nbits": 8},
     "apollo": {"lr": 0.02, "rank": 4, "scale": 8.0},
     "apollo by tensor": {"lr": 0.02, "rank": 4, "scale_type": "tensor"},
+    "galoreadamw": {"lr": 0.02, "rank": 4},
+    "galoreadamw in 8 bits": {"lr": 0.02, "rank": 4, "nbits": 8, "min_8bit_size": 0},
 }
 
 
@@ -72,7 +77,41 @@ def calls_of(name, shape, matrices):
     return calls.made
 
 
-@pytest.mark.parametrize("name, most", [("muon", 12), ("apollo", 10), ("galoreadamw", 6)])
+def step_in_16_bits(name, weight_update, monkeypatch, is_joined):
+    """Weights and masters after steps of matrices of two shapes, and a step's native passes."""
+    shapes = [(32, 48)] * MATRICES + [(48, 32)]
+    params = [nn.Parameter(p) for p in table.weights(shapes, torch.bfloat16)]
+    optimizer = OPTIMIZERS[name](params, lr=0.02, weight_update=weight_update, weight_decay=0.1)
+    passes = []
+    with monkeypatch.context() as patch:
+        if not is_joined:
+            patch.setattr(TablePasses, "joins", lambda *of: False)
+        run = NativeTable.run
+        patch.setattr(
+            NativeTable, "run", lambda *of, **how: passes.append(of[1]) or run(*of, **how)
+        )
+        for grads in table.gradients(STEPS, shapes, torch.bfloat16):
+            passes.clear()
+            for p, g in zip(params, grads, strict=True):
+                p.grad = g
+            optimizer.step()
+    return [optimizer.weights(p, p.data.view(-1), optimizer.shard(p)) for p in params], passes
+
+
+@pytest.mark.parametrize("weight_update", ["stochastic", "nearest", "master", "master24"])
+@pytest.mark.parametrize("name", ["galoreadamw", "apollo", "muon"])
+def test_a_pass_over_equal_matrices_writes_the_bits_of_passes_over_each(
+    name, weight_update, monkeypatch
+):
+    if not native_table.is_available():
+        pytest.skip("no native passes")
+    joined, few = step_in_16_bits(name, weight_update, monkeypatch, True)
+    alone, many = step_in_16_bits(name, weight_update, monkeypatch, False)
+    assert all(map(torch.equal, joined, alone))
+    assert len(few) * 3 <= len(many)  # two shapes instead of six matrices
+
+
+@pytest.mark.parametrize("name, most", [("muon", 12), ("apollo", 7), ("galoreadamw", 3)])
 def test_another_matrix_of_a_bucket_takes_few_operations_of_torch(name, most):
     few, many = (calls_of(name, (32, 48), n) for n in (2, 22))
     assert (many - few) / 20 <= most
