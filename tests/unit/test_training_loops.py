@@ -11,8 +11,6 @@ from transformers.trainer_callback import CallbackHandler
 
 import ds_ext
 
-STEPS = 3
-
 
 def make() -> nn.Module:
     torch.manual_seed(0)
@@ -21,39 +19,6 @@ def make() -> nn.Module:
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     return model(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).square().sum()
-
-
-def assert_equal_updates(model: nn.Module, reference: nn.Module, start: nn.Module) -> None:
-    trios = zip(model.parameters(), reference.parameters(), start.parameters(), strict=True)
-    for p, q, before in trios:
-        assert (q - before).norm() > 0
-        assert (p - q).norm() <= 1e-5 * (q - before).norm()
-
-
-@pytest.mark.parametrize("policy", ["fused", "sharded"])
-def test_a_closure_is_stepped_by_at_once(policy):
-    """As Lightning calls it: the backward pass runs inside step."""
-    model, reference = make(), make()
-    optimizer = ds_ext.AdaLomo(model.parameters(), lr=0.1)
-    fused = ds_ext.fuse_into_backward(model, optimizer, gradient_policy=policy)
-    plain = ds_ext.AdaLomo(reference.parameters(), lr=0.1)
-    for step in range(STEPS):
-
-        def closure(model=model, optimizer=optimizer, step=step):
-            loss = loss_of(model, step)
-            optimizer.zero_grad()
-            loss.backward()
-            return loss
-
-        told = optimizer.step(closure) if step else optimizer.step(closure=closure)
-        plain.zero_grad()
-        loss = loss_of(reference, step)
-        loss.backward()
-        norm = torch.stack([p.grad.norm() for p in reference.parameters()]).norm()
-        plain.step()
-        assert torch.equal(told, loss) or (told - loss).abs() <= 1e-6 * loss
-        assert fused.norm == pytest.approx(float(norm), rel=1e-5)
-        assert_equal_updates(model, reference, make())
 
 
 def test_a_gradient_scaler_is_refused_before_a_weight_moves():
