@@ -2,7 +2,7 @@
 other parameters those that a JSON config then takes."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,16 +105,6 @@ def made(rule: str, model: nn.Module, hypers: Mapping[str, Any]) -> torch.optim.
     if rule in MATRICES:
         return kind.for_model(model, **hypers)
     return kind(model.parameters(), **hypers)
-
-
-def of_shapes(rule: str, params: Iterable[Tensor], hypers: Group) -> torch.optim.Optimizer:
-    """The same of parameters without a model: AdamW steps those that are no matrices."""
-    params = list(params)
-    if rule not in MATRICES:
-        return OPTIMIZERS[rule](params, **hypers)
-    matrices = {"params": [p for p in params if p.ndim == 2]}
-    others = {"params": [p for p in params if p.ndim != 2], "type": "AdamW"}
-    return OPTIMIZERS[rule]([matrices, others], **hypers)
 
 
 Told = Mapping[str, Mapping[str, Any]]

@@ -20,7 +20,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
-from tests.common import paths, plain, table
+from tests.common import needs, paths, plain, table
 from tests.common.choose import params, spread
 from tests.common.hypers import SIMULATED, changed
 from tests.unit.test_kernels import trained
@@ -221,13 +221,20 @@ def test_sizes_of_updates_are_measured(name, monkeypatch):
         assert a[0, 2] == b[0, 2] == sum(math.prod(s) for s in SHAPES)
 
 
-@pytest.mark.parametrize("name", ["adalomo", "came", "lamb"])
-@pytest.mark.parametrize("dtype, mode", [WAYS[0], WAYS[1], WAYS[3], WAYS[7]])
-def test_experts_are_stepped_as_the_ops_do(name, dtype, mode, monkeypatch):
-    shapes = ((3, 6, 40), (5, 8), (2, 7, 600))
+EXPERTS = list(
+    itertools.product(["adalomo", "came", "lamb"], [WAYS[0], WAYS[1], WAYS[3], WAYS[7]], ["native"])
+)
+EXPERTS += [(name, WAYS[0], "kernels") for name in ("adalomo", "came", "lamb")]
+
+
+@pytest.mark.parametrize("name, way, path", params(EXPERTS, EXPERTS[:-2]))
+def test_experts_are_stepped_as_the_ops_do(name, way, path, monkeypatch):
+    if path == "kernels" and not needs.TRITON:
+        pytest.skip("there is no Triton")
+    shapes, (dtype, mode) = ((3, 6, 40), (5, 8), (2, 7, 600)), way
     found = []
-    for path in ("native", "ops"):
-        paths.use(monkeypatch, path)
+    for executor in (path, "ops"):
+        paths.use(monkeypatch, executor)
         weights = [nn.Parameter(p) for p in table.weights(shapes, dtype)]
         optimizer = OPTIMIZERS[name](weights, **SETTINGS[name], weight_update=mode)
         optimizer.stacks = {weights[0]: 4, weights[2]: 0}

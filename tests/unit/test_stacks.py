@@ -28,7 +28,7 @@ from ds_ext.optimizer.bucket_step import begin_rules
 from ds_ext.optimizer.model_view import ModelView
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.planner import memory
-from tests.common import needs, paths, table
+from tests.common import table
 from tests.common.choose import params
 from tests.common.hypers import FOR_ALL, SIMULATED, changed
 from tests.common.reference import Authors
@@ -202,20 +202,6 @@ def test_experts_that_other_ranks_do_not_have_keep_their_noise():
     assert not torch.equal(whole([astray], ((2, 6, 9),))[0], expected)
     (state,) = half.optimizer.state.values()
     assert list(state["experts"]) == ["2", "3"]
-
-
-@needs.triton
-@pytest.mark.parametrize("name", params(["adalomo", "came", "lamb"], ["adalomo"]))
-def test_kernels_step_experts_as_the_ops_do(name, monkeypatch):
-    shapes = ((3, 6, 9),)
-    before, steps = table.weights(shapes, torch.float32), table.gradients(2, shapes, torch.float32)
-    seen = []
-    for path in ("ops", "kernels"):
-        paths.use(monkeypatch, path)
-        ranks = [Rank(name, r, 2, before, HYPERS[name]) for r in range(2)]
-        train(ranks, steps)
-        seen.append(whole(ranks, shapes))
-    assert worst(seen[1], seen[0], before) <= 1e-5
 
 
 @pytest.mark.parametrize("name", HYPERS)
