@@ -169,7 +169,7 @@ export PROBE
 OLDEST = deepspeed==0.19.8 transformers==4.50.3 tokenizers==0.21.4 huggingface_hub==0.36.0 \
     accelerate==1.10.1 datasets==3.6.0 peft==0.15.2
 
-.venv/.oldest: .venv/.test
+.venv/.oldest: .venv/.test Makefile
 	@echo "  the oldest versions that are supported"
 	@rm -rf .venv/oldest
 	@DS_BUILD_OPS=0 $(BIN)/pip install --quiet --no-deps --no-build-isolation --target .venv/oldest $(OLDEST)

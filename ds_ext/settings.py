@@ -37,7 +37,6 @@ class Setting:
 _HPZ = "zero_optimization.zero_hpz_partition_size"
 _AUTO_TP = "tensor_parallel.autotp_size"
 _AUTO_EP = "expert_parallel.enabled"
-_SEQUENCES = "sequence_parallel_size"
 _OFFLOAD_PARAM = "zero_optimization.offload_param"
 _OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer"
 

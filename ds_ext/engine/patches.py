@@ -16,7 +16,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+from deepspeed.runtime.sequence_parallel.ulysses_sp import (
+    SequenceTiledCompute,
+    TiledFusedLogitsLoss,
+    TiledMLP,
+)
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
@@ -171,6 +175,16 @@ def refuse_gradients_in_forward(original: Method, ctx: Any, *args: Any) -> Any:
     if owners.of(param for module in modules for param in module.parameters()):
         raise RuntimeError(unsupported_api.TILED_LOSS)
     return original(ctx, *args)
+
+
+# Their backward pass runs another one for each tile, whose gradients cannot be differentiated.
+@replaces(SequenceTiledCompute, "backward")
+@replaces(TiledMLP, "backward")
+def refuse_gradient_penalty(original: Method, ctx: Any, *grads: Any) -> Any:
+    """Rejects ``autograd.grad(…, create_graph=True)`` through tiles with weights of ds_ext."""
+    if torch.is_grad_enabled() and owners.of(ctx.compute_params):
+        raise RuntimeError(unsupported_api.TILED_PENALTY)
+    return original(ctx, *grads)
 
 
 # ZeRO-3's contexts, which belong to no engine.

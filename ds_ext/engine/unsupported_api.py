@@ -26,6 +26,10 @@ TILED_LOSS = (
     "TiledFusedLogitsLoss computes gradients inside the forward pass, and ds_ext uses them inside "
     'backward: call the model\'s own loss, with "ds_ext": {"chunked_loss": true} in the config.'
 )
+TILED_PENALTY = (
+    "DeepSpeed's tiled functions: their gradients cannot be differentiated, as a gradient penalty "
+    "does (create_graph=True). Compute the penalty with layers that are not tiled."
+)
 MEASURED_BESIDE = (
     "gradient_clipping: this loss also reaches an engine with an optimizer of DeepSpeed's own, "
     "which would count the backward pass that measures the norm as one of its steps. Set "

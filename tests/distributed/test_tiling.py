@@ -1,5 +1,7 @@
 """DeepSpeed's tiled MLP trains as one that is not tiled does; its tiled loss is refused."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from deepspeed.runtime.sequence_parallel import ulysses_sp
@@ -55,3 +57,23 @@ def test_the_tiled_loss_is_refused():
     with pytest.raises(RuntimeError, match='TiledFusedLogitsLoss computes .*"chunked_loss": true'):
         ulysses_sp.TiledFusedLogitsLoss.apply(loss, model, x, y, None, 2, [model.weight], "mean")
     assert torch.equal(model.weight, before) and model.weight.grad is None
+
+
+def test_a_gradient_penalty_is_refused():
+    model = tiling_jobs.make(Case(None), tiled=True)
+    ds_ext.fuse_into_backward(model, ds_ext.LOMO(model.parameters(), lr=0.5))
+    loss = model(*tiling_jobs.batch(0, 0))
+    with pytest.raises(RuntimeError, match="their gradients cannot be differentiated"):
+        torch.autograd.grad(loss, model.embed.weight, create_graph=True)
+
+
+@pytest.mark.parametrize("tiles", [1, 3])
+def test_tiles_outside_of_the_models_forward_pass_give_a_second_gradient(tiles):
+    model = nn.Linear(4, 4)
+    ds_ext.fuse_into_backward(model, ds_ext.LOMO(model.parameters(), lr=0.5), bucket_size=1)
+    x = torch.randn(1, 6, 4, requires_grad=True)
+    given = x, tiles, [*model.parameters()]
+    loss = ulysses_sp.TiledMLP.apply(lambda module, x: module(x), model, *given).square().sum()
+    told = nullcontext() if tiles == 1 else pytest.raises(RuntimeError, match="a second gradient")
+    with told:
+        loss.backward()
