@@ -194,4 +194,8 @@ def refusals() -> dict[str, str]:
         config = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "AdaLomo"}}
         made = {"model": make(True), "config": config | sizes, "mpu": mpu}
         told[name] = message(lambda made=made: deepspeed.initialize(**made), ValueError)
+    groups.mpu = None
+    config = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "AdaLomo"}}
+    made = {"model": make(True), "config": config, "mesh_param": (2, 2)}
+    told["a mesh alone"] = message(lambda: deepspeed.initialize(**made), ValueError)
     return told
