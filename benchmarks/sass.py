@@ -157,8 +157,6 @@ def elements_of_thread(kind: KernelConstants, warps: int) -> float:
     """Returns the elements of a thread: of a tile, or of an iteration of a loop."""
     one = kind.fields
     size = one["LONG"] if "LONG" in one else one.get("TR", 1) * one.get("TC", 1)
-    if one["name"] == "wide_weighted_sums" or one["name"] == "normalize_wide_rows":
-        size = one["STRIP"] * one["TC"]
     return float(max(size / (32 * warps), 1))
 
 

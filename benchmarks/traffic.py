@@ -21,7 +21,6 @@ from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.executors.native.norm_cache import NormCache
 from ds_ext.ops.executors.tables import AnyTable
 from ds_ext.ops.executors.triton import devices, launches
-from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
 from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable
 
 SIDE = 256  # rows and columns of the stepped matrix
@@ -94,9 +93,7 @@ def asked_for() -> Iterator[None]:
 def _is_known(columns: Any) -> bool:
     """Whether the sums of squares of the weights are cached."""
     cache = columns.get("norm_cache")
-    if isinstance(cache, DeviceNormCache):
-        return cache.are_valid
-    return isinstance(cache, NormCache) and bool((cache._values[:, 0] >= 0).all())
+    return isinstance(cache, NormCache) and cache.are_valid
 
 
 def count(

@@ -14,7 +14,7 @@ from torch import Tensor
 from ds_ext import ops, rules
 from ds_ext.distributed.lockstep import Generators, StepGenerator, advance
 from ds_ext.ops import sixteen_bit, turns
-from ds_ext.ops.executors.tables import AnyNormCache
+from ds_ext.ops.executors.native.norm_cache import NormCache
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.executors.triton.kernel_table import KernelTable
 from ds_ext.ops.executors.triton.launch_memory import Memory
@@ -29,7 +29,7 @@ from ds_ext.optimizer.update_stats import MeasuredWeight
 from ds_ext.optimizer.updates import ProjectedGrads, RunUpdate
 from ds_ext.rules import State
 
-WeightNorms = dict[AnyNormCache, Runs]  # by cache of weight norms: the weights
+WeightNorms = dict[NormCache, Runs]  # by cache of weight norms: the weights
 
 
 class BatchedStep:

@@ -14,8 +14,7 @@ from ds_ext.ops.executors.triton.launches import KernelConstants
 from tests.common.kernel_constants import given, kinds_of
 
 EIGHT = [kernels.FORM[name].value for name in ("IS_ADAM8_STEP", "IS_SIGN8_STEP")]
-DIVIDES = {"factors", "clipped_factors", "weighted_sums", "wide_weighted_sums"}
-DIVIDES |= {"normalize", "normalize_whole_rows", "normalize_wide_rows"}
+DIVIDES = {"factors", "clipped_factors", "weighted_sums", "normalize_whole_rows"}
 
 
 def faults(asm: Mapping[str, str], passes: list[KernelConstants]) -> list[str]:

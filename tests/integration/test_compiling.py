@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ds_ext import ops
-from ds_ext.ops.executors.triton import launches, sizes
+from ds_ext.ops import block_sizes
+from ds_ext.ops.executors.triton import launches
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
@@ -29,7 +30,7 @@ MODES = {
     torch.float16: ("stochastic", "nearest", "master", "master24"),
 }
 ALIGNED, ODD = ((4, 64), (64,)), ((4, 5), (5,))
-WIDE = ((2, sizes.WIDEST + 16),), ((2, sizes.WIDEST + 1),)
+WIDE = ((2, block_sizes.WIDEST + 16),), ((2, block_sizes.WIDEST + 1),)
 
 
 def asked_for(monkeypatch) -> list:
@@ -129,8 +130,7 @@ def test_kernels_compile_and_read_vectors_where_runs_are_aligned(monkeypatch, tm
     asked = asked_for(monkeypatch)
     assert {one.name for *_, constants in asked for one in kinds_of(constants)} == {
         *("square_sums", "row_col_sums", "weighted_sums", "lerp", "square_lerp", "apply", "fold"),
-        *("factors", "clipped_factors"),
-        *("normalize", "normalize_whole_rows", "normalize_wide_rows", "wide_weighted_sums"),
+        *("factors", "clipped_factors", "normalize_whole_rows"),
         *("measured_apply", "apply_and_cache_norm", "cached_norm", "copy_checked_values"),
     }
     written = [[label, warps, {k: plain(x) for k, x in of.items()}] for label, warps, of in asked]

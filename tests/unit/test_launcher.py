@@ -171,7 +171,7 @@ def test_kernels_read_what_a_fresh_step_would_give_them(name, way, monkeypatch):
     both = Twice(monkeypatch, name, way)
     optimizer, (first, second) = both.optimizer, both.optimizer.param_groups
     steps = iter(table.gradients(30, SHAPES, way[0]))
-    batches = 4  # vectors and matrices of two groups
+    batches = 5  # vectors and matrices of two groups, and a matrix of wide rows
     for _ in range(3):
         both.step(next(steps))
     for rate in (0.5, 2.0):  # a scheduler

@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_ext.ops import block_sizes, schema
 from ds_ext.ops.batch import CPU, Batch
 from ds_ext.ops.executors.native.native_table import NativeTable
-from ds_ext.ops.executors.reference import Reference, normalized
+from ds_ext.ops.executors.reference import LARGEST, Reference, normalized
 from ds_ext.ops.executors.tables import (
     BatchTables,
     Unsupported,
@@ -28,6 +28,7 @@ from ds_ext.ops.executors.tables import (
     weight_columns,
 )
 from ds_ext.ops.executors.triton import devices
+from ds_ext.ops.executors.triton.kernel_table import KernelTable
 from ds_ext.ops.expressions import (
     Gradient,
     Number,
@@ -92,6 +93,7 @@ class TablePasses(BatchTables, Reference):
         self.one = one
         if one is not None:
             Reference.__init__(self, one, block_sizes.product_limit(batch.device))
+        self.reads_twice = batch.is_wide and isinstance(self.own, KernelTable)
         self.takes_matrices = one is None or devices.supports_matrices(one)
         # Two such runs are at most a block.
         self.is_small = one is not None and 2 * len(one) <= block_sizes.product_limit(batch.device)
@@ -145,6 +147,8 @@ class TablePasses(BatchTables, Reference):
         self, x: Readable, before: Tensor, eps: float, beta: float, like: Gradient
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Row sums, column sums, and column sums of squares divided by their row's new v."""
+        if self.reads_twice:
+            return self._weighted_sums_of_wide_rows(x, before, eps, beta, like)
         batch, source = self.batch, self._source("weighted_sums", x)
         row_runs = checked(before, batch, batch.row_sizes)
         row, col, weighted = self._sums(batch.all_rows, batch.all_cols, batch.all_cols)
@@ -160,6 +164,18 @@ class TablePasses(BatchTables, Reference):
         )
         self.keep_square_parts(x, Runs((row,), firsts=batch.row_firsts))
         return self._by_matrix(row), self._by_matrix(col), self._by_matrix(weighted)
+
+    def _weighted_sums_of_wide_rows(
+        self, x: Readable, before: Tensor, eps: float, beta: float, like: Gradient
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``weighted_square_sums`` by two passes: the second one divides by the new statistic."""
+        batch = self.batch
+        row, col = self.row_col_square_sums(x, like)
+        old = torch.cat([v.view(-1) for v in checked(before, batch, batch.row_sizes).tensors])
+        mean = row.view(-1) / batch.cols[batch.row_owners]
+        factor = (old * beta + (1 - beta) * (mean + eps)).rsqrt_().clamp_(max=LARGEST)
+        divided = replace(self.unit_quotient(x, like), row=self._row_factor(factor))
+        return row, col, self.row_col_square_sums(divided, like)[1]
 
     @_or_reference
     def factors_(
@@ -276,6 +292,10 @@ class TablePasses(BatchTables, Reference):
         self, x: Quotient, least: Number, like: Gradient
     ) -> tuple[Quotient, Tensor]:
         """x with rows of the norm √cols, and the column sums of its new squares."""
+        if self.reads_twice:
+            rows, _ = self.row_col_square_sums(x, like)
+            x = self.normalize_rows(x, rows, least)
+            return x, self.row_col_square_sums(x, like)[1]
         batch, source = self.batch, self._source("normalize_whole_rows", x)
         row, sums = self._sums(batch.all_rows, batch.all_cols)
         self._run(
@@ -285,10 +305,7 @@ class TablePasses(BatchTables, Reference):
             out2=Runs((sums,), firsts=batch.own_col_firsts),
             eps=least,
         )
-        factor = cast(Tensor, Runs((row,), firsts=batch.row_firsts))
-        if self.one is not None:
-            factor = self._by_matrix(row).unsqueeze(-1)
-        return replace(x, row=factor, scale=1.0), self._by_matrix(sums)
+        return replace(x, row=self._row_factor(row), scale=1.0), self._by_matrix(sums)
 
     def _source(self, name: str, x: Readable) -> Source:
         """The description of an input of a pass; raises Unsupported if no table can read it."""
@@ -328,6 +345,12 @@ class TablePasses(BatchTables, Reference):
     def _sums(self, *sizes: int) -> Sequence[Tensor]:
         """Zeros to add sums of these sizes to."""
         return self.own.zeros(sum(sizes)).split_with_sizes(sizes)
+
+    def _row_factor(self, row: Tensor) -> Tensor:
+        """Factors of all rows, as quotients have them."""
+        if self.one is not None:
+            return self._by_matrix(row).unsqueeze(-1)
+        return cast(Tensor, Runs((row,), firsts=self.batch.row_firsts))
 
     def _by_matrix(self, values: Tensor) -> Tensor:
         """Numbers for all rows or columns, as rules see them: flat in a batch."""

@@ -17,9 +17,8 @@ from ds_ext.ops import schema
 from ds_ext.ops.batch import CPU, Batch, GeometryTuple
 from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.native.native_table import NativeTable
-from ds_ext.ops.executors.native.norm_cache import NormCache
+from ds_ext.ops.executors.native.norm_cache import NativeNormCache, NormCache
 from ds_ext.ops.executors.triton import devices
-from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
 from ds_ext.ops.executors.triton.kernel_table import KernelTable
 from ds_ext.ops.executors.triton.launch_memory import DeviceArrays, Memory
 from ds_ext.ops.executors.triton.launcher import GradLimits
@@ -28,7 +27,6 @@ from ds_ext.ops.runs import Columns, Pointers, Runs
 from ds_ext.ops.state import State
 
 AnyTable: TypeAlias = NativeTable | KernelTable
-AnyNormCache: TypeAlias = NormCache | DeviceNormCache
 
 # The dtypes of columns, of columns of 8-bit moments, and of residuals by the storage of weights.
 FP32 = frozenset({torch.float32})
@@ -111,10 +109,11 @@ class BatchTables:
         if x is self.gradients:
             self.square_parts = rows
 
-    def new_norm_cache(self) -> AnyNormCache:
+    def new_norm_cache(self) -> NormCache:
         """Returns a cache of the weights' norms, which lasts from step to step."""
-        own = self.own
-        return own.new_norm_cache() if isinstance(own, KernelTable) else NormCache(len(self.batch))
+        if isinstance(self.own, KernelTable):
+            return self.own.new_norm_cache()
+        return NativeNormCache(len(self.batch))
 
 
 def new_table(

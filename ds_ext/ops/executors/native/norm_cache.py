@@ -1,4 +1,4 @@
-"""Cached norms of the updated weights, for native passes."""
+"""Cached norms of the updated weights; those of native passes."""
 
 import operator
 
@@ -13,26 +13,22 @@ VERSION = operator.attrgetter("_version")
 class NormCache:
     """The sums of squares of the weights that the last step wrote.
 
-    An entry is valid while its run has the same address and version counter. Writes through
-    ``param.data`` do not change the counter; ``schema.PROBES`` sampled weights detect them.
+    They are valid while the runs have the same addresses and version counters. Writes through
+    ``param.data`` do not change the counters; sampled weights detect them.
+
+    Attributes:
+        are_valid: whether the runs are as they were noted.
     """
 
-    def __init__(self, n: int) -> None:
-        self._values = np.full((n, 1 + schema.PROBES), -1, dtype=np.float32)
-        self._where: Pointers | None = None
+    def __init__(self) -> None:
+        self.are_valid = False
+        self._where: bytes | None = None
         self._versions: list[int] = []
-        step = self._values.strides[0]
-        self.pointers: Pointers = self._values.ctypes.data + step * np.arange(n)
 
     def check(self, runs: Runs) -> None:
-        """Invalidates entries of runs written since ``note``; all entries if a run has moved."""
+        """Invalidates the cache if a run has moved or was written since ``note``."""
         versions = [*map(VERSION, runs.tensors)]
-        if self._where is None or not np.array_equal(self._where, runs.pointers):
-            self._values[:, 0] = -1
-        elif versions != self._versions:
-            for i, (now, then) in enumerate(zip(versions, self._versions, strict=True)):
-                if now != then:
-                    self._values[i, 0] = -1
+        self.are_valid = versions == self._versions and runs.pointers.tobytes() == self._where
 
     def forget(self) -> None:
         """Invalidates the cache."""
@@ -40,8 +36,20 @@ class NormCache:
 
     def note(self, runs: Runs) -> None:
         """Records the runs' addresses and version counters, which must include the last writes."""
-        self._where, self._versions = runs.pointers, [*map(VERSION, runs.tensors)]
+        self._where = runs.pointers.tobytes()
+        self._versions = [*map(VERSION, runs.tensors)]
 
-    def clear(self) -> None:
-        """Drops the sums, because another executor has written the weights."""
-        self._values[:, 0] = -1
+
+class NativeNormCache(NormCache):
+    """One sum for each of ``n`` parameters, and ``schema.PROBES`` of its weights."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self._values = np.full((n, 1 + schema.PROBES), -1, dtype=np.float32)
+        self.pointers: Pointers = self._values.ctypes.data + self._values.strides[0] * np.arange(n)
+
+    def check(self, runs: Runs) -> None:
+        """Invalidates the cache if a run has moved or was written since ``note``."""
+        super().check(runs)
+        if not self.are_valid:
+            self._values[:, 0] = -1

@@ -24,10 +24,6 @@ LEAST_ADDRESS = 2**32  # a number's argument is an address from here on, else th
 MAX_LAUNCHES = 256  # kept by one object; more are needed only if each step runs other passes
 MAX_PARAMETERS = 1024  # per launch: each program searches them for its own
 ANY_WARPS = {"lerp", "square_lerp", "apply"}  # passes whose bits do not depend on the warps
-OF_WIDE_ROWS = {
-    "weighted_sums": "wide_weighted_sums",
-    "normalize_whole_rows": "normalize_wide_rows",
-}
 
 
 @dataclass(frozen=True)
@@ -158,7 +154,7 @@ class Launcher:
         by_warps: dict[int, list[tuple[KernelConstants, Int64s]]] = {}
         constants = (*constants, ("SKIPS_BAD_GRADIENTS", skips_bad))
         for kind, members in sorted(at.kinds(are_even), key=lambda found: found[0]):
-            compiled, warps = launches.compiled_pass(*_of_class(kernel, constants, kind, at))
+            compiled, warps = launches.compiled_pass(kernel, _of_class(constants, kind))
             warps = next(iter(by_warps), warps) if kernel in ANY_WARPS else warps
             by_warps.setdefault(warps, []).append((compiled, members))
         if len(self._launches) >= MAX_LAUNCHES:
@@ -276,15 +272,11 @@ class Launcher:
         return part, Runs((part,), firsts=sums.firsts)
 
 
-def _of_class(
-    kernel: str, constants: Constants, kind: TileClass, at: Tiles
-) -> tuple[str, Constants]:
-    """The kernel of the parameters of one kind, and its constants."""
+def _of_class(constants: Constants, kind: TileClass) -> Constants:
+    """The constants of the kernel for the parameters of one kind."""
     if kind.aligned is not None:
         constants = (*constants, ("ALIGNED", kind.aligned))
-    if kind.width:
-        return kernel, (*constants, ("TC", kind.width))
-    return kernel if at.widths is None else OF_WIDE_ROWS[kernel], constants
+    return (*constants, ("TC", kind.width)) if kind.width else constants
 
 
 def _launches(

@@ -6,6 +6,8 @@ Sizes only change the order of sums. To be tuned on a GPU.
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from ds_ext.ops.block_sizes import WIDEST
+
 TR, TC, WARPS = 32, 128, 4  # rows, columns and warps of a tile
 ALIGNMENT = 16  # elements, and bytes of an address: vectors of 16 bytes for every dtype
 # A program of ``weighted_sums`` reads STRIP rows, TR <= WIDE_ROWS at a time, in a tile whose width
@@ -15,10 +17,9 @@ ALIGNMENT = 16  # elements, and bytes of an address: vectors of 16 bytes for eve
 # AdaLomo's step. The height is the largest power of two with which a run has PROGRAMS programs, two
 # for nearly all of 132 multiprocessors. With WIDE_ELEMENTS of 16 bits and STAGES = 3, a
 # multiprocessor has 64 KiB of loads in flight while it adds up other rows; its share of 4.8 TB/s is
-# 36 KiB per microsecond. Rows wider than WIDEST are read twice, in tiles of STRIP x TC.
+# 36 KiB per microsecond. Rows wider than block_sizes.WIDEST are read twice, in tiles of TR x TC.
 STRIPS, PROGRAMS, STAGES = (64, 16), 256, 3
-STRIP, WIDE_TC = 16, 512  # of rows wider than WIDEST
-NARROWEST, WIDEST = 2**10, 2**14
+NARROWEST = 2**10
 WIDE_ROWS, WIDE_ELEMENTS, WIDE_COLS, WIDE_WARPS = 4, 2**14, 256, 16
 LONG, LONG_WARPS = 2**12, 8  # ``factors``: rows or columns per iteration
 TILES = 2**10  # ``cached_norm``: tiles per iteration
@@ -34,8 +35,6 @@ def shape_of(kernel: str, named: Named) -> LaunchConfig:
     match kernel:
         case "weighted_sums" | "normalize_whole_rows":
             return _of_strips(named)
-        case "wide_weighted_sums" | "normalize_wide_rows":
-            return {"TC": WIDE_TC, "STRIP": STRIP}, LONG_WARPS
         case "factors" | "clipped_factors":
             return {"TC": LONG}, LONG_WARPS
         case "fold":

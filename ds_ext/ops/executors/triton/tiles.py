@@ -28,7 +28,7 @@ class TileClass(NamedTuple):
     """The properties of a parameter on which the constants of a kernel depend."""
 
     aligned: bool | None  # whether no vector crosses the end of a row or run; None: no vectors
-    width: int  # of tiles as wide as rows; 0 for other tiles, and for rows wider than any tile
+    width: int  # of tiles as wide as rows; 0 for other tiles
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,9 @@ def by_matrix(g: Geometry) -> Tiles:
 
 def by_strip(g: Geometry) -> Tiles:
     """Runs as strips of whole rows of the matrices they touch."""
-    strip = np.where(g.cols > sizes.WIDEST, sizes.STRIP, _strips(g))
+    strip = _strips(g)
     at = _by_rows(g, strip)
     widths = [max(sizes.NARROWEST, 1 << (int(n) - 1).bit_length()) for n in g.cols]
-    widths = [n if n <= sizes.WIDEST else 0 for n in widths]
     return build_tiles(touched(g) * at["down"], np.array(widths), **at, height=strip)
 
 
