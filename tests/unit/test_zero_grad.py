@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 import ds_ext
-from tests.distributed import skipped_batches_jobs
+from tests.common import skipped_batches
 
 LR = 0.1
 
 
 def start(policy: str, bucket_size: int = 70) -> tuple[nn.Module, ds_ext.LOMO]:
-    model = skipped_batches_jobs.make()
+    model = skipped_batches.make()
     optimizer = ds_ext.LOMO(model.parameters(), lr=LR)
     ds_ext.fuse_into_backward(model, optimizer, bucket_size=bucket_size, gradient_policy=policy)
     return model, optimizer
@@ -23,16 +23,16 @@ def start(policy: str, bucket_size: int = 70) -> tuple[nn.Module, ds_ext.LOMO]:
 def moved(model: nn.Module, optimizer: ds_ext.LOMO) -> list[torch.Tensor]:
     """What a step does to each parameter."""
     before = [p.detach().clone() for p in model.parameters()]
-    model(skipped_batches_jobs.batch(1, 0)).backward()
+    model(skipped_batches.batch(1, 0)).backward()
     optimizer.step()
     return [p.detach() - q for p, q in zip(model.parameters(), before, strict=True)]
 
 
 def expected(model: nn.Module) -> list[torch.Tensor]:
     """The same by plain SGD, without checkpointing, which autograd.grad does not go through."""
-    plain = skipped_batches_jobs.Twice()
+    plain = skipped_batches.Twice()
     plain.load_state_dict(model.state_dict())
-    h = torch.tanh(plain.first(skipped_batches_jobs.batch(1, 0)))
+    h = torch.tanh(plain.first(skipped_batches.batch(1, 0)))
     loss = plain.last(plain.segment(plain.segment(h))).square().sum()
     return [-LR * g for g in torch.autograd.grad(loss, list(plain.parameters()))]
 
@@ -42,14 +42,14 @@ def assert_close(model: nn.Module, updates: list[torch.Tensor], wanted: list[tor
         assert (got - update).norm() <= 1e-5 * update.norm() + 2**-23 * p.norm()
 
 
-@pytest.mark.parametrize("how", sorted({how for how, _ in skipped_batches_jobs.HOW}))
+@pytest.mark.parametrize("how", sorted({how for how, _ in skipped_batches.HOW}))
 @pytest.mark.parametrize("policy", ["fused", "sharded"])
 @pytest.mark.parametrize("bucket_size", [1, 70, 10**6])
 def test_a_skipped_batch_leaves_no_trace(policy, how, bucket_size):
     model, optimizer = start(policy, bucket_size)
     whole = [p.detach().clone() for p in model.parameters()]
     for zero_grad in (optimizer.zero_grad, model.zero_grad):
-        skipped_batches_jobs.skip(model, torch.Tensor.backward, zero_grad, how, 0)
+        skipped_batches.skip(model, torch.Tensor.backward, zero_grad, how, 0)
         if policy == "sharded" or how.endswith("forward") or bucket_size == 10**6:
             assert all(map(torch.equal, model.parameters(), whole))  # nothing was stepped
         wanted = expected(model)
@@ -59,7 +59,7 @@ def test_a_skipped_batch_leaves_no_trace(policy, how, bucket_size):
 
 def test_what_was_stepped_stays_and_a_warning_says_so(caplog):
     model, optimizer = start("fused", bucket_size=1)
-    skipped_batches_jobs.skip(model, torch.Tensor.backward, lambda: None, "failed backward", 0)
+    skipped_batches.skip(model, torch.Tensor.backward, lambda: None, "failed backward", 0)
     with caplog.at_level(logging.WARNING, "ds_ext"):
         optimizer.zero_grad()
         optimizer.zero_grad()
@@ -70,9 +70,9 @@ def test_what_was_stepped_stays_and_a_warning_says_so(caplog):
 def test_a_part_of_the_model_may_be_discarded_alone():
     model, optimizer = start("sharded")
     wanted = expected(model)
-    model(skipped_batches_jobs.batch(7, 0)).backward()
+    model(skipped_batches.batch(7, 0)).backward()
     model.last.zero_grad()
-    skipped_batches_jobs.skip(model, torch.Tensor.backward, model.first.zero_grad, "forward", 0)
+    skipped_batches.skip(model, torch.Tensor.backward, model.first.zero_grad, "forward", 0)
     model.middle.zero_grad()
     assert_close(model, moved(model, optimizer), wanted)
 
