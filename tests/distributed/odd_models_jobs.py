@@ -41,7 +41,8 @@ def loss_of(model: nn.Module, number: int, rank: int) -> Tensor:
 
 
 def unfreeze(model: Odd, optimizer: Any, step: int) -> None:
-    model.late.requires_grad_(step >= 2)
+    if step == 2:
+        model.late.requires_grad_(True)
 
 
 def train(stage: int, max_norm: float, policy: str) -> dict[str, Any]:
