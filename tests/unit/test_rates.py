@@ -76,6 +76,11 @@ def test_the_page_of_algorithms_has_the_defaults():
     assert len(names) > 8 and all(REGISTRY[name].rule().lr == lr for name, lr in names.items())
 
 
+def test_a_rate_that_is_not_in_the_table_is_found():
+    assert list(strange("AdaLomo's rate is 5e-4, or 3e-5; LAMB's lr 0.1")) == ["3e-5"]
+    assert list(strange("an error of 3e-5 of the update")) == []
+
+
 TEXT = """Give `ds_ext.CAME(params, lr={})` or `--learning_rate {}`:
 
 ```json

@@ -84,3 +84,12 @@ def test_what_the_source_does_not_have_is_an_error():
 def test_generated_files_are_what_the_package_makes_now():
     for path, text in snippets.generated():
         assert path.read_text() == text, f"{path} is stale: run `make readme`"
+
+
+def test_what_is_wrong_is_found(tmp_path):
+    """Or the tests above would pass whatever the documents say."""
+    path = tmp_path / "file.py"
+    path.write_text("# as PLAN.md says, and README.md, docs/algorithms.md, ../up.md; not {x}.md\n")
+    assert strangers(path) == ["PLAN.md", "../up.md"]
+    assert list(snippets.unmarked(f"```python\n{KEEPS}```\n")) == KEEPS.splitlines()[:1]
+    assert list(snippets.unmarked(TEXT.format(KEEPS))) == []
