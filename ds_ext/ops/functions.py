@@ -206,8 +206,7 @@ def normalize_whole_rows(
     """Returns x as ``normalize_rows`` does, and the column sums of its squares, [mats, cols].
 
     One pass computes both: a row's norm is known as soon as the row is read, because the run has
-    whole rows. The new row factors include ``x.scale``. Factors of other ranks' rows are 0, and the
-    sums only include the run.
+    whole rows. Factors of other ranks' rows have no meaning, and the sums only include the run.
     """
     return passes_over(shard, like).normalize_whole_rows(x, least, like)
 

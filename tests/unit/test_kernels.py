@@ -411,7 +411,7 @@ def test_rows_wider_than_a_tile_are_read_twice(kernels, launched):
         weighted = ops.weighted_square_sums(x, row, 1e-3, 0.9, shard, x)
         rows = ops.Quotient(x, row.unsqueeze(-1), col)
         rows, sums = ops.normalize_whole_rows(rows, 1e3, shard, x)
-        made.append((*weighted, rows.row, sums))
+        made.append((*weighted, rows.row[:, 1:4], sums))  # of the rows of this rank
     for a, b in zip(*made, strict=True):
         assert (a - b).norm() <= 1e-6 * b.norm() and b.norm() > 0
     assert set(passes(launched)) == {"row_col_sums", "fold"}
