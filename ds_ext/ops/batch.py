@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ds_ext.ops.block_sizes import WIDEST
 from ds_ext.ops.executors.reference import Reference
+from ds_ext.ops.expressions import root
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.schema import SCALE_GROUP
 from ds_ext.ops.shard import Shard
@@ -86,6 +87,16 @@ class Batch:
     def col_owners(self) -> Tensor:
         """The parameter of each column of the column statistics."""
         return self._owners(self.col_sizes)
+
+    @functools.cached_property
+    def row_norms(self) -> Tensor:
+        """√cols for each row of the row statistics."""
+        return root(self.cols[self.row_owners])
+
+    @functools.cached_property
+    def col_norms(self) -> Tensor:
+        """√rows for each column of the column statistics."""
+        return root(self.rows[self.col_owners])
 
     def _owners(self, sizes: tuple[int, ...]) -> Tensor:
         owners = np.repeat(np.arange(len(sizes)), sizes)

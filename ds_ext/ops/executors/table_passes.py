@@ -38,7 +38,6 @@ from ds_ext.ops.expressions import (
     WeightStorage,
     Writable,
     read,
-    root,
     source_of,
     storage_of,
 )
@@ -279,13 +278,13 @@ class TablePasses(BatchTables, Reference):
     def normalize_rows(self, x: Quotient, sums: Tensor, least: Number) -> Quotient:
         """x with rows of the norm √cols."""
         batch = self.batch
-        return replace(x, row=_normalized(x.row, sums, batch.cols, batch.row_owners, least))
+        return replace(x, row=_normalized(x.row, sums, batch.row_norms, batch.row_owners, least))
 
     @_or_reference
     def normalize_columns(self, x: Quotient, sums: Tensor, least: Number) -> Quotient:
         """x with columns of the norm √rows."""
         batch = self.batch
-        return replace(x, col=_normalized(x.col, sums, batch.rows, batch.col_owners, least))
+        return replace(x, col=_normalized(x.col, sums, batch.col_norms, batch.col_owners, least))
 
     @_or_reference
     def normalize_whole_rows(
@@ -358,14 +357,14 @@ class TablePasses(BatchTables, Reference):
 
 
 def _normalized(
-    factor: object, sums: Tensor, size: Tensor, owners: Tensor, least: Number
+    factor: object, sums: Tensor, norms: Tensor, owners: Tensor, least: Number
 ) -> Tensor:
     """Factors of all rows, or columns, of a batch, from the sums of their squares."""
     if not isinstance(factor, Runs) or sums.shape != owners.shape:  # of a run that is stepped alone
         raise Unsupported
     if isinstance(least, Tensor) and least.dim():
         least = least[owners]
-    new = normalized(factor.values, sums, root(size[owners]), least)
+    new = normalized(factor.values, sums, norms, least)
     return cast(Tensor, Runs((new,), firsts=factor.offsets // 4))
 
 
