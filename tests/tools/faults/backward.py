@@ -48,15 +48,15 @@ FAULTS = (
         "distributed/test_nonfinite.py",
     ),
     Fault(
-        "backward/buckets.py",
-        "return flat.clone()",
-        "return flat",
+        "backward/packing.py",
+        "flat = flat.clone()",
+        "pass",
         ZERO + "'2- and authors'",
     ),
     Fault(
-        "backward/buckets.py",
-        "own = before if own is None else before + own",
-        "own = before if own is None else own",
+        "backward/packing.py",
+        "return before + own if pack is None else before.add_(own)",
+        "return own",
         ZERO + "reentrant",
     ),
     Fault(
