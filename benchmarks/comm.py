@@ -7,6 +7,8 @@ all-reduce and (d-1)/d of the bytes of any other collective.
 """
 
 import argparse
+import gc
+import statistics
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 from unittest import mock
@@ -15,7 +17,7 @@ import deepspeed
 import lomo_optim
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import ds_ext
 from benchmarks import report
@@ -61,9 +63,14 @@ def main(args: argparse.Namespace) -> None:
         {"model": model, "run": name} | figures(step, steps[model, "upstream, ZeRO-3"], args.ranks)
         for (model, name), step in steps.items()
     ]
+    muons = [
+        {"Muon of": owner, "ZeRO stage": stage} | on_ranks(args.ranks, muon, owner, stage, args.bucket)
+        for stage in (2, 3)
+        for owner in ("deepspeed", "ds_ext")
+    ]
     text = TEXT.format(ranks=args.ranks, length=args.length, bucket=args.bucket)
     title = "Bytes and calls of collectives in a step"
-    report.write("comm", title, text, {"A step": rows})
+    report.write("comm", title, text, {"A step": rows, "Muon": muons})
 
 
 TEXT = """
@@ -83,6 +90,10 @@ Upstream all-reduces each whole gradient. It runs on modules that DeepSpeed has 
 without DeepSpeed's engine, which refuses `loss.backward()` without an optimizer. Nothing gathers
 the embedding again after its step, while DeepSpeed's optimizers and ds_ext do this. Upstream
 therefore sends fewer bytes in all-gathers.
+
+The second table trains the small model in bf16 by DeepSpeed's Muon and by ds_ext's, 32 steps on the
+same tokens. It counts all collectives of a step, DeepSpeed's gathers of weights among them, and the
+bytes of all tensors that a rank keeps after backward and after the step.
 """
 
 
@@ -140,6 +151,55 @@ def engine_of(sizes: Sizes, config: dict[str, Any]) -> tuple[Any, int]:
     config |= {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0}
     engine, *_ = deepspeed.initialize(model=model, config=config)
     return engine, gradients
+
+
+def muon(owner: str, stage: int, bucket: int) -> dict[str, object]:
+    """Trains a Llama by the Muon of ``owner``; returns this rank's row of the second table."""
+    params: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.0}
+    if owner == "deepspeed":
+        params |= {"adam_lr": 1e-3}
+    else:
+        params |= {"others": {"type": "AdamW", "lr": 1e-3}}
+    zero = {"stage": stage, "reduce_bucket_size": bucket}
+    zero["reduce_scatter"] = owner != "deepspeed"  # whose Muon refuses it at stage 3
+    kind = "Muon" if owner == "deepspeed" else "ds_ext.Muon"
+    torch.manual_seed(0)
+    engine, _ = engine_of(
+        MODELS["small"],
+        {
+            "bf16": {"enabled": True},
+            "zero_optimization": zero,
+            "optimizer": {"type": kind, "params": params},
+        },
+    )
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batches = torch.randint(0, 512, (4, 1, 128), generator=generator)
+    losses = []
+    for step in range(32):
+        tokens = batches[step % len(batches)]
+        with noted() as calls:
+            loss = engine(tokens, labels=tokens).loss
+            engine.backward(loss)
+            after_backward = kept_bytes()
+            engine.step()
+        losses.append(loss.item())
+    numel = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+    total = sum(sent(call.kind, call.nbytes, dist.get_world_size()) for call in calls)
+    return {
+        "sent, bytes per parameter": total / numel,
+        "calls": len(calls),
+        "kept after backward, bytes per parameter": after_backward / numel,
+        "kept after the step": kept_bytes() / numel,
+        "loss, mean of the last four steps": statistics.mean(losses[-4:]),
+    }
+
+
+def kept_bytes() -> int:
+    """Returns the bytes of all tensors of this process."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
+    storages = [x.untyped_storage() for x in tensors if x.device.type == "cpu"]
+    return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
 
 
 # Ranks.
