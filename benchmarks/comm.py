@@ -64,7 +64,8 @@ def main(args: argparse.Namespace) -> None:
         for (model, name), step in steps.items()
     ]
     muons = [
-        {"Muon of": owner, "ZeRO stage": stage} | on_ranks(args.ranks, muon, owner, stage, args.bucket)
+        {"Muon of": owner, "ZeRO stage": stage}
+        | on_ranks(args.ranks, muon, owner, stage, args.bucket)
         for stage in (2, 3)
         for owner in ("deepspeed", "ds_ext")
     ]
