@@ -9,7 +9,7 @@ once.
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,12 @@ class ModuleCalls:
         """Returns whether the gradient of ``param`` may come in more than one part."""
         may_be = param in self.in_segment or param in self.joint_params
         return may_be and self.count[param] > 1
+
+    def expect_parts(self, params: Iterable[Tensor]) -> None:
+        """Notes that gradients of ``params`` come in parts, though no module may be called."""
+        if not _in_backward():
+            self.count.update(dict.fromkeys(params, 2))
+            self.in_segment.update(params)
 
     def forget(self, now: bool) -> None:
         """Resets the counts ``now``, or when ``module`` is next called with gradients.

@@ -10,7 +10,7 @@ a context has partitioned, get a class of their own too. It supports 0-d paramet
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -171,8 +171,7 @@ def _backward_prologue(original: Method, engine: DeepSpeedEngine) -> None:
 @replaces(TiledFusedLogitsLoss, "forward")
 def refuse_gradients_in_forward(original: Method, ctx: Any, *args: Any) -> Any:
     """Rejects DeepSpeed's tiled loss with weights that ds_ext steps."""
-    modules = [arg for arg in args if isinstance(arg, nn.Module)]
-    if owners.of(param for module in modules for param in module.parameters()):
+    if owners.of(_weights(args)):
         raise RuntimeError(unsupported_api.TILED_LOSS)
     return original(ctx, *args)
 
@@ -185,6 +184,28 @@ def refuse_gradient_penalty(original: Method, ctx: Any, *grads: Any) -> Any:
     if torch.is_grad_enabled() and owners.of(ctx.compute_params):
         raise RuntimeError(unsupported_api.TILED_PENALTY)
     return original(ctx, *grads)
+
+
+# Each tile brings a part of a weight's gradient, and they tell no hook which is the last.
+@replaces(SequenceTiledCompute, "forward")
+@replaces(TiledMLP, "forward")
+def wait_for_tiles(original: Method, ctx: Any, *args: Any) -> Any:
+    """Lets the weights of a tiled function wait for the end of backward."""
+    params = _weights(args)
+    for owner in owners.of(params):
+        owner.uses.expect_parts(params)
+    return original(ctx, *args)
+
+
+def _weights(args: Sequence[Any]) -> list[Tensor]:
+    """The weights in a tiled function's arguments: those of modules, and those in lists."""
+    found: list[Tensor] = []
+    for arg in args:
+        if isinstance(arg, nn.Module):
+            found += arg.parameters()
+        elif isinstance(arg, (list, tuple)):
+            found += [x for x in arg if isinstance(x, Tensor)]
+    return found
 
 
 # ZeRO-3's contexts, which belong to no engine.

@@ -19,6 +19,7 @@ CLIP = 0.3
 CASES = [
     *(Case(stage, max_norm) for stage in (None, 0, 2, 3) for max_norm in (0.0, CLIP)),
     Case(None, CLIP, tied=True),
+    *(Case(stage, max_norm, calls_modules=False) for stage in (None, 2) for max_norm in (0, CLIP)),
     Case(2, tied=True),
     Case(3, CLIP, tied=True),
     Case(2, CLIP, "sharded", accumulation=2),
@@ -45,7 +46,8 @@ def test_tiled_functions_train_exactly(case):
         check_each(got["after"], alone.after, alone.before)
 
 
-def test_the_tiled_loss_is_refused():
+@pytest.mark.parametrize("is_module", [True, False])
+def test_the_tiled_loss_is_refused(is_module):
     model = nn.Linear(4, 4)
     ds_ext.fuse_into_backward(model, ds_ext.LOMO(model.parameters(), lr=0.5))
     x, y = torch.ones(1, 4, 4, requires_grad=True), torch.zeros(1, 4, dtype=torch.long)
@@ -55,7 +57,8 @@ def test_the_tiled_loss_is_refused():
 
     before = model.weight.clone()
     with pytest.raises(RuntimeError, match='TiledFusedLogitsLoss computes .*"chunked_loss": true'):
-        ulysses_sp.TiledFusedLogitsLoss.apply(loss, model, x, y, None, 2, [model.weight], "mean")
+        head = model if is_module else model.forward
+        ulysses_sp.TiledFusedLogitsLoss.apply(loss, head, x, y, None, 2, [model.weight], "mean")
     assert torch.equal(model.weight, before) and model.weight.grad is None
 
 

@@ -18,8 +18,10 @@ PATCHES = {
     "engine.DeepSpeedEngine._backward_prologue": ("measuring pass that reaches other engines",),
     "engine.DeepSpeedEngine._do_optimizer_sanity_check": ("refuse a function", "take over"),
     "sequence_parallel.ulysses_sp.SequenceTiledCompute.backward": ("gradient penalty",),
+    "sequence_parallel.ulysses_sp.SequenceTiledCompute.forward": ("wait for tiles",),
     "sequence_parallel.ulysses_sp.TiledFusedLogitsLoss.forward": ("gradients of forward",),
     "sequence_parallel.ulysses_sp.TiledMLP.backward": ("gradient penalty",),
+    "sequence_parallel.ulysses_sp.TiledMLP.forward": ("wait for tiles",),
     "zero.partition_parameters.GatheredParameters.__init__": ("0-d parameters", "replicas"),
     "zero.partition_parameters.Init.__init__": ("0-d parameters", "replicas"),
 }
