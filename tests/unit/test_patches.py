@@ -14,7 +14,7 @@ PACKAGES = ("deepspeed", "torch", "accelerate", "transformers")
 # By name: the jobs of the patch.
 PATCHES = {
     "config.DeepSpeedConfig.__init__": ("errors of our configs",),
-    "engine.DeepSpeedEngine.__init__": ("class", "ignored settings", "sequence groups"),
+    "engine.DeepSpeedEngine.__init__": ("class", "ignored settings"),
     "engine.DeepSpeedEngine._backward_prologue": ("measuring pass that reaches other engines",),
     "engine.DeepSpeedEngine._do_optimizer_sanity_check": ("refuse a function", "take over"),
     "sequence_parallel.ulysses_sp.SequenceTiledCompute.backward": ("gradient penalty",),
@@ -22,8 +22,8 @@ PATCHES = {
     "sequence_parallel.ulysses_sp.TiledFusedLogitsLoss.forward": ("gradients of forward",),
     "sequence_parallel.ulysses_sp.TiledMLP.backward": ("gradient penalty",),
     "sequence_parallel.ulysses_sp.TiledMLP.forward": ("wait for tiles",),
-    "zero.partition_parameters.GatheredParameters.__init__": ("0-d parameters", "replicas"),
-    "zero.partition_parameters.Init.__init__": ("0-d parameters", "replicas"),
+    "zero.partition_parameters.GatheredParameters.__init__": ("0-d parameters",),
+    "zero.partition_parameters.Init.__init__": ("0-d parameters",),
 }
 # torch's registries, to which importing more of torch and of custom operations adds.
 REGISTRIES = {
