@@ -28,6 +28,11 @@ def run(options: argparse.Namespace) -> int:
         device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
         raise ValueError(f"--device {options.device}: {error}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"--device {options.device}: PyTorch finds no GPU. Without the option, the CPU's "
+            "native code is compared."
+        )
     if options.cases:
         selftest.check_all(OPTIMIZERS, json.loads(options.cases), device)
         return 0
@@ -35,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     print(", ".join(f"{key} {value}" for key, value in selftest.versions(device).items()))
     print("\n| optimizer | dtype | cases | largest error | verdict |\n" + 5 * "| --- " + "|")
     wrong = []
-    for rows in selftest.rows_of(kinds, device):
+    for rows in selftest.rows_of(kinds, device, options.imports):
         for dtype in selftest.DTYPES:
             some = [row for row in rows if row["dtype"] == dtype]
             bad = [row for row in some if row["verdict"] != selftest.RIGHT]

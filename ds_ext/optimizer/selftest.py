@@ -304,8 +304,13 @@ def check_all(kinds: Mapping[str, type[Any]], cases: Iterable[Case], device: tor
         _tell("unavailable", str(error).partition("\n")[0])
 
 
-def in_child(cases: Sequence[Case], device: torch.device) -> list[Row]:
+def in_child(cases: Sequence[Case], device: torch.device, imports: Sequence[str] = ()) -> list[Row]:
     """Returns the rows of cases, checked in a new process until it ends or the time is over.
+
+    Args:
+        cases: the cases.
+        device: on which to check them.
+        imports: modules that the process imports first, because they register optimizers.
 
     Raises:
         Unavailable: a new process cannot use the device.
@@ -314,11 +319,13 @@ def in_child(cases: Sequence[Case], device: torch.device) -> list[Row]:
     env = {"PYTHONPATH": os.pathsep.join(paths), CHILD: "1"}
     env["CUDA_LAUNCH_BLOCKING"] = "1"  # the last pass that began is the one that failed
     options = ["--device", str(device), "--cases", json.dumps(cases, default=str)]
+    options += [f"--import={module}" for module in imports]
     command = [sys.executable, "-m", "ds_ext", "selftest", *options]
+    stopped = ""  # why the process did not check all cases, if that says nothing about kernels
     try:
         done = subprocess.run(command, env=os.environ | env, capture_output=True, timeout=SECONDS)
         if -done.returncode in STOPPED:
-            raise Unavailable(f"its process got {signal.Signals(-done.returncode).name}")
+            stopped = f"its process got {signal.Signals(-done.returncode).name}"
         out, why = done.stdout, f"the process ended with status {done.returncode}"
         lines = done.stderr.decode(errors="replace").splitlines()
         why += f": {next((line[:200] for line in lines[::-1] if 'Error' in line), '')}"
@@ -332,8 +339,8 @@ def in_child(cases: Sequence[Case], device: torch.device) -> list[Row]:
         with suppress(json.JSONDecodeError):  # other lines, and one that was cut short
             kind, what = json.loads(line if line.startswith('["') else "")
             if kind == "unavailable":
-                raise Unavailable(what)
-            if kind == "case":
+                stopped = what
+            elif kind == "case":
                 case, passes = what, []
             elif kind == "pass":
                 passes.append(what)
@@ -341,16 +348,22 @@ def in_child(cases: Sequence[Case], device: torch.device) -> list[Row]:
                 rows.append(what)
     if len(rows) < len(cases) * len(RANKS):
         if not passes:  # the GPU serves one process only, or Python's environment differs
-            raise Unavailable(why)
+            stopped = stopped or why
+        if stopped and all(row["verdict"] == RIGHT for row in rows):
+            raise Unavailable(stopped)
+        if stopped:  # what was found wrong counts
+            return rows
         last = f"{WRONG}: in {passes[-1]}, {why}"
         rows.append(row_of(*case) | {"error": math.inf, "verdict": last, "passes": passes})
     return rows
 
 
-def rows_of(kinds: Sequence[type[Any]], device: torch.device) -> Iterator[list[Row]]:
-    """Yields the rows of all cases of each optimizer class, each checked in a new process."""
+def rows_of(
+    kinds: Sequence[type[Any]], device: torch.device, imports: Sequence[str] = ()
+) -> Iterator[list[Row]]:
+    """Yields the rows of all cases of each optimizer class: see ``in_child``."""
     with ThreadPoolExecutor(max(1, min(PROCESSES, (os.cpu_count() or 1) // 2))) as pool:
-        yield from pool.map(lambda kind: in_child(all_cases(kind), device), kinds)
+        yield from pool.map(lambda kind: in_child(all_cases(kind), device, imports), kinds)
 
 
 def versions(device: torch.device) -> dict[str, str]:

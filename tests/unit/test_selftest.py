@@ -177,6 +177,53 @@ def test_where_a_second_process_cannot_step_nothing_is_checked(
 
 
 @needs.triton
+@pytest.mark.parametrize(
+    "end", ["os.kill(os.getpid(), 15)", "raise RuntimeError('busy')", "raise RuntimeError(OUT)"]
+)
+def test_what_was_found_wrong_counts_if_a_later_case_is_not_checked(end, child):
+    child(
+        "OUT, rows = 'out of memory', [{'verdict': 'WRONG: weights'}]\n"
+        "def check(*of):\n"
+        f"    if not rows: {end}\n"
+        "    return rows.pop()\n"
+        "selftest.check = check\n"
+    )
+    case = ["lomo", {"lr": 0.1}, "fp32"]
+    assert selftest.in_child([case], CPU) == [{"verdict": "WRONG: weights"}]
+
+
+OWN_RULE = """
+from dataclasses import dataclass
+from ds_ext import ops
+from ds_ext.hyperparams import NonNegative
+from ds_ext.rules import register
+
+@register(paper="1", state="none", rounds="0", is_batched=True, any_shape=True)
+@dataclass(frozen=True)
+class OwnSgd:
+    lr: NonNegative = 0.1  # learning rate
+
+    def state_spec(self, shard):
+        return {}
+
+    def step(self, p, g, s, t, shard):
+        ops.apply_(p, g, shard, lr=self.lr)
+        return iter(())
+"""
+
+
+def test_a_rule_of_yours_is_checked_in_a_process_that_imports_it(monkeypatch, tmp_path):
+    (tmp_path / "own_rules.py").write_text(OWN_RULE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(worlds.ROOT)]))
+    rows = selftest.in_child([["ownsgd", {"lr": 0.1}, "fp32"]], CPU, ["own_rules"])
+    assert [row["verdict"] for row in rows] == [RIGHT] * len(selftest.RANKS)
+    found = []
+    monkeypatch.setattr(selftest, "rows_of", lambda *of: found.append(of) or [])
+    assert main(["selftest", "--import", "json", "--device", "cpu"]) == 0
+    assert found[0][2] == ["json"]
+
+
+@needs.triton
 def test_a_fault_in_a_kernel_is_found_and_training_has_the_losses_of_the_reference(tmp_path):
     shutil.copytree(
         selftest.PACKAGE, tmp_path / "ds_ext", ignore=shutil.ignore_patterns("__pycache__")
@@ -241,6 +288,9 @@ def test_the_command_prints_a_table(capsys):
 def test_the_command_refuses_what_it_cannot_check(capsys):
     assert "--optimizer is 'LOMOO'" in refused(capsys, "selftest", "--optimizer", "LOMOO")
     assert "--device moon" in refused(capsys, "selftest", "--device", "moon")
+    if not torch.cuda.is_available():
+        told = refused(capsys, "selftest", "--device", "cuda")
+        assert "--device cuda: PyTorch finds no GPU" in told
 
 
 def test_without_an_executor_nothing_is_right(monkeypatch):
