@@ -7,7 +7,7 @@ here, and read its value where it is used.
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import BeforeValidator, Field, StrictBool
@@ -140,7 +140,7 @@ _ZERO = {
         )
     },
     "offload_param": Setting(SECTION | None),
-    "offload_param.device": _DEVICE,
+    "offload_param.device": replace(_DEVICE, needs_stage_3=True),
     "offload_param.ratio": _RATIO,
     "offload_optimizer": Setting(SECTION | None),
     "offload_optimizer.device": _DEVICE,

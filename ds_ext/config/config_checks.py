@@ -127,12 +127,6 @@ def ignored(config: dict[str, Any]) -> Iterator[str]:
     for key, setting in SETTINGS.items():
         if setting.no_effect and is_on(config, key):
             yield f"{key} = {lookup(config, key)!r} has no effect: {setting.no_effect}."
-    key, stage = "zero_optimization.offload_param.device", lookup(config, _STAGE) or 0
-    if is_on(config, key) and stage != 3:
-        yield (
-            f'{key} = "{lookup(config, key)}" has no effect: it moves the partitions that ZeRO-3 '
-            f"makes of parameters, and {_STAGE} is {stage}."
-        )
 
 
 def has_state(rule: Any, dtype: torch.dtype) -> bool:

@@ -42,18 +42,22 @@ def announced(function: str) -> Iterator[None]:
 
     A rank that is late may still come, so this is no error. Ranks count their calls in the store of
     the default process group, because the next collective of a rank that is late may be another.
+    Of the ranks that wait, the first one reads all counts and warns.
     """
     if not several():
         yield
         return
     store = dist.distributed_c10d._get_default_store()
     rank, world = dist.get_rank(), dist.get_world_size()
-    counts = [f"ds_ext/calls of {function}/{r}" for r in range(world)]
+    calls = f"ds_ext/calls of {function}"
+    counts = [f"{calls}/{r}" for r in range(world)]
     with explained():
         own = store.add(counts[rank], 1)
 
     def warn() -> None:
         try:
+            if store.add(f"{calls}/{own} have waited", 1) > 1:
+                return
             absent = [r for r, count in enumerate(counts) if store.add(count, 0) < own]
         except RuntimeError:  # the rank with the store has ended: the function itself says so
             return

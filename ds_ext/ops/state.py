@@ -107,11 +107,21 @@ def saved(parts: Parts) -> Parts:
     }
 
 
+class StateMismatch(Exception):
+    """Says how a state differs from what its rule declares."""
+
+
 def without_caches(state: State, parts: Parts) -> State:
-    """Returns a state, nested in dicts as ``parts`` are, without the caches that they declare."""
+    """Returns a state, nested in dicts as ``parts`` are, without the caches that they declare.
+
+    Raises:
+        StateMismatch: the state is not nested as ``parts`` are.
+    """
     found: State = {}
     for key, x in state.items():
         part = parts.get(key)
+        if part is not None and isinstance(part, Mapping) != isinstance(x, Mapping):
+            raise StateMismatch(f"its kind of {key} is that of another hyper-parameter")
         if isinstance(part, Mapping):
             found[key] = without_caches(x, part)
         elif part is None or not part.is_cache:

@@ -17,7 +17,7 @@ from ds_ext.distributed.dtensors import is_dtensor, local, lying_as, ranks_of
 from ds_ext.distributed.placement import Placement
 from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import Part, Parts, State, without_caches, zeros
+from ds_ext.ops.state import Part, Parts, State, StateMismatch, without_caches, zeros
 from ds_ext.optimizer import param_checks
 from ds_ext.optimizer.param_table import ParamTable
 
@@ -74,9 +74,15 @@ def saved(table: ParamTable, param: Tensor, state: State) -> State:
         table: the table of the optimizer.
         param: the parameter; if it is no DTensor, the tensors of its state are returned.
         state: this rank's state, nested in dicts.
+
+    Raises:
+        ValueError: the state is of other hyper-parameters than the parameter's group has now.
     """
     placement, rule = table.placement(param), table.rule_of(param)
-    state = without_caches(state, table.state_spec(param, table.shard(param), rule))
+    try:
+        state = without_caches(state, table.state_spec(param, table.shard(param), rule))
+    except StateMismatch as why:
+        raise param_checks.unfit_state(table, param, why) from None
     if placement is None:
         return state
     declared = DeclaredState.of(table, param, placement.shard(param))

@@ -12,6 +12,7 @@ from ds_ext.distributed.dtensors import is_dtensor
 from ds_ext.distributed.unsupported_wrappers import refuse_flat
 from ds_ext.ops import int8
 from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import StateMismatch
 from ds_ext.optimizer import sections
 from ds_ext.optimizer.groups import names_of_all_rules
 from ds_ext.optimizer.param_table import ParamTable
@@ -27,6 +28,15 @@ def refuse_newer(table: ParamTable, state_dict: Mapping[str, Any]) -> None:
             f"this state of {type(table).__name__} has format {found}, but this ds_ext reads "
             f"format {FORMAT}: a newer ds_ext wrote it. Install that version, or a newer one."
         )
+
+
+def unfit_state(table: ParamTable, param: Tensor, why: StateMismatch) -> ValueError:
+    """Returns the error about a state that does not fit its parameter and hyper-parameters."""
+    return ValueError(
+        f"{type(table).__name__}: the state of {table.name(param)} does not fit it: {why}. If you "
+        "resized the parameter, edited its state, or changed a hyper-parameter that decides the "
+        "state, such as rank or nbits, undo that, or delete the state: del optimizer.state[param]."
+    )
 
 
 def refuse_params(table: ParamTable, params: Collection[Tensor]) -> None:

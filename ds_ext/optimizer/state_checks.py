@@ -17,16 +17,12 @@ from ds_ext.distributed.dtensors import is_dtensor
 from ds_ext.distributed.layout import Layout
 from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import Part, Parts, mapped, zeros
+from ds_ext.ops.state import Part, Parts, StateMismatch, mapped, zeros
 from ds_ext.optimizer import dtensor_state, ema, expert_stacks, param_checks
 from ds_ext.optimizer.groups import GroupRules
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import State
-
-
-class StateMismatch(Exception):
-    """Says how a state differs from what its rule declares."""
 
 
 def make(table: ParamTable, u: RunUpdate, state: State) -> None:
@@ -89,11 +85,7 @@ def check_state(
     try:
         fit(parts, state, len(shard), dtype, device)
     except StateMismatch as why:
-        raise ValueError(
-            f"{type(table).__name__}: the state of {table.name(param)} does not fit it: "
-            f"{why}. If you resized the parameter, edited its state, or changed a hyper-parameter "
-            "that decides the state, such as rank, delete the state: del optimizer.state[param]."
-        ) from None
+        raise param_checks.unfit_state(table, param, why) from None
 
 
 def check_model(table: ParamTable, layout: Layout) -> None:

@@ -19,7 +19,7 @@ from ds_ext.config.parsing import edited, lookup
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named
 from ds_ext.planner import models
 from ds_ext.planner.activations import MicroBatch
-from ds_ext.settings import Section
+from ds_ext.settings import SIZES, Section
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STAGES = {"none": None, "0": 0, "1": 1, "2": 2, "3": 3}
@@ -74,8 +74,6 @@ class PlanOptions:
             )
         if lookup(self.config, "ds_ext.weight_storage") == "int8" and self.dtype == "fp32":
             raise ValueError("--weight-storage int8 needs 16-bit weights: remove --dtype fp32.")
-        if stage != 3 and self.offloads("param"):
-            raise ValueError("zero_optimization.offload_param: only ZeRO-3 has it; add --stage 3.")
         named = config_checks.named_optimizer(config)
         config_checks.raise_first(config_checks.all_problems(config, named))
         config_checks.raise_first(config_checks.size_problems(config, self.ranks))
@@ -156,7 +154,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``plan`` to a parser. Most of them default to None."""
     add: Callable[..., Any] = parser.add_argument
     known = ", ".join(models.KNOWN)
-    add("--model", help=f"HF folder, config.json or Hub name, or one of: {known}", required=True)
+    # ``read`` requires it: argparse would not name a misspelled --model.
+    add("--model", help=f"required: HF folder, config.json or Hub name, or one of: {known}")
     add("--config", type=Path, metavar="ds.json", help="a DeepSpeed config; options overrule it")
     add("--ranks", type=_positive, default=1, help="data-parallel ranks (default 1)")
     add("--optimizer", help=f"one of {', '.join(OPTIMIZERS)}; default: all of them")
@@ -207,12 +206,18 @@ def read(line: argparse.Namespace) -> PlanOptions:
         ValueError: the config or ``--params`` cannot be read, or a run would refuse the config.
     """
     given = {name: value for name, value in vars(line).items() if value not in (None, False)}
+    if line.model is None:
+        raise ValueError(
+            "--model is missing: give a folder, a Hub name, or a name that --help lists."
+        )
     if line.hf and line.fit is None:
         raise ValueError("--hf is for the config that --fit writes: add --fit.")
     if line.seq is None and not given.keys().isdisjoint(OF_ACTIVATIONS):
         names = ", ".join("--" + name.replace("_", "-") for name in OF_ACTIVATIONS)
         raise ValueError(f"{names} are for activations: add --seq TOKENS.")
-    config = _of_file(line.config) if line.config else edited({}, {"bf16.enabled": True})
+    config = edited({}, {"bf16.enabled": True})
+    if line.config:
+        config = _of_file(line.config, line.ranks)
     changes = {key: given[option] for option, key in KEYS.items() if option in given}
     if line.stage is not None:
         changes[KEYS["stage"]] = STAGES[line.stage]
@@ -238,12 +243,14 @@ def read(line: argparse.Namespace) -> PlanOptions:
     )
 
 
-def _of_file(path: Path) -> dict[str, Any]:
+def _of_file(path: Path, ranks: int) -> dict[str, Any]:
     """A DeepSpeed config with a dtype and a stage, and without an optimizer of DeepSpeed."""
     try:
         given = parsing.load(path)
         config_checks.raise_first(parsing.malformed(given))
         config = parsing.normalized(given)
+        if config.get(SIZES[0]) is not None:
+            config_checks.raise_first(config_checks.batch_problems(config, ranks))
         if kind := config.get("optimizer"):
             if "type" not in kind:
                 raise ValueError(config_checks.NO_TYPE)

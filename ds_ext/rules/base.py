@@ -269,5 +269,15 @@ def named(name: Any, key: str = "optimizer.type") -> RuleEntry:
 
 
 def entry_of(rule: type) -> RuleEntry:
-    """Returns the entry of a rule, or of a class that adds hyper-parameters to a rule."""
-    return REGISTRY[rule.__name__.lower()]
+    """Returns the entry of a rule, or of a class that adds hyper-parameters to a rule.
+
+    Raises:
+        ValueError: the class is not registered.
+    """
+    entry = REGISTRY.get(rule.__name__.lower())
+    if entry is None:
+        raise ValueError(
+            f"{rule.__name__} is not registered: put @register(…), of ds_ext.rules.base, above its "
+            "@dataclass."
+        )
+    return entry

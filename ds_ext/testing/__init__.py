@@ -25,7 +25,8 @@ def check_rule(
     """Checks that a rule has the properties of all rules of ds_ext, without ranks or a GPU.
 
     A rule is the same on any number of ranks, in fp64 within 1e-9 of the update; keeps the state
-    that ``state_spec`` declares; resumes with the same bits; works with bf16 and fp16 weights;
+    that ``state_spec`` declares; yields before it writes if it is registered with ``sums_first``;
+    resumes with the same bits; works with bf16 and fp16 weights;
     stays finite where gradients are zero; and is the same in a batch as alone.
 
     Args:
@@ -41,6 +42,7 @@ def check_rule(
 
     Raises:
         AssertionError: the rule lacks a property, which the message names.
+        ValueError: the rule is not registered.
     """
     made = rule() if isinstance(rule, type) else rule
     if not rules.entry_of(type(made)).any_shape:
@@ -50,6 +52,7 @@ def check_rule(
     for world in worlds:
         properties.is_the_same_on_ranks(made, world, shapes)
     properties.keeps_its_state_spec(made, shapes)
+    properties.yields_before_it_writes(made, shapes)
     properties.resumes(made, shapes)
     properties.endures_zeros(made, shapes)
     for half in (torch.bfloat16, torch.float16):

@@ -1,7 +1,9 @@
 """The properties that every rule has: each function raises AssertionError if a rule lacks one."""
 
 import contextlib
+import copy
 import dataclasses
+import functools
 import io
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args, get_origin, get_type_hints
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_ext import rules
+from ds_ext.distributed import lockstep
 from ds_ext.hyperparams import NonNegative
 from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
@@ -61,6 +64,9 @@ def is_the_same_on_ranks(rule: Any, world: int, shapes: Sequence[Shape], steps: 
         except ValueError as reason:
             what = "yields equally often, and sums of equal sizes, on all ranks"
             raise AssertionError(_lacks(rule, f"{what}: {world} ranks, {reason}")) from reason
+    for shape, p, old in zip(shapes, whole.params, before, strict=True):
+        what = f"changes the weight: shape {shape}, {steps} steps (ops.apply_ writes it)"
+        _require(not torch.equal(p, old), rule, what)
     for shape, error in zip(shapes, errors(ranks.params, whole.params, before), strict=True):
         advice = (
             "a total is missing or not used, or a mean divides by len(p) instead of shard.numel"
@@ -85,6 +91,29 @@ def keeps_its_state_spec(rule: Any, shapes: Sequence[Shape]) -> None:
         for states, shards in zip(ranks.states, ranks.shards, strict=True):
             for state, shard in zip(states, shards, strict=True):
                 _check_state(rule, state, shard, torch.float32)
+
+
+def yields_before_it_writes(rule: Any, shapes: Sequence[Shape]) -> None:
+    """Checks ``sums_first`` of ``register`` on each rank, in five steps."""
+    for world in (1, 2):
+        ranks = Ranks(rule, weights(shapes, torch.float32), world)
+        for grads in gradients(5, shapes, torch.float32):
+            trial = copy.deepcopy(ranks)
+            trial.step(grads, functools.partial(_begin, ranks, trial))
+            ranks.step(grads)
+
+
+def _begin(ranks: Ranks, trial: Ranks, steps: Sequence[Sequence[Any]]) -> int:
+    """Advances steps of ``trial`` to their first sums, and compares its memory with ``ranks``'."""
+    rule, first = ranks.rule, rules.entry_of(type(ranks.rule)).sums_first
+    for r, i in ((r, i) for r in range(ranks.world) for i in range(len(ranks.shapes))):
+        if first(rule, ranks.shards[r][i]):
+            sums = next(lockstep.lockstep([steps[r][i]]), None)
+            now, before = ([x.runs[r][i], *tensors(x.states[r][i])] for x in (trial, ranks))
+            is_kept = sums is not None and all(map(torch.equal, now, before))
+            what = f"yields before it writes, as sums_first says: shape {ranks.shapes[i]}"
+            _require(is_kept, rule, f"{what}, step {trial.t}, {ranks.world} ranks")
+    return 0
 
 
 def _check_state(rule: Any, state: Any, shard: Shard, dtype: torch.dtype) -> None:

@@ -202,7 +202,7 @@ REFUSED = [
     (["--batch", "2"], "--chunked-loss are for activations: add --seq TOKENS"),
     (["--config", "nowhere.json"], "--config nowhere.json: "),
     (["--model", "."], "--model .: no configuration of transformers"),
-    ([], "the following arguments are required: --model"),
+    ([], "--model is missing: give a folder"),
     (
         ["--optimizer", "adalom"],
         "--optimizer is 'adalom', which is not a ds_ext optimizer. Did you mean",
@@ -301,7 +301,7 @@ def test_the_version_is_told(capsys):
 
 # Of each wrong line: what is told, and what is not, since nobody wrote it.
 TYPOS = {
-    "plan --modl llama-3.1-8b": ["the following arguments are required: --model"],
+    "plan --modl llama-3.1-8b": ["unknown option --modl. Did you mean --model?"],
     "plan --model llama-3.1-8b --optimizr lomo": [
         "unknown option --optimizr. Did you mean --optimizer?"
     ],
@@ -326,7 +326,11 @@ BAD_CONFIGS = [
     ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "not to NVMe"),
     (
         {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-        "offload_param: only",
+        "offload_param.device = 'cpu' works only at zero_optimization.stage 3, and the stage is 2",
+    ),
+    (
+        {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 1},
+        "train_batch_size = 7 is not train_micro_batch_size_per_gpu = 1 times",
     ),
     ({"train_micro_batch_size_per_gpu": "4"}, "train_micro_batch_size_per_gpu is '4'"),
     ({"bf16": {"enabled": "maybe"}}, "bf16.enabled is 'maybe'"),

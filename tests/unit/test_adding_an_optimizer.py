@@ -272,7 +272,24 @@ def plain_torch(self, p, g, s, t, shard):
     ops.apply_(p, g, shard, lr=self.lr * g.mean())
 
 
+def nothing(self, p, g, s, t, shard):
+    ops.lerp_(s["m"], g, 0.5, shard)
+
+
+def plain_weight(self, p, g, s, t, shard):
+    p.mul_(0.99)  # an fp32 weight that is stepped alone is a tensor
+
+
+def writes_first(self, p, g, s, t, shard):
+    ops.lerp_(s["m"], g, 0.5, shard)
+    (total,) = yield (ops.square_sum(g, shard, g),)
+    ops.apply_(p, s["m"], shard, lr=self.lr / (1 + total))
+
+
 FAULTS = {
+    nothing: r"changes the weight: shape .*ops.apply_ writes it",
+    plain_weight: "mul_ cannot read it: p and g of a rule",
+    writes_first: "yields before it writes, as sums_first says: shape",
     own_sums: "is the same on 2 ranks as on one: .* a total is missing or not used",
     size_of_the_run: "is the same on 2 ranks as on one: .* divides by len",
     not_everywhere: "yields equally often, and sums of equal sizes, on all ranks: 2 ranks",
@@ -288,10 +305,17 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_of_each_kind_is_named(fault):
-    is_batched = fault is mixed_in_a_batch
-    with registered(fault, is_batched) as rule:
+    is_batched = fault in (mixed_in_a_batch, writes_first)
+    with registered(fault, is_batched, sums_first=fault is writes_first) as rule:
         with pytest.raises((AssertionError, AttributeError), match=FAULTS[fault]):
             check_rule(rule)
+
+
+def test_a_rule_that_is_not_registered_is_named():
+    with registered(nothing) as rule:
+        pass
+    with pytest.raises(ValueError, match="Own is not registered: put @register"):
+        check_rule(rule)
 
 
 def test_another_formula_than_the_references_is_named(page):

@@ -182,6 +182,9 @@ def test_a_hyper_parameter_that_another_state_belongs_to_is_refused(name, hypers
     params, optimizer = stepped(name, **hypers)
     before = picture(params, optimizer)[:2]
     optimizer.param_groups[0].update(change)
+    if "nbits" in change:
+        with pytest.raises(ValueError, match="layers.0 does not fit it: its kind of m is that of"):
+            optimizer.state_dict()
     with pytest.raises(ValueError, match="layers.0 does not fit it"):
         step(params, optimizer)
     assert same(before, picture(params, optimizer)[:2])

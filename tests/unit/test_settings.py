@@ -21,7 +21,7 @@ def refuse(*given):
 SETTINGS = [
     ("zero_optimization.offload_optimizer.super_offload", [True], [False], "remove it"),
     ("zero_optimization.offload_optimizer.device", ["nvme"], ["cpu", "none"], "not to NVMe"),
-    ("zero_optimization.offload_param.device", ["nvme"], ["cpu", "none"], "not to NVMe"),
+    ("zero_optimization.offload_param.device", ["nvme"], ["none"], "not to NVMe"),
     ("zero_optimization.offload_optimizer.ratio", [0.5], [1, 1.0], "remove it"),
     ("zero_optimization.offload_param.ratio", [0.5], [1, 1.0], "remove it"),
     ("zero_optimization.cpu_offload", [True], [False], "offload_optimizer"),

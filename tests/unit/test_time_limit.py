@@ -1,9 +1,40 @@
-"""Groups of DeepSpeed get the time limit of all ranks."""
+"""Time limits of groups, and what ranks ask that wait for others."""
 
+import concurrent.futures
+import threading
+import time
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest import mock
 
+import torch.distributed as dist
+
+from ds_ext import logs
+from ds_ext.distributed import consensus
 from ds_ext.engine import layouts
+
+
+def test_ranks_that_wait_ask_little(monkeypatch, caplog):
+    """Seven of eight ranks wait: one of them reads all counts, and warns."""
+    world, rank = 8, threading.local()
+    store = mock.Mock(wraps=dist.HashStore())
+    monkeypatch.setattr(dist, "get_rank", lambda: rank.number)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: world)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(consensus, "PATIENCE", 0.3)
+
+    def wait(number):
+        rank.number = number
+        with consensus.announced("saving"):
+            time.sleep(1.5)
+
+    monkeypatch.setattr(logs.logger, "propagate", True)
+    with concurrent.futures.ThreadPoolExecutor(world) as ranks:
+        list(ranks.map(wait, range(world - 1)))
+    assert store.add.call_count <= 3 * world
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "has waited in saving" in line and "rank 7 has not called it" in line
 
 
 def test_groups_get_their_time_limit_without_a_warning(monkeypatch):
