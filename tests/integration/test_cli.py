@@ -94,7 +94,7 @@ def test_what_is_offloaded_is_not_on_the_device(folder, capsys):
             ["--weight-storage", "int8", "--params", '{"weight_update": "master"}'],
             "= 'master' does",
         ),
-        (["--offload-param", "--stage", "2"], "--stage 3"),
+        (["--offload-param", "--stage", "2"], "stage 3"),
         (["--offload-optimizer", "--optimizer", "adalomo"], "almost no optimizer state"),
         (["--offload-optimizer", "--optimizer", "lamb", "--stage", "none"], "another --stage"),
     ],
