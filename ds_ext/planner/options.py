@@ -19,7 +19,7 @@ from ds_ext.config.parsing import edited, lookup
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named
 from ds_ext.planner import models
 from ds_ext.planner.activations import MicroBatch
-from ds_ext.settings import SIZES, Section
+from ds_ext.settings import Section
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STAGES = {"none": None, "0": 0, "1": 1, "2": 2, "3": 3}
@@ -217,7 +217,7 @@ def read(line: argparse.Namespace) -> PlanOptions:
         raise ValueError(f"{names} are for activations: add --seq TOKENS.")
     config = edited({}, {"bf16.enabled": True})
     if line.config:
-        config = _of_file(line.config, line.ranks)
+        config = _of_file(line.config)
     changes = {key: given[option] for option, key in KEYS.items() if option in given}
     if line.stage is not None:
         changes[KEYS["stage"]] = STAGES[line.stage]
@@ -243,14 +243,12 @@ def read(line: argparse.Namespace) -> PlanOptions:
     )
 
 
-def _of_file(path: Path, ranks: int) -> dict[str, Any]:
+def _of_file(path: Path) -> dict[str, Any]:
     """A DeepSpeed config with a dtype and a stage, and without an optimizer of DeepSpeed."""
     try:
         given = parsing.load(path)
         config_checks.raise_first(parsing.malformed(given))
         config = parsing.normalized(given)
-        if config.get(SIZES[0]) is not None:
-            config_checks.raise_first(config_checks.batch_problems(config, ranks))
         if kind := config.get("optimizer"):
             if "type" not in kind:
                 raise ValueError(config_checks.NO_TYPE)

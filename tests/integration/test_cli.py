@@ -328,10 +328,6 @@ BAD_CONFIGS = [
         {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
         "offload_param.device = 'cpu' works only at zero_optimization.stage 3, and the stage is 2",
     ),
-    (
-        {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 1},
-        "train_batch_size = 7 is not train_micro_batch_size_per_gpu = 1 times",
-    ),
     ({"train_micro_batch_size_per_gpu": "4"}, "train_micro_batch_size_per_gpu is '4'"),
     ({"bf16": {"enabled": "maybe"}}, "bf16.enabled is 'maybe'"),
     ({"optimizer": {"type": "AdaLom"}}, "optimizer.type is 'AdaLom'"),
