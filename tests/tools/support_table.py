@@ -39,15 +39,13 @@ def _where(shown: Sequence[str]) -> str:
 
 
 def _optimizers(rows: Sequence[Mapping[str, str]]) -> str:
-    """The optimizers of a feature: names, or their number if stages differ; failures are named."""
+    """The optimizers of a feature, at whichever of its stages; failures are named."""
     failed = sorted({o for row in rows for o, fared in row.items() if fared == "failed"})
     passed = {o for row in rows for o, fared in row.items() if fared == "passed"}
     merged = dict.fromkeys(passed, "passed") | dict.fromkeys(failed, "failed")
     text = _cell(merged).replace(_EXCEPT, "all except ").replace(_ALL, "all")
     is_everywhere = all({o for o in passed if row.get(o) == "passed"} == passed for row in rows)
-    if is_everywhere or failed:
-        return text
-    return f"{text if text == 'all' else f'{len(passed)} of {len(OPTIMIZERS)}'}*"
+    return text if is_everywhere or failed else f"{text}*"
 
 
 def by_feature(found: Mapping[str, Any]) -> str:
