@@ -137,11 +137,13 @@ def _unchecked(config: dict[str, Any], model: nn.Module | None, ranks: int | Non
     for key, what in of_model.items():
         if model is None and lookup(config, key) not in (None, "all-linear"):
             yield f"{key}: {what}; give --model to check it"
-    for key in ("tensor_parallel.autotp_size", "expert_parallel.enabled", "sequence_parallel_size"):
-        if config_checks.is_on(config, key):
-            yield f"{key}: can be checked only in a run"
+    in_a_run = ["tensor_parallel.autotp_size", "expert_parallel.enabled", "sequence_parallel_size"]
+    in_a_run = [key for key in in_a_run if config_checks.is_on(config, key)]
+    in_a_run += ["scheduler"] if config.get("scheduler") else []
+    for key in in_a_run:
+        yield f"{key}: can be checked only in a run"
     for key in config_checks.group_keys(config):
-        if ranks is None:
+        if ranks is None and key not in in_a_run:
             yield f"{key}: whether it divides the ranks; give --ranks to check it"
 
 

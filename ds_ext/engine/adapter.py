@@ -125,7 +125,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
     defaults = property(lambda self: self.optimizer.defaults)
 
     def __getattr__(self, name: str) -> Any:
-        """Raises AttributeError, with advice for attributes of DeepSpeed's own optimizers."""
+        """Raises AttributeError, which names the page that lists what an engine offers."""
         raise unsupported_api.attribute(name)
 
     def get_lr(self) -> float:

@@ -49,8 +49,17 @@ def read(make: Callable[[], None], config: dict[str, Any]) -> None:
         found = config_checks.all_problems(values, named_optimizer(values))
     if found:
         raise ValueError("\n".join(found))
-    with translated():
-        make()
+    try:
+        with translated():
+            make()
+    except ValueError as error:
+        size = values.get("sequence_parallel_size", 1)
+        if size == 1:
+            raise
+        raise ValueError(
+            f"{error} sequence_parallel_size = {size} needs an mpu, which accelerate passes for "
+            f"ParallelismConfig(sp_size={size}); it also divides the number of data-parallel ranks."
+        ) from None
     # Not of DeepSpeed's ``world_size``, which it has divided by sequence_parallel_size.
     ranks = dist.get_world_size() if dist.is_initialized() else None
     raise_first(config_checks.size_problems(config, ranks))

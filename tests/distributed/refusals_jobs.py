@@ -1,5 +1,6 @@
 """What needs ranks of its own to be shown: hpZ, torch.compile, and refusals on every rank."""
 
+import copy
 from typing import Any
 
 import deepspeed
@@ -45,6 +46,30 @@ def second_copies(rule: str, persist: int) -> dict[str, Any]:
         )
     told = by_role.told(engine.optimizer, model)
     return {"before": before, "after": whole(model), "copies": copies, "told": told}
+
+
+def persistent_copies(frozen: int) -> list[tuple[float, float]]:
+    """Losses of hpZ with persistent biases, one of them frozen, and those of one process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    model[frozen].bias.requires_grad_(False)
+    reference = copy.deepcopy(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    zero = {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 10}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **zero}}
+    optimizer = ds_ext.LOMO(trained, lr=0.5)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    sgd, found = torch.optim.SGD(reference.parameters(), lr=0.5), []
+    x = engines.rows(0, 0, 4, 8)
+    for _ in range(3):
+        losses = [m(x).square().mean() for m in (engine, reference)]
+        engine.backward(losses[0])
+        losses[1].backward()
+        engine.step()
+        sgd.step()
+        sgd.zero_grad()
+        found.append((losses[0].item(), losses[1].item()))
+    return found
 
 
 class Net(nn.Module):

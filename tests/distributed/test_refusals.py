@@ -35,6 +35,13 @@ def test_second_copies_of_the_weights_never_go_stale(name):
             assert frozen and not left  # kept of what is not trained, forgotten of what was
 
 
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_second_copies_of_persistent_parameters_never_go_stale(frozen):
+    for losses in worlds.once(4, refusals_jobs.persistent_copies, frozen):
+        assert losses[2][1] < losses[0][1] - 0.01
+        assert all(ours == pytest.approx(expected, rel=1e-5) for ours, expected in losses)
+
+
 @pytest.mark.supports("`torch.compile`", stage=lambda case: case[0], optimizer="AdaLomo")
 @pytest.mark.parametrize("case", params([(case,) for case in COMPILED], QUICK), ids=str)
 def test_a_compiled_model_is_trained_exactly(case):
