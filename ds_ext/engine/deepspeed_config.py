@@ -66,7 +66,9 @@ def read(make: Callable[[], None], config: dict[str, Any]) -> None:
 
 
 def raised(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
-    """Yields the error that DeepSpeed raises when it reads a config without problems of ds_ext.
+    """Yields what is refused when DeepSpeed reads a config without problems of ds_ext.
+
+    That is DeepSpeed's error, or what contradicts the accumulation that batch sizes imply.
 
     Args:
         config: a DeepSpeed config, in which a batch size may be "auto".
@@ -84,8 +86,11 @@ def raised(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
                 if ranks is not None and all(sizes[key] is not None for key in given):
                     vars(made).update(sizes, world_size=ranks)
                     made._configure_train_batch_size()
+                    own["gradient_accumulation_steps"] = made.gradient_accumulation_steps
         except ValueError as error:
             yield str(error)
+            return
+    yield from config_checks.all_problems(own, named_optimizer(own))
 
 
 def unknown(config: dict[str, Any]) -> Iterator[str]:

@@ -108,7 +108,7 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
     ("sequence_parallel_size", {"sequence_parallel_size": "1"}),
     ("gradient_clipping", {"gradient_clipping": "1.0"}),
     ("gradient_clipping", {"gradient_clipping": True}),
-    ("gradient_clipping", {"gradient_clipping": -1.0}),
+    ("gradient_clipping", {"gradient_clipping": -0.5}),
     ("data_types.grad_accum_dtype", {"data_types": {"grad_accum_dtype": "FP32"}} | KEPT),
     ("communication_data_type", {"communication_data_type": "fp64"}),
     # Keys that are unknown, that a version removed, or that have no effect.
