@@ -17,9 +17,8 @@ from ds_ext import ops
 from ds_ext.backward import owners
 from ds_ext.backward.module_hooks import Hook, check_leaf_inputs
 from ds_ext.backward.owners import GradientOwner
-from ds_ext.backward.packing import Packing
 from ds_ext.backward.partial_grads import ModuleCalls
-from ds_ext.backward.reduced_grad import Receiver, ReducedGrad, compact_copy
+from ds_ext.backward.reduced_grad import Receiver, ReducedGrad, compact_copy, has_other_users
 from ds_ext.backward.reduction import Reducing, Reduction
 from ds_ext.backward.streams import IN_FLIGHT, SideStreams
 from ds_ext.distributed.layout import Agreement, Layout
@@ -72,13 +71,14 @@ class Buckets:
     ) -> None:
         self.layout = layout
         self.size = size
+        self.comm_dtype = comm_dtype
         self.owner = owner
         self.has_followed = False  # edits of groups, since the last forward or backward pass began
         self.overlap = overlap
         self.streams = SideStreams(layout.device, overlap)
         self.sent: InFlightBucket | None = None  # the bucket that is being reduced
         self.receiver: Receiver | None = None  # the receiver of this backward pass
-        self.waiting: dict[Tensor, Tensor | None] = {}  # as packed; None: no gradient
+        self.waiting: dict[Tensor, Tensor | None] = {}  # flat and padded; None: no gradient
         self.elements = 0  # that no exchange of ready gradients covers yet
         self.deferred: dict[Tensor, int] = {}  # those of them that wait for the end: see SMALL
         self.asked: Callable[[], Agreement] | None = None  # waits for their answer
@@ -87,11 +87,13 @@ class Buckets:
         leaves = layout.leaves(module)
         self.leaf_params = {p for params in leaves.values() for p in params}
         self.uses = ModuleCalls(module, leaves | layout.units(), layout.brings_gradients)
+        self.size_of = {
+            p: placement.padded_numel(p) for p, placement in layout.placement_of.items()
+        }
         self.counted = {
             p: placement.max_padded_numel(p) for p, placement in layout.placement_of.items()
         }
-        self.packing = Packing(layout, size, comm_dtype)
-        self.reduction = Reduction(layout, self.streams, self.packing, self.leaf_params)
+        self.reduction = Reduction(layout, self.streams, self.size_of, comm_dtype, self.leaf_params)
         self.trained: set[Tensor] = set()  # parameters that have been seen to be trainable
         self.hooks = [module.register_forward_pre_hook(Hook(self.attach)), *layout.hook()]
         for leaf, params in leaves.items():
@@ -180,8 +182,11 @@ class Buckets:
             before = None
         else:
             before = self.waiting[param]  # of another checkpointed segment
-        self.waiting[param] = before if grad is None else self.packing.keep(param, grad, before)
-        del grad, before  # ``flush`` frees them
+        own = None if grad is None else self._own(param, grad)
+        if before is not None:
+            own = before if own is None else before + own
+        self.waiting[param] = own
+        del grad, own, before  # ``flush`` frees them
         if self.elements >= self.size:
             self.flush()
 
@@ -194,6 +199,22 @@ class Buckets:
                     self.take(param)
 
         return hook
+
+    def _own(self, param: Tensor, grad: Tensor) -> Tensor:
+        """A gradient, flat and padded to equal parts for all ranks, in writable memory."""
+        placement = self.layout.placement_of[param]
+        grad = placement.gradient(param, grad)
+        # Autograd may pass a view of a gradient that other nodes still have to read.
+        is_aliased = placement.is_summed and has_other_users(grad)
+        flat = grad.view(-1) if grad.is_contiguous() else grad.reshape(-1)
+        dtype = self.comm_dtype(param)
+        flat = flat if dtype is None else flat.to(dtype)
+        missing = self.size_of[param] - flat.numel()
+        if missing:
+            return nn.functional.pad(flat, (0, missing))
+        if is_aliased and flat.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr():
+            return flat.clone()
+        return flat
 
     def flush(self, ended: bool = False) -> bool:
         """Reduces the gradients that all ranks have, and starts the next exchange of ready ones.
@@ -290,7 +311,6 @@ class Buckets:
         self.sent = self.receiver = self.asked = None
         self.waiting, self.elements, self.parts = {}, 0, {}
         self.deferred = {}
-        self.packing.clear()
 
     def begin_with(self, receiver: Receiver) -> None:
         """Begins a backward pass with this receiver, not the owner's."""

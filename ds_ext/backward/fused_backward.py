@@ -324,7 +324,9 @@ class FusedBackward:
 
     def begin_with(self, kept: Mapping[Tensor, Tensor]) -> None:
         """Begins a step with runs of gradients of earlier micro-batches."""
-        size_of = {p: self.layout.placement_of[p].padded_run(p) for p in kept}
+        size_of = {
+            p: self.buckets.size_of[p] // self.layout.placement_of[p].num_shards for p in kept
+        }
         padded = {p: nn.functional.pad(x, (0, size_of[p] - len(x))) for p, x in kept.items()}
         self._begin_step({p: ReducedGrad(x) for p, x in padded.items()})
 

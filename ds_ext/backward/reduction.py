@@ -1,6 +1,6 @@
 """Reduction of a bucket: gradients are summed over the ranks in place, and the ranks vote."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import torch
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.backward.grad_scaling import of_each_dtype
-from ds_ext.backward.packing import Packing
 from ds_ext.backward.reduced_grad import ReducedGrad, VotedParams
 from ds_ext.backward.streams import SideStreams, from_host, to_host
 from ds_ext.distributed.layout import Layout
@@ -29,7 +28,8 @@ class Reduction:
     Args:
         layout: of the model.
         streams: the side streams.
-        packing: lays out the gradients of a bucket.
+        size_of: the padded elements of each parameter.
+        comm_dtype: returns the dtype that a parameter's gradient is summed in, None for its own.
         leaf_params: parameters of leaf modules, which some ranks may not use. If no rank used a
             parameter, the result does not contain it.
     """
@@ -38,27 +38,29 @@ class Reduction:
         self,
         layout: Layout,
         streams: SideStreams,
-        packing: Packing,
+        size_of: Mapping[Tensor, int],
+        comm_dtype: Callable[[Tensor], torch.dtype | None],
         leaf_params: Collection[Tensor],
     ) -> None:
         self.layout = layout
         self.streams = streams
-        self.packing = packing
+        self.size_of = size_of
+        self.comm_dtype = comm_dtype
         self.leaf_params = frozenset(leaf_params)
 
     def begin(self, grads: dict[Tensor, Tensor | None], voted_params: VotedParams) -> Reducing:
         """Begins to reduce gradients to this rank's runs.
 
-        Runs share the memory of the messages. The ranks also exchange votes: on ``voted_params``,
+        Runs share the memory of the gradients. The ranks also exchange votes: on ``voted_params``,
         whether a gradient is bad or may overflow when summed; on ``leaf_params``, whether a rank
         has a gradient. The host reads the votes on ``voted_params.host`` and ``leaf_params``.
         """
+        flats = {p: self._zeros(p) if flat is None else flat for p, flat in grads.items()}
         are_voted = voted_params.host | voted_params.device
-        asked = [p for p in grads if p in are_voted] if are_voted else []
-        num_voted = len(asked)
+        voted = {p: flats[p] for p in grads if p in are_voted} if are_voted else {}
+        asked = [*voted]
         if self.leaf_params:
-            asked += (p for p in grads if p in self.leaf_params and p not in are_voted)
-        messages = self.packing.messages(grads, len(asked))
+            asked += (p for p in grads if p in self.leaf_params and p not in voted)
         is_read = bool(asked) and any(
             p in self.leaf_params or p in voted_params.host for p in asked
         )
@@ -66,10 +68,9 @@ class Reduction:
             squares: dict[Tensor, Tensor] = {}
             votes: Tensor | None = None
             if asked:
-                flats = {p: message.grad(p) for message in messages for p in message.columns}
-                voted = {p: flats[p] for p in asked[:num_voted]}
                 squares, votes = self._votes(voted, [grads[p] is not None for p in asked])
-            runs, votes, wait = self.layout.reduce(messages, votes)
+                votes = votes.to(next(iter(flats.values())).dtype)  # reduced with gradients
+            runs, votes, wait = self.layout.reduce(flats, votes)
             read_votes = None
             if self.streams.are_used:
                 wait()
@@ -81,7 +82,7 @@ class Reduction:
             if not self.streams.are_used:
                 wait()
             if votes is None:
-                return {p: ReducedGrad(runs[p]) for p in grads}
+                return {p: ReducedGrad(run) for p, run in runs.items()}
             on_device = (
                 dict(zip(asked, votes.float().unbind(), strict=True)) if voted_params.device else {}
             )
@@ -95,12 +96,12 @@ class Reduction:
                 unused = {p for p in asked if p in self.leaf_params and not used[p]}
             return {
                 p: ReducedGrad(
-                    runs[p],
+                    run,
                     bad[p] if p in voted_params.host else None,
                     squares.get(p),
                     on_device[p] if p in voted_params.device else None,
                 )
-                for p in grads
+                for p, run in runs.items()
                 if p not in unused
             }
 
@@ -131,9 +132,8 @@ class Reduction:
 
     def _found(self, flats: dict[Tensor, Tensor]) -> list[Tensor]:
         """The values to check: sums of squares, or the largest magnitudes of summed gradients."""
-        if self.layout.sums_gradients:
-            return of_each_dtype(largest, flats.values())
-        return of_each_dtype(square_sums_of, [flat.reshape(-1) for flat in flats.values()])
+        op = largest if self.layout.sums_gradients else square_sums_of
+        return of_each_dtype(op, flats.values())
 
     def _upper_bound(self, param: Tensor, flat: Tensor) -> float:
         """The largest allowed value of ``_found``."""
@@ -141,6 +141,11 @@ class Reduction:
             return self._bound(param, flat)
         numel = max(1, self.layout.shard(param).numel)
         return float(torch.finfo(ops.accumulator(flat.dtype)).max / numel)
+
+    def _zeros(self, param: Tensor) -> Tensor:
+        """The contribution of a rank that has no gradient of a parameter."""
+        dtype = self.comm_dtype(param) or param.dtype
+        return torch.zeros(self.size_of[param], dtype=dtype, device=param.device)
 
     def _bound(self, param: Tensor, flat: Tensor) -> float:
         """The largest magnitude whose sum over the ranks, and its squares, are finite."""

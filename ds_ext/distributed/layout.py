@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_ext.distributed import groups
 from ds_ext.distributed.groups import Group, communicates, everyone, size_of
-from ds_ext.distributed.message import Message, of_votes
 from ds_ext.distributed.placement import Placement, Summed, broadcast
 from ds_ext.distributed.rank_failure import explained, wait_for
 from ds_ext.ops import int8, turns
@@ -229,32 +228,31 @@ class Layout:
         return answer
 
     def reduce(
-        self, messages: Sequence[Message], votes: Tensor | None
+        self, flats: Mapping[Tensor, Tensor], votes: Tensor | None
     ) -> tuple[dict[Tensor, Tensor], Tensor | None, Callable[[], None]]:
-        """Begins to sum gradients in place; returns this rank's runs, the votes, and a wait.
+        """Begins to sum flat gradients in place; returns this rank's runs, votes, and a wait.
 
         With a uniform placement, votes are sent with the gradients, else by a separate all-reduce.
         """
-        sent, ballot = [*messages], None
-        if votes is not None and self.is_uniform and isinstance(self.placements[0], Summed):
-            ballot = next((m for m in messages if m.takes_votes(votes)), None)
-            if ballot is None:
-                ballot = of_votes(votes.to(messages[0].memory.dtype), self.placements[0])
-                sent.append(ballot)
+        votes_beside = self.is_uniform and isinstance(self.placements[0], Summed)
         runs: dict[Tensor, Tensor] = {}
         waits = []
-        for placement in self.placements:
-            own = [m for m in sent if m.placement is placement]
-            rows, wait = placement.reduce([m.memory.view(-1) for m in own])
-            for message, row in zip(own, rows, strict=True):
-                runs |= {param: row[columns] for param, columns in message.columns.items()}
-                if votes is not None and message is ballot:
-                    votes = message.votes(row, len(votes))
+        for placement, params in self.by_placement(flats):
+            sent = [flats[p] for p in params]
+            if votes is not None and votes_beside:
+                sent.append(votes.repeat(placement.num_shards))
+            reduced, wait = placement.reduce(sent)
+            if votes is not None and votes_beside:
+                votes = reduced.pop()
+            runs |= zip(params, reduced, strict=True)
             waits.append(wait)
-        if votes is not None and ballot is None and communicates(self.voters):
+        if votes is not None and not votes_beside and communicates(self.voters):
             self.bytes_sent += votes.nbytes
             with explained():
                 waits.append(dist.all_reduce(votes, group=self.voters, async_op=True).wait)
+
+        if len(self.placements) > 1:
+            runs = {p: runs[p] for p in flats}
         return runs, votes, wait_for(waits)
 
     @property

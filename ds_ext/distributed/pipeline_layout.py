@@ -114,7 +114,8 @@ class PipelineLayout(Layout):
         """The run of one gradient, summed over its stages. This stage may have none."""
         dtype = ops.accumulator(param.dtype)
         if own is None:
-            size = self.placement_of[param].padded_run(param)
+            placement = self.placement_of[param]
+            size = placement.padded_numel(param) // placement.num_shards
             own = torch.zeros(size, dtype=dtype, device=self.device)
         return self._all_reduce(own.to(dtype), group)
 

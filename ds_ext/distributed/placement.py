@@ -129,10 +129,6 @@ class Placement:
         held = self.tensor_parallel_shards.get(param)
         return self._padded(held.numel if held else self.shard(param).numel)
 
-    def padded_run(self, param: Tensor) -> int:
-        """Returns the elements of a rank's padded run."""
-        return self.padded_numel(param) // self.num_shards
-
     def max_padded_numel(self, param: Tensor) -> int:
         """Returns the same for the rank that holds most, so that all ranks fill buckets alike."""
         held = self.tensor_parallel_shards.get(param)

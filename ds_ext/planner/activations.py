@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from ds_ext.backward.buckets import has_room
-from ds_ext.backward.packing import LARGE
 from ds_ext.forward.batch_splits import layers_of, split_batch
 from ds_ext.forward.chunked_loss import chunk_loss
 from ds_ext.planner import models
@@ -45,18 +44,13 @@ class GradientLifetime:
     behind: int = 0  # how many full buckets live while the next one fills
     staged_bytes: float = 0.0  # per element, that come from the host while a bucket is stepped
     together: bool = False  # whether layers in pieces are ZeRO-3's leaf modules
-    packs: bool = False  # whether a bucket's first gradient allocates the memory of all small ones
 
 
 class HeldGradients:
-    """The live gradients in a backward pass, which ``watch`` counts."""
+    """The live gradients in a backward pass."""
 
-    def __init__(self, lifetime: GradientLifetime, watch: LiveMemory) -> None:
+    def __init__(self, lifetime: GradientLifetime) -> None:
         self.lifetime = lifetime
-        self.memory = watch
-        self.most = 0  # the peak bytes until the last bucket was full
-        self.small = 0  # bytes of small gradients in the bucket
-        self.peaks: list[tuple[int, int]] = []  # while ``small`` had a value, and that value
         self.bucket: list[Tensor] = []
         self.earlier = deque[list[Tensor]](maxlen=lifetime.behind)
 
@@ -77,9 +71,6 @@ class HeldGradients:
         size, more = self.lifetime.bucket, param.grad.numel()
         if size is not None and not has_room(self.elements, more, size):
             self.step()
-        if size is not None and self.lifetime.packs and more <= LARGE * size:
-            self._note_peak()
-            self.small += param.grad.nbytes
         self.bucket.append(param.grad)
         param.grad = None
         if size is not None and self.elements >= size:
@@ -90,23 +81,10 @@ class HeldGradients:
         """The elements in the bucket."""
         return sum(grad.numel() for grad in self.bucket)
 
-    def _note_peak(self) -> None:
-        """Notes the peak since the small gradient before arrived, or the bucket began."""
-        self.peaks.append((self.memory.most, self.small))
-        self.memory.most = self.memory.now
-
     def step(self) -> None:
-        """Copies what is offloaded to the device while the gradients of a bucket are alive.
-
-        Adds the memory of small gradients that had not arrived to the peaks of the time since the
-        first of them.
-        """
+        """Copies what is offloaded to the device while the gradients of a bucket are alive."""
         size = round(self.elements * self.lifetime.staged_bytes)
         torch.empty(size, dtype=torch.uint8, device="cpu")
-        self._note_peak()
-        for most, small in self.peaks:
-            self.most = max(self.most, most + (self.small - small if small else 0))
-        self.peaks, self.small = [], 0
         self.earlier.append(self.bucket)
         self.bucket = []
 
@@ -153,19 +131,19 @@ def peak(
 
 def _peak(model: Any, tokens: Tensor, gradients: GradientLifetime) -> int:
     """Implements ``peak`` for a model and tokens that are fake tensors."""
-    watch = LiveMemory([*model.parameters(), *model.buffers()])
-    weights: int = watch.now
-    waiting = HeldGradients(gradients, watch)
+    waiting = HeldGradients(gradients)
     leaves = layers_of(model) if gradients.together else []
     together = [[*layer.parameters()] for layer in leaves]
     inside = {param for params in together for param in params}
     alone = [[p] for p in model.parameters() if p.requires_grad and p not in inside]
     for params in together + alone:
         waiting.watch(params)
-    with watch:
+    with LiveMemory([*model.parameters(), *model.buffers()]) as watch:
+        weights: int = watch.now
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         waiting.step()
-    return waiting.most - weights
+    most: int = watch.most
+    return most - weights
 
 
 def _checkpoint(model: Any) -> None:

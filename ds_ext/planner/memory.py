@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_ext.backward.packing import LARGE
 from ds_ext.backward.streams import IN_FLIGHT
 from ds_ext.ops import int8, sixteen_bit
 from ds_ext.ops.shard import Shard
@@ -205,15 +204,14 @@ def _weights(shapes: Shapes, stage: int | None, ranks: int) -> int:
 def _in_flight(shapes: Shapes, ranks: int, bucket: int, behind: int) -> int:
     """The peak gradient elements in backward: three kinds that are alive together.
 
-    One gradient arrives, and is copied to the tensor of its bucket, or if equal parts for all ranks
-    need padding. Others fill the bucket. The ``behind`` buckets before it are being reduced and
-    stepped.
+    One gradient arrives, and is copied if equal parts for all ranks need padding. Others fill the
+    bucket. The ``behind`` buckets before it are being reduced and stepped.
     """
     n = elements(shapes)
     most = filling = 0
     earlier = deque([0] * behind, maxlen=behind)
     for size in map(math.prod, reversed([*shapes.values()])):  # about the order of backward
-        copy = size if size % ranks or (ranks > 1 and size <= LARGE * bucket) else 0
+        copy = size if size % ranks else 0
         now = size + max(min(bucket, n - size + copy), copy)
         most = max(most, min(now + sum(earlier), n + copy))
         filling += size

@@ -108,7 +108,6 @@ class MemoryPlan:
                 # Kept gradients are stepped after backward.
                 0.0 if options.accumulates else use.host / self.n,
                 together=stage == 3,
-                packs=bool(stage) and options.ranks > 1,
             )
             yield Row(label, use, waiting)
 

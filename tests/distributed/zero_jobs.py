@@ -163,16 +163,6 @@ def most_alive(case: Case, ranks: int) -> int:
     return most
 
 
-def elements(x: torch.Tensor) -> int:
-    """The elements of a tensor's storage: of a whole bucket, if its gradients share one."""
-    return x.untyped_storage().nbytes() // x.itemsize
-
-
-def stored(x: torch.Tensor) -> tuple[StorageWeakRef, torch.Tensor]:
-    """A reference to a tensor's storage, and the tensor."""
-    return StorageWeakRef(x.untyped_storage()), x
-
-
 class Watch:
     """Measures what the gradient path holds and sends while it runs; ``most`` may be held."""
 
@@ -207,8 +197,8 @@ class Watch:
         known = {ref.cdata for ref, _ in self.refs}
         waiting = [f for f in fused.waiting.values() if f is not None]
         flats = {StorageWeakRef(f.untyped_storage()).cdata: f for f in waiting}
-        copies = {cdata: f for cdata, f in flats.items() if cdata not in known}
-        return sum(n for _, n in self.refs) + sum(map(elements, copies.values()))
+        copies = sum(f.numel() for cdata, f in flats.items() if cdata not in known)
+        return sum(n for _, n in self.refs) + copies
 
     @contextlib.contextmanager
     def collectives(self):
@@ -225,8 +215,8 @@ class Watch:
                     self.sent.append((name, len(x)))
                     known = {ref.cdata for ref, _ in self.refs}
                     own = [g for g in x.values() if g is not None]
-                    flats = {ref.cdata: (ref, elements(g)) for ref, g in map(stored, own)}
-                    self.refs += [flat for cdata, flat in flats.items() if cdata not in known]
+                    flats = [(StorageWeakRef(g.untyped_storage()), g.numel()) for g in own]
+                    self.refs += [(ref, n) for ref, n in flats if ref.cdata not in known]
                 elif x.is_floating_point():  # not the ranks' agreement on a bucket
                     self.sent.append((name, x.numel()))
                 return original(*args, **kwargs)

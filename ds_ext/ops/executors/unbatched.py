@@ -90,12 +90,12 @@ def _square_sum(x: Tensor) -> Tensor:
 
 
 def largest(runs: Sequence[Tensor]) -> Tensor:
-    """Returns the largest magnitudes of tensors on one device, [n]; 0 for empty tensors.
+    """Returns the largest magnitudes of flat tensors on one device, [n]; 0 for empty tensors.
 
     A magnitude is inf or NaN if an element is inf or NaN.
     """
     found = []
     for x in runs:
-        low, high = torch.aminmax(x) if x.numel() else (x.new_zeros(()), x.new_zeros(()))
+        low, high = torch.aminmax(x) if len(x) else (x.new_zeros(()), x.new_zeros(()))
         found.append(torch.maximum(high, -low).to(accumulator(x.dtype)))
     return torch.stack(found)

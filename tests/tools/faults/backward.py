@@ -48,15 +48,15 @@ FAULTS = (
         "distributed/test_nonfinite.py",
     ),
     Fault(
-        "backward/packing.py",
-        "flat = flat.clone()",
-        "pass",
+        "backward/buckets.py",
+        "return flat.clone()",
+        "return flat",
         ZERO + "'2- and authors'",
     ),
     Fault(
-        "backward/packing.py",
-        "return before + own if pack is None else before.add_(own)",
-        "return own",
+        "backward/buckets.py",
+        "own = before if own is None else before + own",
+        "own = before if own is None else own",
         ZERO + "reentrant",
     ),
     Fault(
