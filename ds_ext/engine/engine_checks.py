@@ -10,6 +10,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
@@ -37,17 +38,29 @@ _LOCAL = {
 }
 
 
+def sequence_ranks(mpu: Any) -> int:
+    """Returns how many ranks share a sequence according to an ``mpu``, which may be None."""
+    return int(getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)())
+
+
 def check_sequences(config: DeepSpeedConfig, mpu: Any) -> None:
     """Checks that the groups of ranks that share a sequence (Ulysses) come from an ``mpu``.
 
     If only the config sets them, DeepSpeed ignores them, or does not sum gradients over them.
 
     Raises:
-        ValueError: there is no such mpu, or AutoTP would drop it.
+        ValueError: there is no such mpu, AutoTP would drop it, or DeepSpeed would use that of an
+            earlier engine.
     """
+    if mpu is None and (left := sequence_ranks(groups.mpu)) > 1:
+        raise ValueError(
+            "DeepSpeed keeps the mpu of an earlier engine of this process, whose sequences have "
+            f"{left} ranks, for this engine too: pass it to deepspeed.initialize as mpu, or set "
+            "deepspeed.utils.groups.mpu = None before."
+        )
     values = normalized(config._param_dict)
     asked = values.get("sequence_parallel_size", 1)
-    size = getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
+    size = sequence_ranks(mpu)
     if asked not in (1, size):
         raise ValueError(
             f"sequence_parallel_size = {asked}, but the sequences of mpu have {size} "

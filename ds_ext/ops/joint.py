@@ -216,6 +216,17 @@ def _apply_(
     return ()
 
 
+class _JointProduct(Joint):
+    """The two operands of a matrix product; stacks of the products count too."""
+
+    @property
+    def most(self) -> int:
+        """How many are answered together at most."""
+        left, right = self
+        numel = left.numel() + right.numel() + left.shape[0] * right.shape[1]
+        return max(1, block_sizes.product_limit(left.device) // max(1, numel))
+
+
 @dataclass(frozen=True)
 class _Products:
     """The joint operation of matrix products whose operands have ``terms`` bf16 terms."""
@@ -234,6 +245,6 @@ def _multiplied(u: Readable, shard: Shard) -> Generator[Any, Any, Readable]:
         return u
     if 2 * len(shard) > block_sizes.product_limit(x.left.device):
         return u
-    (values,) = yield Joint(_Products(x.terms), x.left, x.right)
+    (values,) = yield _JointProduct(_Products(x.terms), x.left, x.right)
     first = shard.start - x.first * shard.cols
     return times(values.reshape(-1)[first : first + len(shard)], factor)

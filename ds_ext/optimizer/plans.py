@@ -134,8 +134,8 @@ def _layout_of(x: Any) -> Any:
     """The layout of a run's state, which is nested in dicts: a step relies on what it describes."""
     if isinstance(x, dict):
         return {key: _layout_of(one) for key, one in x.items()}
-    if not isinstance(x, Tensor):
-        return type(x)
+    if not isinstance(x, Tensor):  # the number of steps
+        return type(x), isinstance(x, int) and x >= 0
     return type(x), x.dtype, x.shape, x.device, x.is_contiguous()
 
 

@@ -36,6 +36,7 @@ def test_sizes_and_groups_that_do_not_fit_are_refused_on_every_rank():
         for name in ("no mpu", "a mesh", "another size"):
             assert told[name].startswith("sequence_parallel_size = "), told
             assert "initialize_sequence_parallel" in told[name] and "as mpu" in told[name]
+        assert "keeps the mpu of an earlier engine" in told["of an earlier engine"], told
         assert "would not sum the gradients of the ranks that share" in told["a mesh alone"], told
         assert "together with tensor_parallel.autotp_size = 2" in told["tensors"]
         assert told["tensors and an mpu"].startswith("tensor_parallel.autotp_size = 2")

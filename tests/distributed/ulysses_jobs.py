@@ -194,6 +194,9 @@ def refusals() -> dict[str, str]:
         config = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "AdaLomo"}}
         made = {"model": make(True), "config": config | sizes, "mpu": mpu}
         told[name] = message(lambda made=made: deepspeed.initialize(**made), ValueError)
+    groups.mpu = sequences
+    made = {"model": make(True), "config": config}
+    told["of an earlier engine"] = message(lambda: deepspeed.initialize(**made), ValueError)
     groups.mpu = None
     config = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "AdaLomo"}}
     made = {"model": make(True), "config": config, "mesh_param": (2, 2)}

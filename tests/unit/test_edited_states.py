@@ -116,6 +116,13 @@ def test_an_edited_state_is_refused(form, at, edit):
         assert refused(twins, twin, lambda t=twins, o=twin: step(t, o), f"layers.{at} .*{keys[-1]}")
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_wrong_number_of_steps_is_refused(form):
+    params, optimizer = stepped(form)
+    optimizer.state[params[1]]["step"] = -1
+    assert refused(params, optimizer, lambda: step(params, optimizer), "layers.1 .*step is -1")
+
+
 def test_an_edited_state_is_refused_before_another_bucket_is_stepped(monkeypatch):
     monkeypatch.setattr(plain_step, "BATCHED_BUCKET_ELEMENTS", 1)
     params, optimizer = stepped("adalomo")

@@ -14,6 +14,8 @@ from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.executors.table_passes import TablePasses
 from ds_ext.ops.joint import Joint
+from ds_ext.ops.products import Product
+from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import table
 from tests.common.simulated import Ranks, errors
@@ -190,3 +192,9 @@ def test_many_joints_of_one_matrix_neither_nest_nor_keep_results():
     with mock.patch.object(block_sizes, "product_limit", lambda device: 3):
         lockstep.run([rule()], None)
     assert len(held) == 3000 and max(held) <= 3
+
+
+def test_stacks_of_matrix_products_are_as_large_as_a_block():
+    left, right = torch.zeros(500, 4), torch.zeros(4, 512)
+    asked = next(joint._multiplied(Product(left, right, 0), Shard.whole((500, 512))))
+    assert 1 < asked.most <= block_sizes.product_limit(CPU) / (500 * 512)
