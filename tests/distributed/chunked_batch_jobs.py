@@ -136,7 +136,7 @@ def train(case: Case) -> tuple[dict[str, Tensor], int]:
 PARTS = 4  # pieces, or micro-batches
 PIECES, ACCUMULATION, WHOLE = "pieces", "accumulation", "whole batch"
 WIDE = (1024, 320, 640, 4, 5, 5, False)
-# Rows of a step and rank, tokens per row, and elements: a bucket packs some of the matrices.
+# Rows of a step and rank, tokens per row, and elements of a bucket: two of the smaller matrices.
 BATCH, TOKENS, BUCKET = 8, 64, 2**18
 # Matrices are above ZeRO-3's threshold for parameters that stay gathered. As in a model above
 # DeepSpeed's other limits, a layer is released after each use.
