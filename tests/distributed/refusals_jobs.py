@@ -135,6 +135,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "deepcompile": base(3) | {"compile": {"deepcompile": True}},
     "hpz that does not divide": base(3, zero_hpz_partition_size=2),
     "compiled model": base(3),
+    "model in DDP": base(0),
+    "memory of two parameters": base(0),
     "compiled backward": base(1),
 }
 
@@ -146,6 +148,10 @@ def refusals() -> dict[str, str]:
         model: Any = net()
         if name == "compiled model":
             model = torch.compile(model, backend="eager")
+        elif name == "model in DDP":
+            model = nn.parallel.DistributedDataParallel(model)
+        elif name == "memory of two parameters":
+            model.frozen = nn.Parameter(model.up.weight.detach()[:3], requires_grad=False)
         try:
             engine = deepspeed.initialize(model=model, config=config | ADALOMO)[0]
             if name == "compiled backward":

@@ -64,6 +64,8 @@ TOLD = {
     "deepcompile": ("compile.deepcompile", "True", "engine.compile()"),
     "hpz that does not divide": (ZERO + "zero_hpz_partition_size", "2", "the 3 ranks"),
     "compiled model": (ZERO + "stage = 3", "call engine.compile() after it"),
+    "model in DDP": ("wrapped by DistributedDataParallel: pass the model itself",),
+    "memory of two parameters": ("share memory", "shapes [3, 6], [9, 6]"),
     "compiled backward": ("compiled_autograd_enabled", "leave it out"),
 }
 FEATURES = {
