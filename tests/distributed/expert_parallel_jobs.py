@@ -290,8 +290,8 @@ def refusals() -> list[str]:
     attempts = (
         lambda: start(Run("lomo", 3, 2, 2), 3, 2),
         lambda: ds_ext.fuse_into_backward(m := Whole(2), ds_ext.LOMO(m.parameters())),
-        lambda: start(Run("lomo", 1, 2, 2), 1, 2, mpu=sequences),
         lambda: start(Run("lomo", 1, 2, 2), 1, 2, **divided),
+        lambda: start(Run("lomo", 1, 2, 2), 1, 2, mpu=sequences),
     )
     return [message(attempt, ValueError) for attempt in attempts]
 
