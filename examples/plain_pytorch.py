@@ -3,7 +3,7 @@
     python examples/plain_pytorch.py
     torchrun --nproc_per_node 2 examples/plain_pytorch.py
 
-With several ranks each has the whole weights, and a part of the optimizer's state.
+With several ranks each has all weights and the whole state of the optimizer, as in DDP.
 """
 
 import os

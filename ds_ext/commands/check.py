@@ -21,6 +21,7 @@ from ds_ext.optimizer.model_view import ModelView, summary
 from ds_ext.optimizer.param_groups import Grouped
 from ds_ext.planner import models
 from ds_ext.rules import RuleEntry
+from ds_ext.settings import SIZES
 
 HELP = "list all problems of a DeepSpeed config before a run"
 DESCRIPTION = (
@@ -142,6 +143,8 @@ def _unchecked(config: dict[str, Any], model: nn.Module | None, ranks: int | Non
     in_a_run += ["scheduler"] if config.get("scheduler") else []
     for key in in_a_run:
         yield f"{key}: can be checked only in a run"
+    if ranks is None and all(isinstance(config.get(key), int) for key in SIZES[:2]):
+        yield f"{SIZES[0]}: whether it fits {SIZES[1]} and the ranks; give --ranks to check it"
     for key in config_checks.group_keys(config):
         if ranks is None and key not in in_a_run:
             yield f"{key}: whether it divides the ranks; give --ranks to check it"

@@ -506,3 +506,13 @@ def test_what_needs_a_model_or_ranks_is_named(tmp_path, capsys):
     assert said.endswith("nothing is wrong in what was checked\n")
     assert main(["check", str(path), "--ranks", "3"]) == 1
     assert "zero_hpz_partition_size = 2 does not divide the 3 ranks" in capsys.readouterr().out
+
+
+def test_batch_sizes_that_need_the_ranks_are_named(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    sizes = {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}
+    for given, is_named in ((sizes, True), (sizes | {"train_batch_size": "auto"}, False)):
+        path.write_text(json.dumps(changed(**given)))
+        assert main(["check", str(path)]) == 0
+        said = capsys.readouterr().out
+        assert ("not checked: train_batch_size" in said) is is_named
