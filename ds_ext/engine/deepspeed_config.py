@@ -77,20 +77,22 @@ def raised(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
     own = normalized(config)
     sizes = {key: own.pop(key, None) for key in SIZES}
     given = [key for key in SIZES if config.get(key) is not None]
+    is_implied = ranks is not None and all(sizes[key] is not None for key in given)
     made = object.__new__(DeepSpeedConfig)
     make = inspect.unwrap(DeepSpeedConfig.__init__)  # ours would check it again, for one rank
     with rank_logging.quiet():
         try:
             with translated():
                 make(made, own | ({SIZES[1]: 1} if given else {}))
-                if ranks is not None and all(sizes[key] is not None for key in given):
+                if is_implied:
                     vars(made).update(sizes, world_size=ranks)
                     made._configure_train_batch_size()
                     own["gradient_accumulation_steps"] = made.gradient_accumulation_steps
         except ValueError as error:
             yield str(error)
             return
-    yield from config_checks.all_problems(own, named_optimizer(own))
+    if is_implied:
+        yield from config_checks.all_problems(own, named_optimizer(own))
 
 
 def unknown(config: dict[str, Any]) -> Iterator[str]:

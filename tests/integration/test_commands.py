@@ -516,3 +516,10 @@ def test_batch_sizes_that_need_the_ranks_are_named(tmp_path, capsys):
         assert main(["check", str(path)]) == 0
         said = capsys.readouterr().out
         assert ("not checked: train_batch_size" in said) is is_named
+
+
+def test_accumulation_counts_where_the_ranks_are_not_known(tmp_path, capsys):
+    keys = {"gradient_accumulation_steps": 4, "data_types": {"grad_accum_dtype": "bf16"}}
+    assert checked(changed(**keys), tmp_path, capsys) == ([], [])
+    keys["train_micro_batch_size_per_gpu"] = "auto"
+    assert checked(changed(**keys), tmp_path, capsys, "--ranks", 2)[0] == []
