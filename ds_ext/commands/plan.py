@@ -4,10 +4,12 @@ import argparse
 import itertools
 from pathlib import Path
 
-from ds_ext.commands import config
+from ds_ext.commands import check, config
+from ds_ext.config import config_checks, parsing
 from ds_ext.planner import fit, memory_plan
+from ds_ext.planner.options import PlanOptions, read
 from ds_ext.planner.options import add_options as add_options
-from ds_ext.planner.options import read
+from ds_ext.settings import SIZES
 
 HELP = "print the bytes per rank of an optimizer and of AdamW"
 DESCRIPTION = (
@@ -18,15 +20,18 @@ DESCRIPTION = (
 
 def run(given: argparse.Namespace) -> None:
     """Prints the plan. Raises ValueError, which names the option, if an option is invalid."""
-    if given.fit is None:
-        memory_plan.show(read(given))
-    else:
-        _fit(given, given.fit)
-
-
-def _fit(given: argparse.Namespace, path: Path) -> None:
-    """Prints the steps to a config that fits, and writes it."""
     options = read(given)
+    if given.config and parsing.load(given.config).get(SIZES[0]) is not None:
+        found = check.examine(parsing.load(given.config), None, given.ranks).problems
+        config_checks.raise_first(iter(found))
+    if given.fit is None:
+        memory_plan.show(options)
+    else:
+        _fit(given, given.fit, options)
+
+
+def _fit(given: argparse.Namespace, path: Path, options: PlanOptions) -> None:
+    """Prints the steps to a config that fits, and writes it."""
     fit.check(options)
     if path.exists():
         raise ValueError(f"--fit {path}: the file exists: give another name.")

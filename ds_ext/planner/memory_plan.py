@@ -19,7 +19,14 @@ def show(options: PlanOptions) -> None:
     if options.picture is not None:
         _draw(plan, table, unit, options.picture)
     print(f"{title(plan)}; {unit} per rank\n")
-    print("\n".join(aligned(_cells(plan, table, unit))))
+    cells = _cells(plan, table, unit)
+    print("\n".join(aligned(cells)))
+    fits = [cell for line in cells[1:] for cell in line[len(line) - len(options.cards) :]]
+    if {*fits} == {"no"}:
+        print(
+            "\nNothing fits as it is. With --seq TOKENS and one size in --memory, --fit FILE takes "
+            "the steps\nthat save memory, and writes a config."
+        )
     print("\n" + not_counted(options, plan.n, unit))
     if options.picture:
         print(f"\nPicture: {options.picture}")

@@ -18,6 +18,7 @@ from ds_ext.config.optimizer_names import in_config
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory, models
 from ds_ext.rules import REGISTRY
+from ds_ext.settings import SIZES
 from tests.common.cli import refused
 
 ROOT = Path(__file__).parents[2]
@@ -141,6 +142,8 @@ def test_one_stage_and_the_cards_that_it_fits(capsys):
         "AdamW, DeepSpeed ZeRO-2": ["no", "no", "fits"],
     }
     assert rows["AdaLomo, ZeRO-2"]["weights"] == "14.96"  # 2 · 8.030e9 / 2^30
+    main(["plan", "--model", "Llama-3.1-8B", "--memory", "12"])
+    assert "Nothing fits as it is." in capsys.readouterr().out
 
 
 def test_all_optimizers_stand_beside_adamw(capsys):
@@ -329,6 +332,10 @@ BAD_CONFIGS = [
         "offload_param.device = 'cpu' works only at zero_optimization.stage 3, and the stage is 2",
     ),
     ({"train_micro_batch_size_per_gpu": "4"}, "train_micro_batch_size_per_gpu is '4'"),
+    (
+        dict.fromkeys(SIZES, 1) | {"train_batch_size": 7},
+        "train_batch_size is not equal",
+    ),
     ({"bf16": {"enabled": "maybe"}}, "bf16.enabled is 'maybe'"),
     ({"optimizer": {"type": "AdaLom"}}, "optimizer.type is 'AdaLom'"),
     (
