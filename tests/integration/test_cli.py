@@ -13,12 +13,12 @@ import torch
 import transformers
 
 import ds_ext
+from ds_ext import settings
 from ds_ext.commands.cli import main
 from ds_ext.config.optimizer_names import in_config
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory, models
 from ds_ext.rules import REGISTRY
-from ds_ext.settings import SIZES
 from tests.common.cli import refused
 
 ROOT = Path(__file__).parents[2]
@@ -333,7 +333,7 @@ BAD_CONFIGS = [
     ),
     ({"train_micro_batch_size_per_gpu": "4"}, "train_micro_batch_size_per_gpu is '4'"),
     (
-        dict.fromkeys(SIZES, 1) | {"train_batch_size": 7},
+        dict.fromkeys(settings.SIZES, 1) | {"train_batch_size": 7},
         "train_batch_size is not equal",
     ),
     ({"bf16": {"enabled": "maybe"}}, "bf16.enabled is 'maybe'"),
