@@ -5,8 +5,8 @@
 Each step's config trains two steps under ``deepspeed.initialize``, on one rank, on a pretended
 device (pretend.py) that holds buckets as long as a GPU's streams do. The peak of the second step is
 compared. Not counted on either side: weights that ZeRO-3 copies for computing and the table of
-random bits. Limits that are sizes of real models (buckets, chunks of logits) are
-smaller here.
+random bits. Limits that are sizes of real models (buckets, chunks of logits, blocks in which
+torch's operations step a run) are smaller here.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from ds_ext.commands import config
 from ds_ext.commands.cli import main
 from ds_ext.forward import chunked_loss
-from ds_ext.ops import rounding
+from ds_ext.ops import block_sizes, rounding
 from ds_ext.planner import fit, memory_plan, options
 from tests import worlds
 from tests.common import pretend, streams
@@ -122,6 +122,7 @@ def small_limits() -> Iterator[None]:
     """Limits in the proportion of the small model."""
     with (
         mock.patch.object(options, "gpu_bucket_size", lambda *_: BUCKET),
+        mock.patch.object(block_sizes, "product_limit", lambda _: 2**14),
         mock.patch.object(fit, "BUCKET_SIZE", SMALL),
         mock.patch.object(chunked_loss, "CHUNK_LOGITS", CHUNK),
     ):
