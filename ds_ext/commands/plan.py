@@ -21,9 +21,9 @@ DESCRIPTION = (
 def run(given: argparse.Namespace) -> None:
     """Prints the plan. Raises ValueError, which names the option, if an option is invalid."""
     options = read(given)
-    if given.config and parsing.load(given.config).get(SIZES[0]) is not None:
-        found = check.examine(parsing.load(given.config), None, given.ranks).problems
-        config_checks.raise_first(iter(found))
+    loaded = parsing.load(given.config) if given.config else {}
+    if loaded.get(SIZES[0]) is not None:
+        config_checks.raise_first(check.examine(loaded, None, given.ranks).problems)
     if given.fit is None:
         memory_plan.show(options)
     else:

@@ -391,10 +391,7 @@ def failure(table: ParamTable, device: torch.device) -> str:
     software, names = versions(device), ", ".join(sorted({case[0] for case in cases}))
     sources = sorted([*PACKAGE.glob("ops/**/*.py"), *PACKAGE.glob("rules/*.py")])
     key = [json.dumps([software, cases], default=str).encode(), *map(Path.read_bytes, sources)]
-    name, began = (
-        f"selftest-{hashlib.sha256(b''.join(key)).hexdigest()[:16]}.json",
-        time.monotonic(),
-    )
+    name = f"selftest-{hashlib.sha256(b''.join(key)).hexdigest()[:16]}.json"
     try:
         path, own = library.cache_file(name)
         if own is None:
