@@ -68,13 +68,8 @@ class Counts:
 
 @functools.cache
 def counted(kind: KernelConstants, warps: int) -> Counts:
-    """Returns the counts of a kind that is compiled alone."""
-    return compiled_counts((kind,), warps)
-
-
-def compiled_counts(kinds: tuple[KernelConstants, ...], warps: int) -> Counts:
-    """Returns the counts of a launch of these kinds."""
-    return counts_of(compiled(launches.constants(kinds, 16), warps).asm["cubin"])
+    """Returns the counts of a launch."""
+    return counts_of(compiled(launches.constants(kind, 16), warps).asm["cubin"])
 
 
 def compiled(constants: Mapping[str, Any], warps: int) -> Any:

@@ -1,8 +1,8 @@
 """Counts the instructions of the kernels of a 7B step, compiled for an H100 that need not be here.
 
 A step of Llama-7B's bf16 weights on torch's device "meta" asks for launches, which do nothing.
-Triton compiles each pass of each launch alone, and each launch as it is, for sm_90. Counts are of
-the SASS, NVIDIA's machine code, as Triton's own cuobjdump prints it.
+Triton compiles each of them for sm_90. Counts are of the SASS, NVIDIA's machine code, as Triton's
+own cuobjdump prints it.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import triton
 from torch import Tensor, nn
 
 from benchmarks import report, traffic
-from benchmarks.machine_code import LANES, compiled_counts, counted
+from benchmarks.machine_code import LANES, counted
 from benchmarks.memory import LLAMAS, shapes_of
 from ds_ext.backward import gradient_config
 from ds_ext.ops import Scaled
@@ -55,9 +55,7 @@ def main(args: argparse.Namespace) -> None:
     for name in args.optimizers:
         title = OPTIMIZERS[name].__name__
         tables[title] = [row(one) for one in passes_of_step(name)]
-        tables[f"{title}: launches"] = launch_rows(name)
         print(f"{title}\n{report.table(tables[title])}", flush=True)
-        print(report.table(tables[f"{title}: launches"]), flush=True)
     tables = {"Roofline": [times(name) for name in args.optimizers], **tables}
     print(report.table(tables["Roofline"]), flush=True)
     if not args.only_print:
@@ -82,16 +80,14 @@ adds up, over passes, the longer of this time and of the instructions' time, if 
 132 multiprocessors at 1.7 GHz were used. Launches, tails and latencies are not in it. `fused AdamW`
 is the memory traffic of torch's with bf16 moments, 14 bytes per element.
 
-The first table of an optimizer has
-its passes, compiled one by one: `elements` are those of all programs of a step, in millions;
-registers of a thread; `spilled`, loads and stores of registers in memory; instructions that a
-thread makes for an element. Where a pass loops, they are those of its first inner loop. `alu` are
-integer, logic, comparison, selection and packing instructions, `imad` integer products (of 64 bits:
-two): each kind has half of the lanes that fp32 sums have. `slow` are roots, reciprocals and
-conversions, which have an eighth. Slow paths of divisions and roots, which few elements take, are
-counted as `calls` only. `vectors` are global loads and stores of 8 or 16 bytes, `scalars` all
-smaller ones, of a thread. The second table has the launches as they are: several kinds of
-parameters in one kernel, which has the registers of the hungriest.
+The table of an optimizer has its passes: `elements` are those of all programs of a step, in
+millions; registers of a thread; `spilled`, loads and stores of registers in memory; instructions
+that a thread makes for an element. Where a pass loops, they are those of its first inner loop.
+`alu` are integer, logic, comparison, selection and packing instructions, `imad` integer products
+(of 64 bits: two): each kind has half of the lanes that fp32 sums have. `slow` are roots,
+reciprocals and conversions, which have an eighth. Slow paths of divisions and roots, which few
+elements take, are counted as `calls` only. `vectors` are global loads and stores of 8 or 16 bytes,
+`scalars` all smaller ones, of a thread.
 """
 
 
@@ -125,24 +121,6 @@ def row(asked: Asked) -> dict[str, object]:
         "vectors": counts.hot["vector"],
         "scalars": counts.hot["scalar"],
     }
-
-
-def launch_rows(name: str) -> list[dict[str, object]]:
-    """Returns the registers of an optimizer's launches."""
-    rows: dict[tuple[tuple[KernelConstants, ...], int], dict[str, object]] = {}
-    for one in launches_of_step(name):
-        key = one.kinds, one.warps
-        if key not in rows:
-            counts = compiled_counts(one.kinds, one.warps)
-            rows[key] = {
-                "launch": " \\| ".join(map(label, one.kinds)),
-                "launches": 0,
-                "warps": one.warps,
-                "registers": counts.registers,
-                "spilled": counts.spilled,
-            }
-        rows[key]["launches"] += 1  # type: ignore[operator]
-    return [*rows.values()]
 
 
 def label(kind: KernelConstants) -> str:
@@ -235,14 +213,11 @@ def passes_of_step(name: str, model: str = "7B") -> list[Asked]:
     found: dict[tuple[KernelConstants, int], list[int]] = {}
     for one in launches_of_step(name, model):
         programs = np.diff(one.rows[:, AT["program"]], append=one.programs)
-        numbers = one.of_each[one.rows[:, AT["index"]]]
-        for number, kind in enumerate(one.kinds):
-            rows, count = one.rows[numbers == number], programs[numbers == number]
-            own = found.setdefault((kind, one.warps), [0, 0, 0, 0])
-            own[0] += int(count.sum())
-            own[1] = max(own[1], int(count.sum()))
-            own[2] += _elements(kind.name, rows)
-            own[3] += _padded(kind.fields, rows, count)
+        own = found.setdefault((one.kind, one.warps), [0, 0, 0, 0])
+        own[0] += one.programs
+        own[1] = max(own[1], one.programs)
+        own[2] += _elements(one.kind.name, one.rows)
+        own[3] += _padded(one.kind.fields, one.rows, programs)
     return [Asked(kind, warps, *own) for (kind, warps), own in found.items()]
 
 

@@ -198,15 +198,15 @@ STORED = [(format_, dtype) for format_, dtypes in STORAGE.items() for dtype in d
 
 # A launch has a table of int64 with the columns TILE, a row for each parameter. Other columns are
 # arguments of the launch: a base and an array of offsets for each of ADDRESSES, a number or the
-# address of a vector for each of NUMBERS. The kernel has three arguments before these.
+# address of a vector for each of NUMBERS. The kernel has two arguments before these.
 KERNEL_COLUMNS = (*SHARED, *KERNELS)
 TILE = [one.name for one in KERNEL_COLUMNS if one.type == "int64_t"]
 NUMBERS = [one.name for one in KERNEL_COLUMNS if one.type == "float"]
 ADDRESSES = [one.name for one in KERNEL_COLUMNS if one.name not in {*TILE, *NUMBERS}]
-ARGUMENT = {name: 3 + 2 * i for i, name in enumerate(ADDRESSES)}  # the first of each column
-ARGUMENT |= {name: 3 + 2 * len(ADDRESSES) + i for i, name in enumerate(NUMBERS)}
+ARGUMENT = {name: 2 + 2 * i for i, name in enumerate(ADDRESSES)}  # the first of each column
+ARGUMENT |= {name: 2 + 2 * len(ADDRESSES) + i for i, name in enumerate(NUMBERS)}
 AT = {name: i for i, name in enumerate(TILE)}  # each column's index in a row
-ARGUMENTS = 3 + 2 * len(ADDRESSES) + len(NUMBERS)  # their number
+ARGUMENTS = 2 + 2 * len(ADDRESSES) + len(NUMBERS)  # their number
 
 
 def native_columns() -> list[Column]:

@@ -20,12 +20,3 @@ def given(value: Any) -> Any:
     tl = importlib.import_module("triton.language")
     types = {t.name: t for t in (tl.float32, tl.bfloat16, tl.float16, tl.int16, tl.int8)}
     return types.get(value, value)
-
-
-def kinds_of(named: dict[str, Any]) -> list[KernelConstants]:
-    """Returns the kinds of parameters of a launch: the inverse of ``launches.constants``."""
-    found, one = [], named["KINDS"]
-    while one is not None:
-        found.append(one.passes)
-        one = one.rest
-    return found

@@ -11,32 +11,30 @@ from collections.abc import Mapping
 from benchmarks.machine_code import compiled
 from ds_ext.ops.executors.triton import kernels
 from ds_ext.ops.executors.triton.launches import KernelConstants
-from tests.common.kernel_constants import given, kinds_of
+from tests.common.kernel_constants import given
 
 EIGHT = [kernels.FORM[name].value for name in ("IS_ADAM8_STEP", "IS_SIGN8_STEP")]
 DIVIDES = {"factors", "clipped_factors", "weighted_sums", "normalize_whole_rows"}
 
 
-def faults(asm: Mapping[str, str], passes: list[KernelConstants]) -> list[str]:
+def faults(asm: Mapping[str, str], one: KernelConstants) -> list[str]:
     """What is wrong with code: what it has not rounded, and reads without vectors."""
     code = asm["ptx"]
     asked = re.findall(r"call .*@llvm\.fma\.(?:v(\d+))?f32", asm["llir"])  # by the kernels' text
-    found, names = [], {one.name for one in passes}
+    found = []
     # what is written has the same bits everywhere: sums of squares may be divided roughly
-    if not names & DIVIDES and (
+    if one.name not in DIVIDES and (
         len(re.findall(r"fma\.r", code)) != sum(int(n or 1) for n in asked)
         or re.search(r"(?:div|\bsqrt)\.(?:full|approx)", code)
     ):
         found.append("adds what it has not rounded, or divides roughly")
-    aligned = [one.ALIGNED for one in passes if "ALIGNED" in one.fields]
-    if aligned and all(aligned):
+    if one.fields.get("ALIGNED"):
         short = sorted(re.findall(r"(?:ld|st)\.global\.b16", code))
-        if "cached_norm" in names:
+        if one.name == "cached_norm":
             short = []  # probes
-        for one in passes:
-            if one.name == "apply_and_cache_norm" and "ld.global.b16" in short:
-                short.remove("ld.global.b16")  # its one probe
-        if any(one.fields.get("FORM") in EIGHT for one in passes):
+        if one.name == "apply_and_cache_norm" and "ld.global.b16" in short:
+            short.remove("ld.global.b16")  # its one probe
+        if one.fields.get("FORM") in EIGHT:
             short = []  # scales of 8 bits
         if short or not re.search(r"ld\.global\.v4\.b32|cp\.async\.cg", code):
             found.append(f"has no vectors {short}")
@@ -48,14 +46,13 @@ def main() -> int:
     count = 0
     for label, warps, written in json.load(sys.stdin):
         constants = {name: given(x) for name, x in written.items()}
-        passes = kinds_of(constants)
         try:
             asm = compiled(constants, warps).asm
         except Exception as error:
             print(label, written, repr(error)[-2000:])
             count += 1
             continue
-        for fault in faults(asm, passes):
+        for fault in faults(asm, constants["P"]):
             print(label, written, fault)
             count += 1
     return count > 0

@@ -48,13 +48,13 @@ class Compiled:
 class Function:
     """A kernel that Triton compiles when it is launched."""
 
-    arg_names = ("rows", "kinds", "COUNT", "FORM", "TC")
+    arg_names = ("rows", "count", "COUNT", "FORM", "TC")
 
     def __init__(self):
         self.made = []
 
     def __getitem__(self, grid):
-        def launch(rows, kinds, *, num_warps, enable_fp_fusion, **named):
+        def launch(rows, count, *, num_warps, enable_fp_fusion, **named):
             self.made.append(Compiled((grid, rows, num_warps, named)))
             return self.made[-1]
 
@@ -69,7 +69,7 @@ def test_compiled_kernels_are_kept(monkeypatch):
     monkeypatch.setattr(launches, "_compiled", {})
     named, other = ({"TC": 128, "COUNT": count, "FORM": "IS_RUN"} for count in (16, 32))
     one, two, four = (
-        launches.Launch((), None, None, 7, warps, of)
+        launches.Launch(None, None, 7, warps, of)
         for warps, of in ((4, named), (4, other), (8, named))
     )
     for _ in range(2):

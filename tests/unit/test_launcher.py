@@ -19,7 +19,7 @@ from ds_ext.ops.executors.native import native_table as native
 from ds_ext.ops.executors.triton import devices, kernels, launch_memory, launches
 from ds_ext.ops.executors.triton.launcher import LEAST_ADDRESS, GradLimits, Launcher
 from ds_ext.ops.runs import Runs
-from ds_ext.ops.schema import ADDRESSES, ARGUMENT, ARGUMENTS, NUMBERS, TILE
+from ds_ext.ops.schema import ADDRESSES, ARGUMENT, ARGUMENTS, AT, NUMBERS, TILE
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import mapped
 from ds_ext.optimizer import OPTIMIZERS
@@ -46,10 +46,9 @@ def at(address, count, dtype):
 
 
 def read(launch, arguments):
-    """What a kernel reads of its arguments: rows, kinds, addresses and numbers by column."""
-    n, count = len(launch.of_each), arguments[2]
+    """What a kernel reads of its arguments: rows, addresses and numbers by column."""
+    n, count = 1 + launch.rows[:, AT["index"]].max(), arguments[1]
     found = {"rows": at(arguments[0], count * len(TILE), np.int64)}
-    found["kinds"] = at(arguments[1], n, np.int64)
     for name in ADDRESSES:
         base, offsets = arguments[ARGUMENT[name] : ARGUMENT[name] + 2]
         if offsets:
@@ -155,8 +154,8 @@ class Twice:
         mapped(dict(self.optimizer.state), tensors.append)
         ranges = [(x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes()) for x in tensors]
         for (a, reads_a), (b, reads_b) in zip(known, fresh, strict=True):
-            assert a.named is b.named and a.warps == b.warps and a.programs == b.programs, a.label
-            assert reads_a.keys() == reads_b.keys(), a.label
+            assert a.named is b.named and a.warps == b.warps and a.programs == b.programs
+            assert reads_a.keys() == reads_b.keys(), a.kind.name
             for name, x in reads_a.items():
                 if not np.array_equal(x, reads_b[name]):  # what rules have allocated anew
                     for address in (*x, *reads_b[name]):
@@ -226,8 +225,8 @@ def noted(monkeypatch):
     found = []
 
     def note(launch, arguments, device):
-        kinds = [[*kind.fields.items()] for kind in launch.kinds]
-        found.append((kinds, launch.programs, launch.warps, str(read(launch, arguments))))
+        kind = [*launch.kind.fields.items()]
+        found.append((kind, launch.programs, launch.warps, str(read(launch, arguments))))
 
     monkeypatch.setattr(launches, "launch_kernel", note)
     return found
@@ -242,17 +241,19 @@ def test_all_that_launches_depend_on_is_in_their_key(noted):
             for of, some in held.items()
             for kernel, constants, at, columns in some
         ]
+        found = []
         for of, which in ((used, a), (used, b), (fresh, b)):
             kernel, constants, at, columns = given[which]
             of.launch(kernel, constants, getattr(of, at), columns)
-        assert noted[1] == noted[2], (a, b)
-        noted.clear()
+            found.append([*noted])
+            noted.clear()
+        assert found[1] == found[2], (a, b)
 
 
 def test_the_kernel_has_an_argument_for_each_column():
     names = [name.strip("_") for name in kernels.run.arg_names[:ARGUMENTS]]
-    assert names[3:] == [*(x for name in ADDRESSES for x in (name, f"{name}_at")), *NUMBERS]
-    assert names[:3] == ["rows", "kinds", "count"] and [*ARGUMENT] == [*ADDRESSES, *NUMBERS]
+    assert names[2:] == [*(x for name in ADDRESSES for x in (name, f"{name}_at")), *NUMBERS]
+    assert names[:2] == ["rows", "count"] and [*ARGUMENT] == [*ADDRESSES, *NUMBERS]
     assert all(names[at] == name for name, at in ARGUMENT.items())
 
 
@@ -262,7 +263,7 @@ def test_folds_with_and_without_limits_are_kept_apart(noted):
     limits = GradLimits(out, np.ones(2, dtype=np.float32))
     for of.limits in (None, limits, None):
         of.fold((of.sums["flat"], part, out))
-        ((kind,), *_) = noted.pop()
+        (kind, *_) = noted.pop()
         assert dict(kind)["SKIPS_BAD_GRADIENTS"] == (of.limits is not None)
 
 

@@ -194,7 +194,7 @@ def check_passes(name, how, path, monkeypatch):
     used = []
     start, run = launches.launch_kernel, NativeTable.run
     monkeypatch.setattr(
-        launches, "launch_kernel", lambda *args: (used.append(args[0].label), start(*args))
+        launches, "launch_kernel", lambda *args: (used.append(args[0].kind.name), start(*args))
     )
     monkeypatch.setattr(
         NativeTable, "run", lambda *args, **more: (used.append(args[1]), run(*args, **more))

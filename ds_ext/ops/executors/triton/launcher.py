@@ -1,7 +1,7 @@
 """Launches of kernels over many parameters: their tiles, arguments and sums."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
 from ds_ext.ops.executors.triton.folds import PartialSums
 from ds_ext.ops.executors.triton.launch_memory import DeviceArrays, Memory
 from ds_ext.ops.executors.triton.launches import Constants, KernelConstants, Launch
-from ds_ext.ops.executors.triton.tiles import Geometry, Int64s, TileClass, Tiles
+from ds_ext.ops.executors.triton.tiles import Geometry, Int64s, Tiles
 from ds_ext.ops.runs import Columns, Runs
 from ds_ext.ops.schema import ADDRESSES, ARGUMENT, ARGUMENTS, AT, NUMBERS
 
@@ -23,7 +23,6 @@ VECTORS, OUT = (frozenset(ADDRESSES[: ADDRESSES.index(last) + 1]) for last in ("
 LEAST_ADDRESS = 2**32  # a number's argument is an address from here on, else the number's bits
 MAX_LAUNCHES = 256  # kept by one object; more are needed only if each step runs other passes
 MAX_PARAMETERS = 1024  # per launch: each program searches them for its own
-ANY_WARPS = {"lerp", "square_lerp", "apply"}  # passes whose bits do not depend on the warps
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Launcher:
         columns: Columns,
         vectors: frozenset[str] = VECTORS,
     ) -> None:
-        """Runs a pass: one launch, or one for each number of warps that its sums need.
+        """Runs a pass: a launch for each kind of tiles.
 
         Args:
             kernel: the name of the pass.
@@ -118,14 +117,13 @@ class Launcher:
         if not isinstance(ends, int) and np.bitwise_or.reduce(ends) % sizes.ALIGNMENT:
             are_even = ends % sizes.ALIGNMENT == 0
         found = self._launches_of(kernel, constants, at, are_even)
-        for one in found:
-            contents += one.contents
+        contents += [one.contents for one in found]
         arrays = self.arrays or DeviceArrays()  # lives until the launches below are in the stream
         addresses = iter(arrays.addresses(self.memory or Memory(self.device), contents))
         for i in where:
             arguments[i] = next(addresses)
         for one in found:
-            arguments[:3] = next(addresses), next(addresses), len(one.rows)
+            arguments[:2] = next(addresses), len(one.rows)
             launches.launch_kernel(one, arguments, self.device)
 
     def _vector(self, numbers: Tensor, n: int) -> Tensor:
@@ -142,8 +140,8 @@ class Launcher:
     ) -> list[Launch]:
         """The launches of a pass, kept from step to step.
 
-        A parameter's bits must not depend on its neighbours. Its kind therefore follows from its
-        own run, and kinds whose sums need another number of warps have their own launch.
+        A parameter's bits must not depend on its neighbours. Its kind of tiles therefore follows
+        from its own run, and each kind has its own launches.
         """
         skips_bad = self.limits is not None
         even = None if are_even is None else are_even.tobytes()
@@ -151,15 +149,12 @@ class Launcher:
         key = kernel, constants, id(at), even, skips_bad
         if key in self._launches:
             return self._launches[key][1]
-        by_warps: dict[int, list[tuple[KernelConstants, Int64s]]] = {}
         constants = (*constants, ("SKIPS_BAD_GRADIENTS", skips_bad))
-        for kind, members in sorted(at.kinds(are_even), key=lambda found: found[0]):
-            compiled, warps = launches.compiled_pass(kernel, _of_class(constants, kind))
-            warps = next(iter(by_warps), warps) if kernel in ANY_WARPS else warps
-            by_warps.setdefault(warps, []).append((compiled, members))
+        found = list[Launch]()
+        for kind, members in at.kinds(are_even):
+            found += _launches(at, members, *launches.compiled_pass(kernel, (*constants, *kind)))
         if len(self._launches) >= MAX_LAUNCHES:
             self._launches.clear()
-        found = [one for warps, kinds in by_warps.items() for one in _launches(at, kinds, warps)]
         self._launches[key] = at, found
         return found
 
@@ -272,30 +267,15 @@ class Launcher:
         return part, Runs((part,), firsts=sums.firsts)
 
 
-def _of_class(constants: Constants, kind: TileClass) -> Constants:
-    """The constants of the kernel for the parameters of one kind."""
-    if kind.aligned is not None:
-        constants = (*constants, ("ALIGNED", kind.aligned))
-    return (*constants, ("TC", kind.width)) if kind.width else constants
-
-
-def _launches(
-    at: Tiles, kinds: Sequence[tuple[KernelConstants, Int64s]], warps: int
-) -> list[Launch]:
-    """Launches over parameters of some kinds, at most ``MAX_PARAMETERS`` each."""
-    index = np.concatenate([members for _, members in kinds])
-    constants = tuple([constant for constant, _ in kinds])
-    number = np.zeros(len(at.rows), dtype=np.int64)
-    for i, (_, members) in enumerate(kinds):
-        number[members] = i
-    found = []
-    for some in np.split(index, range(MAX_PARAMETERS, len(index), MAX_PARAMETERS)):
+def _launches(at: Tiles, members: Int64s, kind: KernelConstants, warps: int) -> Iterator[Launch]:
+    """Launches over parameters of one kind, at most ``MAX_PARAMETERS`` each."""
+    for some in np.split(members, range(MAX_PARAMETERS, len(members), MAX_PARAMETERS)):
         rows, programs = at.rows[some], at.programs[some]
         rows[:, AT["index"]] = some
         rows[:, AT["program"]] = np.cumsum(programs) - programs
-        named = launches.constants(constants, launches.padded(len(some)))
-        found.append(Launch(constants, number, rows, int(programs.sum()), warps, named))
-    return [one for one in found if one.programs]
+        named = launches.constants(kind, launches.padded(len(some)))
+        if programs.any():
+            yield Launch(kind, rows, int(programs.sum()), warps, named)
 
 
 def _words(numbers: NDArray[np.float32]) -> bytes:

@@ -47,33 +47,26 @@ class KernelConstants:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """A launch of a pass over some parameters of a batch: what is the same in all steps.
+    """A launch of a pass over parameters of a batch with equal tiles: what all steps share.
 
     Attributes:
-        kinds: the constants of each kind of parameters.
-        of_each: the kind of each parameter of the batch, [n].
+        kind: the constants of the pass for the tiles of these parameters.
         rows: the tiles of the launch's parameters, [count, columns].
         programs: their number.
         warps: of each program.
         named: the constants of the kernel.
     """
 
-    kinds: tuple[KernelConstants, ...]
-    of_each: Int64s
+    kind: KernelConstants
     rows: Int64s
     programs: int
     warps: int
     named: Named
 
     @functools.cached_property
-    def label(self) -> str:
-        """The name of the pass, once for each kind."""
-        return " | ".join(kind.name for kind in self.kinds)
-
-    @functools.cached_property
-    def contents(self) -> tuple[bytes, bytes]:
-        """The arrays ``rows`` and ``of_each``."""
-        return self.rows.tobytes(), self.of_each.tobytes()
+    def contents(self) -> bytes:
+        """The array ``rows``."""
+        return self.rows.tobytes()
 
 
 def launch_kernel(launch: Launch, arguments: Sequence[int], device: torch.device) -> None:
@@ -127,12 +120,9 @@ def padded(count: int) -> int:
 
 
 @functools.cache
-def constants(kinds: tuple[KernelConstants, ...], count: int) -> Named:
+def constants(kind: KernelConstants, count: int) -> Named:
     """The constants of a launch over ``count`` parameters, padded."""
-    found = None
-    for number, kind in reversed([*enumerate(kinds)]):
-        found = KernelConstants(number=number, passes=kind, rest=found)
-    return {"COUNT": count, "KINDS": found}
+    return {"COUNT": count, "P": kind}
 
 
 @functools.cache

@@ -1,12 +1,13 @@
 """Divides the runs of a batch into tiles: the geometry in the rows of a launch's table."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds_ext.ops.executors.triton import sizes
+from ds_ext.ops.executors.triton.sizes import Constants
 from ds_ext.ops.schema import AT, TILE
 
 Int64s: TypeAlias = NDArray[np.int64]  # one for each parameter, [n]
@@ -24,45 +25,37 @@ class Geometry:
     origin: Int64s
 
 
-class TileClass(NamedTuple):
-    """The properties of a parameter on which the constants of a kernel depend."""
-
-    aligned: bool | None  # whether no vector crosses the end of a row or run; None: no vectors
-    width: int  # of tiles as wide as rows; 0 for other tiles
-
-
 @dataclass(frozen=True)
 class Tiles:
     """The rows of a table, [n, columns], and the number of programs (tiles) of each."""
 
     rows: Int64s
     programs: Int64s
-    aligned: NDArray[np.bool_] | None = None  # [n]
-    widths: Int64s | None = None  # [n]
+    aligned: NDArray[np.bool_] | None = None  # whether no vector crosses the end of a row or run
+    widths: Int64s | None = None  # of tiles as wide as rows
 
     def of(self, name: str) -> Int64s:
         """Returns a column, [n]."""
         column: Int64s = self.rows[:, AT[name]]
         return column
 
-    def kinds(self, are_even: NDArray[np.bool_] | None) -> list[tuple[TileClass, Int64s]]:
-        """Returns the parameters that may share a launch, by kind, without kinds of empty runs.
+    def kinds(self, are_even: NDArray[np.bool_] | None) -> list[tuple[Constants, Int64s]]:
+        """Returns the parameters that share a launch, with the kernel's constants for their tiles.
 
         Args:
             are_even: whether the runs of each parameter begin at multiples of 16 bytes, [n]; None:
                 all do.
         """
         if self.aligned is None:
-            own = np.arange(len(self.rows))
-            return [(TileClass(None, 0), own)] if self.programs.any() else []
-        return self._grouped(self.aligned if are_even is None else self.aligned & are_even)
-
-    def _grouped(self, aligned: NDArray[np.bool_]) -> list[tuple[TileClass, Int64s]]:
-        widths = np.zeros(len(aligned), dtype=np.int64) if self.widths is None else self.widths
-        found: dict[TileClass, list[int]] = {}
-        for i, of in enumerate(map(TileClass, aligned.tolist(), widths.tolist())):
-            found.setdefault(of, []).append(i)
-        return [(of, np.array(own)) for of, own in found.items() if self.programs[own].any()]
+            return [((), np.arange(len(self.rows)))]
+        aligned = self.aligned if are_even is None else self.aligned & are_even
+        found: dict[Constants, list[int]] = {}
+        for i, is_aligned in enumerate(aligned.tolist()):
+            kind: Constants = (("ALIGNED", is_aligned),)
+            if self.widths is not None:
+                kind = (*kind, ("TC", int(self.widths[i])))
+            found.setdefault(kind, []).append(i)
+        return [(kind, np.array(members)) for kind, members in found.items()]
 
 
 def build_tiles(programs: Int64s, widths: Int64s | None = None, **columns: Int64s | int) -> Tiles:

@@ -1,7 +1,7 @@
 """The kernel of all launches: each program runs a pass over one tile of its parameter.
 
-The parameters of a launch may need different tiles or loads. Each such kind is a
-``KernelConstants``; Triton compiles a kernel for each set of kinds.
+Parameters that need other tiles or loads have a launch of their own. Triton compiles a kernel for
+each ``KernelConstants``.
 """
 
 import triton
@@ -21,7 +21,7 @@ from ds_ext.ops.schema import ARGUMENTS
 
 @triton.jit(do_not_specialize=[*range(ARGUMENTS)])
 def run(
-    rows: tl.int64, kinds: tl.int64, count: tl.int64,
+    rows: tl.int64, count: tl.int64,
     x: tl.int64, x_at: tl.int64, m: tl.int64, m_at: tl.int64, v: tl.int64, v_at: tl.int64,
     m_scale: tl.int64, m_scale_at: tl.int64, v_scale: tl.int64, v_scale_at: tl.int64,
     w: tl.int64, w_at: tl.int64, aux: tl.int64, aux_at: tl.int64,
@@ -36,12 +36,12 @@ def run(
     factor: tl.int64, bound: tl.int64, scale: tl.int64, lr: tl.int64, decay: tl.int64,
     lerp1: tl.int64, lerp2: tl.int64, a: tl.int64, b: tl.int64, eps: tl.int64, clip: tl.int64,
     lerp: tl.int64, most: tl.int64,
-    COUNT: tl.constexpr, KINDS: tl.constexpr,
+    COUNT: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Runs a pass over ``count`` parameters, of which each is of one of the kinds.
+    """Runs a pass over ``count`` parameters; skips those whose gradients are bad.
 
-    ``rows`` and ``kinds`` are addresses: of a row of integers for each parameter, and of the kind
-    of each in the batch. The other arguments are the columns of schema.py.
+    ``rows`` is the address of a row of integers for each parameter. The other arguments are the
+    columns of schema.py.
     """
     own, tile = parameter_of(rows, count, COUNT)
     t = (
@@ -51,27 +51,6 @@ def run(
         key, key_at, noise, noise_at, part, part_at, part2, part2_at, probe, probe_at,
         found, found_at, factor, bound, scale, lr, decay, lerp1, lerp2, a, b, eps, clip, lerp, most,
     )  # fmt: skip
-    passes: tl.constexpr = KINDS.passes
-    if KINDS.number == 0 and KINDS.rest is None:
-        _checked(t, tile, passes)
-    else:
-        kind = tl.load(kinds.to(tl.int64).to(tl.pointer_type(tl.int64)) + t[1])
-        _of_this_kind(t, tile, kind, KINDS)
-
-
-@triton.jit
-def _of_this_kind(t, tile, kind, KINDS: tl.constexpr):
-    passes: tl.constexpr = KINDS.passes
-    rest: tl.constexpr = KINDS.rest
-    if kind == KINDS.number:
-        _checked(t, tile, passes)
-    if rest is not None:
-        _of_this_kind(t, tile, kind, rest)
-
-
-@triton.jit
-def _checked(t, tile, P: tl.constexpr):
-    """Runs a pass unless the parameter's gradient is bad."""
     if P.SKIPS_BAD_GRADIENTS:
         if tl.load(pointer(t, FOUND, tl.float32)) <= number(t, MOST):  # false for NaN
             _pass(t, tile, P)

@@ -13,7 +13,7 @@ from ds_ext.ops.schema import ARGUMENT, TILE
 # The index of each column: of integers in a row, of others in ``t``. Kernels may only read globals
 # that are constexprs.
 FIELD = {name: i for i, name in enumerate(TILE)}
-FIELD |= {name: i - 1 for name, i in ARGUMENT.items()}
+FIELD |= ARGUMENT
 FIELDS = tl.constexpr(len(TILE))
 INDEX, PROGRAM = tl.constexpr(FIELD["index"]), tl.constexpr(FIELD["program"])
 START, N, ORIGIN = (tl.constexpr(FIELD[k]) for k in ("start", "n", "origin"))
