@@ -161,7 +161,7 @@ def bytes_of(asked: Asked) -> float:
         return 8.0 * asked.elements  # partial sums, as they are written and read
     if one.name in ("factors", "clipped_factors"):
         return 20.0 * asked.elements  # statistics in and out, sums, factors
-    if one.name in ("cached_norm", "copy_checked_values"):
+    if one.name == "cached_norm":
         return 8.0 * asked.elements
     each = sum(traffic.STATE.get(form, (0, 0))) + 2 * traffic.MOMENTS.get(one.name, 0)
     is_apply = one.name.endswith("apply")
@@ -195,7 +195,7 @@ def launches_of_step(name: str, model: str = "7B") -> list[Launch]:
         votes = {p: torch.ones((), device="meta") for p in weights if p not in first}
         for _ in range(3):
             found.clear()
-            flags = DeviceGradFlags(len(weights))
+            flags = DeviceGradFlags()
             for bucket in _buckets(weights):
                 updates = []
                 for p in bucket:

@@ -105,9 +105,9 @@ class StepState:
         }
 
     def begin_flags(self) -> DeviceGradFlags:
-        """Returns the flags of this step, with a place for each parameter of the model."""
+        """Returns the flags of this step."""
         if self.flags is None:
-            self.flags = DeviceGradFlags(len(self.reader.layout.names))
+            self.flags = DeviceGradFlags()
         return self.flags
 
     def use_up(self, params: Collection[Tensor]) -> None:

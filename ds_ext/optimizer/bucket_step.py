@@ -16,7 +16,6 @@ from ds_ext.distributed.lockstep import Generators, StepGenerator, advance
 from ds_ext.ops import sixteen_bit, turns
 from ds_ext.ops.executors.native.norm_cache import NormCache
 from ds_ext.ops.executors.triton import devices
-from ds_ext.ops.executors.triton.kernel_table import KernelTable
 from ds_ext.ops.executors.triton.launch_memory import Memory
 from ds_ext.ops.executors.triton.launcher import GradLimits
 from ds_ext.ops.runs import Runs
@@ -164,15 +163,10 @@ class BatchedStep:
     def _limits(
         self, found: Tensor, bounds: NDArray[np.float32], check: GradCheck, is_square: bool
     ) -> GradLimits:
-        """The limits of the numbers ``found``, which the device copies to ``check.flags``.
-
-        It copies them before passes have limits, because a pass with limits skips bad gradients.
-        """
+        """The limits of the numbers ``found``, which are copied to ``check.flags``."""
         assert check.flags is not None, "nothing would read the flags of checked gradients"
-        limits = GradLimits(Runs((found,), firsts=np.arange(len(found))), bounds)
-        places = check.flags.places(self.params, bounds, is_square, self.batch.device)
-        cast(KernelTable, self.batch.passes.own).copy_checked_values(limits, places)
-        return limits
+        check.flags.add(self.params, found.clone(), bounds, is_square)
+        return GradLimits(Runs((found,), firsts=np.arange(len(found))), bounds)
 
     def end(self, norms: WeightNorms) -> None:
         """Increments the weights' version counters, and adds the caches of their norms."""

@@ -15,6 +15,7 @@ gradient is checked in one of three ways, and all ranks see the same result:
 The sums cost no read of the gradient if the rule adds up squares anyway; votes cost one.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
@@ -25,7 +26,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext import ops
-from ds_ext.ops.runs import Runs
 
 # A rank votes 1 for a good gradient, BAD_VOTE for a bad one. The sum over ranks of a good gradient
 # is at most MAX_GOOD_VOTES.
@@ -48,59 +48,47 @@ class DeviceGradFlags:
     """The values by which kernels check the gradients of a step, on the device.
 
     The host reads them once, when the step ends.
-
-    Args:
-        count: how many parameters may be checked.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._values: dict[torch.device, Tensor] = {}
-        self._bounds: dict[Tensor, tuple[int, torch.device, float, bool]] = {}
+    def __init__(self) -> None:
+        self._checked: list[tuple[Tensor, float, bool]] = []  # parameter, bound, is_square
+        self._values: list[Tensor] = []
 
     def __len__(self) -> int:
-        return len(self._bounds)
+        return len(self._checked)
 
-    def places(
+    def add(
         self,
         params: Sequence[Tensor],
+        values: Tensor,
         bounds: NDArray[np.float32],
         is_square: bool,
-        device: torch.device,
-    ) -> Runs:
-        """Returns where kernels write the checked values of gradients, [n].
+    ) -> None:
+        """Adds the values of a batch.
 
         Args:
-            params: of the gradients; the experts of a stack share one place.
+            params: of the gradients; the experts of a stack have one parameter.
+            values: the values, [n]; nothing else may write to this memory.
             bounds: the largest allowed values, [n].
             is_square: whether the values are sums of squares, which add up to the norm.
-            device: of the gradients.
         """
-        if device not in self._values:
-            self._values[device] = torch.zeros(self.count, dtype=torch.float32, device=device)
-        known = self._bounds
-        places = [
-            known.setdefault(param, (len(known), device, bound, is_square))[0]
-            for param, bound in zip(params, bounds.tolist(), strict=True)
-        ]
-        return Runs((self._values[device],), firsts=np.array(places, dtype=np.int64))
+        self._values.append(values)
+        self._checked += zip(params, bounds.tolist(), itertools.repeat(is_square), strict=False)
 
     def read(self, *extra: Tensor) -> tuple[Flagged, list[float]]:
         """Synchronizes with the device; returns the flagged gradients and the extra scalars."""
-        devices = list(self._values)
-        first = extra[0].device if extra else devices[0]
-        parts = [x.view(1) for x in extra] + [self._values[x] for x in devices]
+        first = extra[0].device if extra else self._values[0].device
+        values = torch.cat([x.to(first) for x in self._values])
+        parts = [*(x.view(1) for x in extra), values]
         read = torch.cat([x.to(first, torch.float64) for x in parts]).tolist()
-        starts = {device: len(extra) + i * self.count for i, device in enumerate(devices)}
-        square, bad = 0.0, []
-        for param, (place, device, bound, is_square) in self._bounds.items():
-            value = read[starts[device] + place]
+        square, bad = 0.0, dict[Tensor, None]()
+        for (param, bound, is_square), value in zip(self._checked, read[len(extra) :], strict=True):
             is_good = value <= bound
             if not is_good:
-                bad.append(param)
+                bad[param] = None
             if is_square:
                 square += value if is_good else math.inf
-        return Flagged(square, bad), read[: len(extra)]
+        return Flagged(square, [*bad]), read[: len(extra)]
 
 
 class GradCheck:

@@ -148,7 +148,7 @@ class Stepped:
             if p is bad:
                 g.view(-1)[shard.start + len(shard) // 2] = math.nan
             updates.append(RunUpdate(p, self.run_of(p, p), self.run_of(p, g), shard))
-        flags, check = DeviceGradFlags(len(updates)), None
+        flags, check = DeviceGradFlags(), None
         if checked:  # as backward does on a GPU, with this rank's own votes
             first = self.optimizer.first_round_checks(self.shards)
             votes = {u.param: torch.where(u.g.sum().isfinite(), 1.0, 2.0**20) for u in updates}

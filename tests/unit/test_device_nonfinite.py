@@ -45,7 +45,7 @@ class Member(test_nonfinite.Member):
             for p, g in zip(self.params, grads, strict=True)
             if p in shards and p not in first
         }
-        check = GradCheck(first, votes, DeviceGradFlags(len(self.params)))
+        check = GradCheck(first, votes, DeviceGradFlags())
         return self.optimizer.begin(bucket, check), check
 
 
@@ -234,7 +234,7 @@ def test_the_host_reads_nothing_before_a_step_ends_and_one_vector_then(name, mon
 LARGE = ((4096, 4096), (1024, 11008), (4096,))
 
 
-@pytest.mark.parametrize("name, most", [("adalomo", 14), ("came", 16), ("lamb", 5), ("lomo", 2)])
+@pytest.mark.parametrize("name, most", [("adalomo", 12), ("came", 14), ("lamb", 4), ("lomo", 1)])
 def test_to_judge_takes_a_launch_or_two_for_a_batch(name, most, monkeypatch):
     launched = []
     paths.use(monkeypatch, "ops")
@@ -251,9 +251,9 @@ def test_to_judge_takes_a_launch_or_two_for_a_batch(name, most, monkeypatch):
         updates = [RunUpdate(p, x, x, shards[p]) for p, x in zip(weights, runs, strict=True)]
         with Calls() as calls:
             optimizer.update(
-                updates, lambda total: None, GradCheck(first, votes, DeviceGradFlags(3))
+                updates, lambda total: None, GradCheck(first, votes, DeviceGradFlags())
             )
             optimizer.commit_weight_norms()
     assert len(launched) == most, launched
-    assert any("copy_checked_values" in label for label in launched) and calls.made <= 21
+    assert calls.made <= 22
     assert MAX_GOOD_VOTES < BAD_VOTE

@@ -132,7 +132,7 @@ class Twice:
         shards = {u.param: u.shard for u in updates}
         first = self.optimizer.first_round_checks(shards) if checks else set()
         votes = {p: torch.ones(()) for p in shards if checks and p not in first}
-        flags = DeviceGradFlags(len(SHAPES))
+        flags = DeviceGradFlags()
         if self.optimizer.update_stats is not None:  # its sums are added to
             self.optimizer.update_stats = UpdateStats(2)
         found, copies = [], []

@@ -188,11 +188,6 @@ class Launcher:
         self.launch("fold", (), self.sums_of_rows, columns)
         return total
 
-    def copy_checked_values(self, limits: GradLimits, out: Runs) -> None:
-        """Copies each parameter's ``limits.found`` to ``out``."""
-        columns = {"found": limits.found, "out": out}
-        self.launch("copy_checked_values", (), self.by_parameter, columns)
-
     def scratch(self, n: int) -> Tensor:
         """Returns uninitialized memory, [n] in fp32."""
         return (self.memory or Memory(self.device)).scratch(n)

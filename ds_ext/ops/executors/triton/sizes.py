@@ -41,8 +41,6 @@ def shape_of(kernel: str, named: Named) -> LaunchConfig:
             return tile, WARPS
         case "cached_norm":  # one program per parameter, which reads its tiles only if necessary
             return {**tile, "LONG": TILES}, WARPS
-        case "copy_checked_values":
-            return {}, WARPS
     # without vectors each element needs its own address: fewer elements per thread
     return tile, WARPS if named["ALIGNED"] else 2 * WARPS
 

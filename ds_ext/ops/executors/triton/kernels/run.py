@@ -76,7 +76,5 @@ def _pass(t, tile, P: tl.constexpr):
         elementwise.cached_norm(t, tile, P)
     elif P.name == "fold":
         sums.fold(t, tile, P)
-    elif P.name == "copy_checked_values":
-        sums.copy_checked_values(t, tile, P)
     else:
         elementwise.apply(t, tile, P)

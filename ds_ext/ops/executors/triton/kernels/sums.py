@@ -12,7 +12,6 @@ from ds_ext.ops.executors.triton.kernels.table_access import (
     COL,
     COLS,
     EPS,
-    FOUND,
     HEIGHT,
     LERP,
     OUT,
@@ -150,13 +149,6 @@ def normalize_whole_rows(t, tile, P: tl.constexpr):
         tl.store(out + row, new, mask=own)
         sums += tl.sum(square * (new * new)[:, None], axis=0)
     tl.store(vectors(t, PART, tl.float32, P) + tile * cols + j, sums, mask=j < cols)
-
-
-@triton.jit
-def copy_checked_values(t, tile, P: tl.constexpr):
-    """out ← found, one number."""
-    found = tl.load(pointer(t, FOUND, tl.float32))
-    tl.store(pointer(t, OUT, tl.float32), found)
 
 
 @triton.jit
