@@ -16,7 +16,7 @@ from torch import nn
 
 from ds_ext.ops import Scaled
 from ds_ext.ops.executors.native import native_table as native
-from ds_ext.ops.executors.triton import devices, kernels, launch_memory, launches
+from ds_ext.ops.executors.triton import devices, folds, kernels, launch_memory, launches
 from ds_ext.ops.executors.triton.launcher import LEAST_ADDRESS, GradLimits, Launcher
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.schema import ADDRESSES, ARGUMENT, ARGUMENTS, AT, NUMBERS, TILE
@@ -113,7 +113,6 @@ class Twice:
                 owners += [
                     (of, "_launches") for of in (one.batch.passes.own, one.batch.passes.whole)
                 ]
-                owners += [(of, "_folds") for of in (one.batch.passes.own, one.batch.passes.whole)]
                 owners.append((one.batch.passes._arrays, "_used"))
         kept = [vars(owner)[name] for owner, name in owners]
         for owner, name in owners:
@@ -195,23 +194,23 @@ def test_kernels_read_what_a_fresh_step_would_give_them(name, way, monkeypatch):
         both.step(next(steps))
 
 
-def arguments(table_):
+def arguments():
     """Arguments of ``launch`` that differ in one thing each."""
     runs = [Runs([torch.zeros(n + 4)[at : n + at] for n in (32, 600)]) for at in (0, 0, 1)]
     each = np.ones(2, dtype=np.float32)
     given = {"x": runs[0], "lr": 0.5}
     form = (("FORM", "IS_RUN"), ("XD", "float32"), ("WD", "float32"), ("DECAYS", False))
     return [
-        ("apply", form, table_.flat, given),
-        ("lerp", form, table_.flat, given),
-        ("apply", (*form[:3], ("DECAYS", True)), table_.flat, given),
-        ("apply", form, table_.by_matrix, given),
-        ("apply", form, table_.flat, {"m": runs[0], "lr": 0.5}),
-        ("apply", form, table_.flat, {"x": runs[0], "lr": each}),
-        ("apply", form, table_.flat, {"x": runs[0], "lr": torch.ones(2)}),
-        ("apply", form, table_.flat, {"x": runs[0], "lr": torch.ones(())}),
-        ("apply", form, table_.flat, {"x": runs[2], "lr": 0.5}),
-        ("apply", form, table_.flat, {"x": Runs([runs[0].tensors[0], runs[2].tensors[1]])}),
+        ("apply", form, "flat", given),
+        ("lerp", form, "flat", given),
+        ("apply", (*form[:3], ("DECAYS", True)), "flat", given),
+        ("apply", form, "by_matrix", given),
+        ("apply", form, "flat", {"m": runs[0], "lr": 0.5}),
+        ("apply", form, "flat", {"x": runs[0], "lr": each}),
+        ("apply", form, "flat", {"x": runs[0], "lr": torch.ones(2)}),
+        ("apply", form, "flat", {"x": runs[0], "lr": torch.ones(())}),
+        ("apply", form, "flat", {"x": runs[2], "lr": 0.5}),
+        ("apply", form, "flat", {"x": Runs([runs[0].tensors[0], runs[2].tensors[1]])}),
     ]
 
 
@@ -233,18 +232,12 @@ def noted(monkeypatch):
 
 
 def test_all_that_launches_depend_on_is_in_their_key(noted):
-    held = {of: arguments(of) for of in (launcher(), launcher())}  # keeps tensors alive
-    for a, b in itertools.permutations(range(len(arguments(launcher()))), 2):
+    given = arguments()
+    for a, b in itertools.permutations(range(len(given)), 2):
         used, fresh = launcher(), launcher()
-        given = [
-            (kernel, constants, "by_matrix" if at is of.by_matrix else "flat", columns)
-            for of, some in held.items()
-            for kernel, constants, at, columns in some
-        ]
         found = []
         for of, which in ((used, a), (used, b), (fresh, b)):
-            kernel, constants, at, columns = given[which]
-            of.launch(kernel, constants, getattr(of, at), columns)
+            of.launch(*given[which])
             found.append([*noted])
             noted.clear()
         assert found[1] == found[2], (a, b)
@@ -259,10 +252,10 @@ def test_the_kernel_has_an_argument_for_each_column():
 
 def test_folds_with_and_without_limits_are_kept_apart(noted):
     of = launcher()
-    part, out = torch.zeros(64), Runs((torch.zeros(2),), firsts=np.arange(2))
+    part, out = (Runs((torch.zeros(n),), firsts=np.arange(2)) for n in (64, 2))
     limits = GradLimits(out, np.ones(2, dtype=np.float32))
     for of.limits in (None, limits, None):
-        of.fold((of.sums["flat"], part, out))
+        of.fold((of.partials("flat", folds.of_tiles), part, out))
         (kind, *_) = noted.pop()
         assert dict(kind)["SKIPS_BAD_GRADIENTS"] == (of.limits is not None)
 

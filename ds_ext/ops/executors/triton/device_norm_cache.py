@@ -1,7 +1,7 @@
 """Cached norms of the updated weights, for kernels."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import torch
 
@@ -17,16 +17,16 @@ class DeviceNormCache(NormCache):
     program.
 
     Args:
-        parts: one number per tile, by the name of the tiles.
+        partials: returns the places of one number per tile, from the name of the tiles.
         device: the device of the runs.
 
     Attributes:
         tiles: the name of the tiles that last wrote the runs.
     """
 
-    def __init__(self, parts: Mapping[str, PartialSums], device: torch.device) -> None:
+    def __init__(self, partials: Callable[[str], PartialSums], device: torch.device) -> None:
         super().__init__()
-        self.parts, self.device = parts, device
+        self.partials, self.device = partials, device
         self.tiles = ""
         self.columns: dict[str, Runs] = {}  # a sum and a weight per tile
         self.are_noted = False  # whether the last pass that wrote the weights stored their sums
@@ -35,7 +35,8 @@ class DeviceNormCache(NormCache):
         """Returns the columns that these tiles write; allocates them if the tiles have changed."""
         self.are_noted = True
         if tiles != self.tiles:
-            total, firsts = self.parts[tiles].total, self.parts[tiles].firsts
+            partials = self.partials(tiles)
+            total, firsts = partials.total, partials.firsts
             numbers = torch.full((2, total), math.nan, dtype=torch.float32, device=self.device)
             sums, probes = numbers.unbind()
             self.tiles = tiles

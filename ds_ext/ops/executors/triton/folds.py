@@ -24,11 +24,10 @@ class PartialSums:
     outs: Int64s  # offset of its output in the parameter's output, bytes
 
 
-def joined(sums: Sequence[PartialSums]) -> tuple[Tiles, Int64s]:
-    """Returns the tiles and the owners of several reductions, which share a launch."""
-    rows = np.concatenate([one.tiles.rows for one in sums])
-    programs = np.concatenate([one.tiles.programs for one in sums])
-    return Tiles(rows, programs), np.concatenate([one.owners for one in sums])
+def joined(of_each: Sequence[Tiles]) -> Tiles:
+    """Returns the tiles of several reductions, which share a launch."""
+    rows = np.concatenate([one.rows for one in of_each])
+    return Tiles(rows, np.concatenate([one.programs for one in of_each]))
 
 
 def _offsets(counts: Int64s) -> tuple[Int64s, int]:
@@ -37,13 +36,18 @@ def _offsets(counts: Int64s) -> tuple[Int64s, int]:
     return np.concatenate([[0], ends[:-1]]), int(ends[-1])
 
 
-def of_tiles(programs: Int64s) -> PartialSums:
+def of_tiles(g: Geometry, at: Tiles) -> PartialSums:
     """Reduces one partial sum per tile to one sum per parameter."""
-    (firsts, total), owners = _offsets(programs), np.arange(len(programs))
-    return PartialSums(firsts, total, of_one(programs), owners, 4 * firsts, 0 * programs)
+    (firsts, total), owners = _offsets(at.programs), np.arange(len(g.n))
+    return PartialSums(firsts, total, _of_one(at.programs), owners, 4 * firsts, 0 * owners)
 
 
-def of_one(counts: Int64s) -> Tiles:
+def of_rows(g: Geometry) -> Tiles:
+    """Reduces the sums of whole rows to one sum per parameter."""
+    return _of_one(g.mats * g.rows)
+
+
+def _of_one(counts: Int64s) -> Tiles:
     """Reduces ``counts`` numbers of each parameter to one sum."""
     ones = np.ones_like(counts)
     return _sums(counts, ones, ones)

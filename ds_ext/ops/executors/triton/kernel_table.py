@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ds_ext.ops import rounding, schema
+from ds_ext.ops.executors.triton import folds
 from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
 from ds_ext.ops.executors.triton.launcher import OUT, Launcher
 from ds_ext.ops.executors.triton.launches import Constants
@@ -73,27 +74,25 @@ def _square_sums(table: Launcher, read: Read) -> None:
     cache: DeviceNormCache | None = read.columns.get("norm_cache")
     if cache is not None and cache.are_valid:
         columns = {k: v for k, v in read.columns.items() if k in ("w", "aux", "out")}
-        at = table.of_cached_norms[cache.tiles]
-        table.launch("cached_norm", read.constants, at, {**columns, **cache.columns})
+        table.launch("cached_norm", read.constants, cache.tiles, {**columns, **cache.columns})
         return
-    name = read.tiles
-    reduction = table.sums[name]
-    part, places = table.allocate_partials(reduction)
+    sums = table.partials(read.tiles, folds.of_tiles)
     columns = {k: v for k, v in read.numbers.items() if k not in ("out", "norm_cache")}
-    columns["part"] = places
-    table.launch("square_sums", read.constants, getattr(table, name), columns)
-    table.fold((reduction, part, read.columns["out"]))
+    columns["part"] = table.allocate(sums)
+    table.launch("square_sums", read.constants, read.tiles, columns)
+    table.fold((sums, columns["part"], read.columns["out"]))
 
 
 def _row_col_sums(table: Launcher, read: Read) -> None:
-    by_row, by_col = table.sums_of_tiles
-    tall, at_tall = table.allocate_partials(by_row)
-    wide, at_wide = table.allocate_partials(by_col)
+    by_row = table.partials("by_matrix", folds.row_sums)
+    by_col = table.partials("by_matrix", folds.col_sums)
     columns = {k: v for k, v in read.numbers.items() if k not in ("out", "out2")}
-    columns |= {"part": at_tall, "part2": at_wide}
-    table.launch("row_col_sums", read.constants, table.by_matrix, columns)
-    outs = read.columns["out"], read.columns["out2"]
-    table.fold((by_row, tall, outs[0]), (by_col, wide, outs[1]))
+    columns |= {"part": table.allocate(by_row), "part2": table.allocate(by_col)}
+    table.launch("row_col_sums", read.constants, "by_matrix", columns)
+    table.fold(
+        (by_row, columns["part"], read.columns["out"]),
+        (by_col, columns["part2"], read.columns["out2"]),
+    )
 
 
 def _weighted_sums(table: Launcher, read: Read) -> None:
@@ -114,54 +113,51 @@ def _over_strips(
     **more: object,
 ) -> None:
     """A pass over whole rows; ``outs`` maps column sums to the columns of their partial sums."""
-    reduction, columns = table.sums_of_strips, dict(more)
+    reduction, columns = table.partials("by_strip", folds.col_sums), dict(more)
     sums = []
     for name, value in read.numbers.items():
         if name in outs:
-            part, columns[outs[name]] = table.allocate_partials(reduction)
+            part = columns[outs[name]] = table.allocate(reduction)
             sums.append((reduction, part, value))
         else:
             columns[name] = value
-    table.launch(kernel, read.run, table.by_strip, columns)
+    table.launch(kernel, read.run, "by_strip", columns)
     table.fold(*sums)
 
 
 def _factors(table: Launcher, read: Read) -> None:
-    columns = dict(read.columns)
-    kernel = "factors"
+    columns, g, kernel = dict(read.columns), table.geometry, "factors"
     if "in3" in columns:
         kernel = "clipped_factors"
-        columns["a"] = table.inverse_numel
+        columns["a"] = (1 / (g.mats * g.rows * g.cols)).astype(np.float32)
     else:
         del columns["clip"]
-    table.launch(kernel, (), table.by_parameter, columns)
+    table.launch(kernel, (), "by_parameter", columns)
 
 
 def _lerp(table: Launcher, read: Read) -> None:
-    at = getattr(table, read.tiles)
-    table.launch(read.name, read.constants, at, read.numbers, OUT)
+    table.launch(read.name, read.constants, read.tiles, read.numbers, OUT)
 
 
 def _apply(table: Launcher, read: Read) -> None:
-    name = read.tiles
-    at, columns = getattr(table, name), dict(read.numbers)
+    columns = dict(read.numbers)
     if read.storage is not None and read.storage[0] == "STOCHASTIC":
         columns["noise"] = Runs((rounding.shifted_noise(table.device),), firsts=0 * table.own)
     sums, cache = columns.pop("update_sums", None), columns.pop("norm_cache", None)
     notes = cache is not None
     if notes:
-        columns |= cache.noted_by(name)
+        columns |= cache.noted_by(read.tiles)
     if sums is None:
         kernel = "apply_and_cache_norm" if notes else "apply"
-        table.launch(kernel, read.constants, at, columns)
+        table.launch(kernel, read.constants, read.tiles, columns)
         return
-    reduction = table.sums[name]
-    moved, columns["part"] = table.allocate_partials(reduction)
+    reduction = table.partials(read.tiles, folds.of_tiles)
+    columns["part"] = table.allocate(reduction)
     if not notes:
-        columns["part2"] = table.allocate_partials(reduction)[1]
-    table.launch("measured_apply", (*read.constants, ("CACHES_NORM", notes)), at, columns)
-    second, held = sums.shifted(4), columns["part2"].values
-    table.fold((reduction, moved, sums), (reduction, held, second))
+        columns["part2"] = table.allocate(reduction)
+    constants = (*read.constants, ("CACHES_NORM", notes))
+    table.launch("measured_apply", constants, read.tiles, columns)
+    table.fold((reduction, columns["part"], sums), (reduction, columns["part2"], sums.shifted(4)))
 
 
 def _name(dtype: torch.dtype | None) -> str:

@@ -1,8 +1,9 @@
 """Launches of kernels over many parameters: their tiles, arguments and sums."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +22,14 @@ from ds_ext.ops.schema import ADDRESSES, ARGUMENT, ARGUMENTS, AT, NUMBERS
 # Columns whose addresses must be aligned for vector access: runs only, or also ``out``.
 VECTORS, OUT = (frozenset(ADDRESSES[: ADDRESSES.index(last) + 1]) for last in ("aux", "out"))
 LEAST_ADDRESS = 2**32  # a number's argument is an address from here on, else the number's bits
+TILES: dict[str, Callable[[Geometry], Tiles]] = {
+    "flat": tiles.flat,  # of passes that ignore rows and columns
+    "by_matrix": tiles.by_matrix,  # of passes that use them
+    "by_strip": tiles.by_strip,  # as wide as the rows
+    "by_parameter": tiles.by_parameter,  # one for each
+    "rows": folds.of_rows,  # a sum over all rows
+}
+KindOfSums: TypeAlias = Callable[[Geometry, Tiles], PartialSums]
 MAX_LAUNCHES = 256  # kept by one object; more are needed only if each step runs other passes
 MAX_PARAMETERS = 1024  # per launch: each program searches them for its own
 
@@ -69,14 +78,15 @@ class Launcher:
         start, n, mats, rows, cols = np.array(geometries, dtype=np.int64).T
         first = np.array(firsts, dtype=np.int64)
         self.geometry = Geometry(start, n, mats, rows, cols, first)
-        self._launches: dict[tuple[object, ...], tuple[Tiles, list[Launch]]] = {}
-        self._folds: dict[tuple[int, ...], tuple[Tiles, Int64s]] = {}
+        self._tiles: dict[Hashable, Tiles] = {}
+        self._partials: dict[tuple[str, KindOfSums], PartialSums] = {}
+        self._launches: dict[Hashable, list[Launch]] = {}
 
     def launch(
         self,
         kernel: str,
         constants: Constants,
-        at: Tiles,
+        name: Hashable,
         columns: Columns,
         vectors: frozenset[str] = VECTORS,
     ) -> None:
@@ -85,18 +95,18 @@ class Launcher:
         Args:
             kernel: the name of the pass.
             constants: of the kernel.
-            at: the tiles.
+            name: of the tiles.
             columns: objects with ``base`` and ``offsets`` for addresses; for numbers floats, arrays
                 [n], or tensors of one number or n.
             vectors: the columns that are accessed by vectors.
         """
         if self.limits is not None:
             columns = {"found": self.limits.found, "most": self.limits.most, **columns}
-        arguments = [0] * ARGUMENTS
+        at, arguments = self.tiles(name), [0] * ARGUMENTS
         contents, where, alive = list[bytes](), list[int](), list[Tensor]()
         ends: Int64s | int = 0  # the low bits of all addresses that are accessed by vectors
-        for name, value in columns.items():
-            i = ARGUMENT[name]
+        for column, value in columns.items():
+            i = ARGUMENT[column]
             if i >= ARGUMENT[NUMBERS[0]]:
                 if isinstance(value, Tensor):
                     alive.append(self._vector(value, len(at.rows)))
@@ -111,12 +121,12 @@ class Launcher:
             arguments[i], offsets = value.base, value.offsets
             contents.append(offsets.tobytes())
             where.append(i + 1)
-            if at.aligned is not None and name in vectors:
+            if at.aligned is not None and column in vectors:
                 ends = ends | offsets | value.base
         are_even = None
         if not isinstance(ends, int) and np.bitwise_or.reduce(ends) % sizes.ALIGNMENT:
             are_even = ends % sizes.ALIGNMENT == 0
-        found = self._launches_of(kernel, constants, at, are_even)
+        found = self._launches_of(kernel, constants, name, are_even)
         contents += [one.contents for one in found]
         arrays = self.arrays or DeviceArrays()  # lives until the launches below are in the stream
         addresses = iter(arrays.addresses(self.memory or Memory(self.device), contents))
@@ -135,7 +145,7 @@ class Launcher:
         self,
         kernel: str,
         constants: Constants,
-        at: Tiles,
+        name: Hashable,
         are_even: NDArray[np.bool_] | None,
     ) -> list[Launch]:
         """The launches of a pass, kept from step to step.
@@ -145,47 +155,48 @@ class Launcher:
         """
         skips_bad = self.limits is not None
         even = None if are_even is None else are_even.tobytes()
-        # The value keeps ``at`` alive, so that its id is its own.
-        key = kernel, constants, id(at), even, skips_bad
+        key = kernel, constants, name, even, skips_bad
         if key in self._launches:
-            return self._launches[key][1]
+            return self._launches[key]
+        at = self.tiles(name)
+        if kernel == "cached_norm":  # one program visits all tiles of a parameter
+            at = replace(at, programs=np.ones_like(at.programs))
         constants = (*constants, ("SKIPS_BAD_GRADIENTS", skips_bad))
         found = list[Launch]()
         for kind, members in at.kinds(are_even):
             found += _launches(at, members, *launches.compiled_pass(kernel, (*constants, *kind)))
         if len(self._launches) >= MAX_LAUNCHES:
             self._launches.clear()
-        self._launches[key] = at, found
+        self._launches[key] = found
         return found
 
-    def fold(self, *sums: tuple[PartialSums, Tensor, Runs]) -> None:
-        """Reduces partial sums in one launch: their description, the sums, and the output of each.
+    def fold(self, *sums: tuple[PartialSums, Runs, Runs]) -> None:
+        """Reduces partial sums in one launch: their description, memory, and the output of each.
 
         Tensors of one step lie at the same distances in each, so their offsets are as in the step
         before.
         """
-        key = tuple([id(one) for one, *_ in sums])
-        if key not in self._folds:
-            self._folds[key] = folds.joined([one for one, *_ in sums])
-        tiles_of_all, owners = self._folds[key]
-        part, out = sums[0][1].data_ptr(), sums[0][2].base
-        parts = [one.parts + (x.data_ptr() - part) for one, x, _ in sums]
+        name = tuple([id(one) for one, *_ in sums])
+        if name not in self._tiles:
+            self._tiles[name] = folds.joined([one.tiles for one, *_ in sums])
+        part, out = sums[0][1].base, sums[0][2].base
+        parts = [one.parts + (x.base - part) for one, x, _ in sums]
         outs = [x.offsets[one.owners] + one.outs + (x.base - out) for one, _, x in sums]
         columns: Columns = {
             "part": Runs.at(part, np.concatenate(parts)),
             "out": Runs.at(out, np.concatenate(outs)),
         }
         if self.limits is not None:
-            found = self.limits.found
+            found, owners = self.limits.found, np.concatenate([one.owners for one, *_ in sums])
             columns["found"] = Runs.at(found.base, found.offsets[owners])
             columns["most"] = self.limits.most[owners]
-        self.launch("fold", (), tiles_of_all, columns)
+        self.launch("fold", (), name, columns)
 
     def added_up(self, rows: Runs) -> Tensor:
         """Returns the sum over all rows of each parameter, [n]."""
         total = self.zeros(self.n)
         columns: Columns = {"part": rows, "out": Runs((total,), firsts=self.own)}
-        self.launch("fold", (), self.sums_of_rows, columns)
+        self.launch("fold", (), "rows", columns)
         return total
 
     def scratch(self, n: int) -> Tensor:
@@ -196,70 +207,25 @@ class Launcher:
         """Returns zeros to add sums to, [n] in fp32."""
         return (self.memory or Memory(self.device)).sums(n)
 
-    @functools.cached_property
-    def inverse_numel(self) -> NDArray[np.float32]:
-        """1 / the elements of each whole parameter, [n]."""
-        g = self.geometry
-        return (1 / (g.mats * g.rows * g.cols)).astype(np.float32)
-
-    @functools.cached_property
-    def flat(self) -> Tiles:
-        """Tiles of passes that ignore rows and columns."""
-        return tiles.flat(self.geometry)
-
-    @functools.cached_property
-    def by_matrix(self) -> Tiles:
-        """Tiles of passes that use rows and columns."""
-        return tiles.by_matrix(self.geometry)
-
-    @functools.cached_property
-    def by_strip(self) -> Tiles:
-        """Tiles that are as wide as the rows."""
-        return tiles.by_strip(self.geometry)
-
     def new_norm_cache(self) -> DeviceNormCache:
         """Returns a cache of the weights' norms, which lasts from step to step."""
-        return DeviceNormCache(self.sums, self.device)
+        return DeviceNormCache(lambda name: self.partials(name, folds.of_tiles), self.device)
 
-    @functools.cached_property
-    def of_cached_norms(self) -> dict[str, Tiles]:
-        """Tiles with one program per parameter, which visits the parameter's tiles of this name."""
-        return {
-            "flat": _one_program_each(self.flat),
-            "by_matrix": _one_program_each(self.by_matrix),
-        }
+    def tiles(self, name: Hashable) -> Tiles:
+        """Returns the tiles of a name in ``TILES``, or of a fold."""
+        if name not in self._tiles:
+            self._tiles[name] = TILES[str(name)](self.geometry)
+        return self._tiles[name]
 
-    @functools.cached_property
-    def by_parameter(self) -> Tiles:
-        """One tile per parameter."""
-        return tiles.by_parameter(self.geometry)
+    def partials(self, name: str, kind: KindOfSums) -> PartialSums:
+        """Returns the partial sums of tiles: their places, and how to reduce them."""
+        if (name, kind) not in self._partials:
+            self._partials[name, kind] = kind(self.geometry, self.tiles(name))
+        return self._partials[name, kind]
 
-    @functools.cached_property
-    def sums(self) -> dict[str, PartialSums]:
-        """Reductions of one partial sum per tile to one sum per parameter, by the tiles' name."""
-        of = {"flat": self.flat, "by_matrix": self.by_matrix}
-        return {name: folds.of_tiles(at.programs) for name, at in of.items()}
-
-    @functools.cached_property
-    def sums_of_tiles(self) -> tuple[PartialSums, PartialSums]:
-        """Reductions of the tiles' row sums, and of their column sums."""
-        g, at = self.geometry, self.by_matrix
-        return folds.row_sums(g, at), folds.col_sums(g, at)
-
-    @functools.cached_property
-    def sums_of_strips(self) -> PartialSums:
-        """Reduction of the strips' column sums."""
-        return folds.col_sums(self.geometry, self.by_strip)
-
-    @functools.cached_property
-    def sums_of_rows(self) -> Tiles:
-        """Reduction of the sums of whole rows to one sum per parameter."""
-        return folds.of_one(self.geometry.mats * self.geometry.rows)
-
-    def allocate_partials(self, sums: PartialSums) -> tuple[Tensor, Runs]:
-        """Memory for the tiles' partial sums, and the addresses of each parameter's."""
-        part = self.scratch(sums.total)
-        return part, Runs((part,), firsts=sums.firsts)
+    def allocate(self, sums: PartialSums) -> Runs:
+        """Returns memory for the tiles' partial sums."""
+        return Runs((self.scratch(sums.total),), firsts=sums.firsts)
 
 
 def _launches(at: Tiles, members: Int64s, kind: KernelConstants, warps: int) -> Iterator[Launch]:
@@ -282,10 +248,3 @@ def _words(numbers: NDArray[np.float32]) -> bytes:
 def _bits(number: float) -> int:
     """The bits of a number in fp32, as a signed integer: no address is so small."""
     return int(np.float32(number).view(np.int32))
-
-
-def _one_program_each(at: Tiles) -> Tiles:
-    """The same tiles with one program per parameter, which visits all of them."""
-    rows = at.rows.copy()
-    rows[:, AT["total"]] = at.programs
-    return replace(at, rows=rows, programs=np.ones_like(at.programs))

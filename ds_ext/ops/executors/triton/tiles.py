@@ -61,6 +61,7 @@ class Tiles:
 def build_tiles(programs: Int64s, widths: Int64s | None = None, **columns: Int64s | int) -> Tiles:
     """Returns tiles whose rows have these columns; the caller fills in the others."""
     rows = np.zeros((len(programs), len(TILE)), dtype=np.int64)
+    rows[:, AT["total"]] = programs
     for name, column in columns.items():
         rows[:, AT[name]] = column
     if not {"start", "n", "cols"} <= columns.keys():
