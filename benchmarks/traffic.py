@@ -17,8 +17,7 @@ from torch import nn
 
 import ds_ext
 from benchmarks.host import made
-from ds_ext.ops.executors.native.native_table import NativeTable
-from ds_ext.ops.executors.native.norm_cache import NormCache
+from ds_ext.ops.executors.native.native_table import NativeTable, NormCache
 from ds_ext.ops.executors.tables import AnyTable
 from ds_ext.ops.executors.triton import devices, launches
 from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable

@@ -25,13 +25,11 @@ from ds_ext.backward import (
     torch_calls,
 )
 from ds_ext.backward.buckets import Buckets
-from ds_ext.backward.grad_scaling import GradientReader
 from ds_ext.backward.gradient_config import GradientConfig
 from ds_ext.backward.norm_prepass import NormPrepass
-from ds_ext.backward.reduced_grad import Receiver, ReducedGrad
-from ds_ext.backward.results import StepResult, collect_metrics
+from ds_ext.backward.reduced_grad import GradientReader, Receiver, ReducedGrad
 from ds_ext.backward.single_use import single_use
-from ds_ext.backward.step_state import Clipping, StepState
+from ds_ext.backward.step_state import Clipping, StepResult, StepState, collect_metrics
 from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Layout
 from ds_ext.logs import logger

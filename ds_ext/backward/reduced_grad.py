@@ -1,11 +1,22 @@
-"""This rank's runs of gradients, and the protocol of their receivers."""
+"""This rank's runs of gradients, their scaling, and the protocol of their receivers.
+
+The average over ranks, loss scale and clipping are applied when a rule reads.
+"""
 
 import abc
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+
+from ds_ext import ops
+from ds_ext.backward import gradient_config
+from ds_ext.distributed.layout import Layout
+from ds_ext.distributed.placement import Placement
+from ds_ext.ops.executors.unbatched import square_sums_of
+from ds_ext.ops.shard import Shard
+from ds_ext.optimizer import nonfinite
 
 
 class ReducedGrad(NamedTuple):
@@ -72,3 +83,67 @@ _use_count = getattr(torch._C, "_storage_Use_Count", None)
 _SOLE_USER = 0
 if _use_count is not None:
     _SOLE_USER = _storage_users(torch.empty(1, dtype=torch.uint8, device="cpu"))
+
+
+class GradientReader:
+    """Converts summed gradients of a scaled loss to averaged, unscaled gradients.
+
+    Set ``loss_scale`` to the factor that the loss was multiplied by before backward.
+    """
+
+    def __init__(self, layout: Layout, grad_config: gradient_config.GradientConfig) -> None:
+        self.layout = layout
+        self.grad_config = grad_config
+        self.loss_scale = 1.0
+
+    def unscale(self, placement: Placement) -> float:
+        """Returns the factor from a summed gradient of the scaled loss to the mean gradient."""
+        return 1 / (self.loss_scale * (placement.grad_divisor if self.grad_config.average else 1))
+
+    def gradient(self, param: Tensor, g: Tensor, shard: Shard, factor: float) -> ops.Gradient:
+        """Returns a padded run ``g`` as [len(shard)], times ``factor``, with bounded elements."""
+        if g.numel() != (n := len(shard)):
+            g = g[:n]
+        if param.dtype != g.dtype:
+            wide = ops.accumulator(param.dtype)
+            if wide != ops.accumulator(g.dtype):  # fp64, reduced or kept in fp32
+                g = g.to(wide)
+        bound = self.grad_config.max_value or None
+        return g if factor == 1 and bound is None else ops.Scaled(g, factor, bound)
+
+    def squares(self, grads: ReducedGrads) -> Tensor:
+        """Returns the sums of squares of unscaled runs, [n] in fp64."""
+        own = [self._own(p, grad) for p, grad in grads.items() if grad.square is None]
+        measured = iter(of_each_dtype(square_sums_of, own))
+        found = [next(measured) if x.square is None else x.square for x in grads.values()]
+        return torch.stack(found).to(self.layout.device, torch.float64)
+
+    def upper_bounds(self) -> Tensor:
+        """Returns the largest allowed sums of squares of mean gradients, in the model's order."""
+        weights = self.layout.weights
+        bounds = [float(nonfinite.upper_bound(max(1, w.numel), w.dtype)) for w in weights]
+        return torch.tensor(bounds, dtype=torch.float64, device="cpu")
+
+    def beyond(self, param: Tensor, grad: ReducedGrad, bound: float) -> Tensor:
+        """Returns the number of a run's elements outside ± ``bound``, and of all elements, [2]."""
+        shard = self.layout.shard(param)
+        g = self._own(param, grad)
+        beyond = ops.count_beyond(g, bound, shard, g)
+        return torch.stack([beyond, torch.full_like(beyond, len(shard))])
+
+    def _own(self, param: Tensor, grad: ReducedGrad) -> Tensor:
+        """The run without its padding."""
+        n = len(self.layout.shard(param))
+        return grad.g if grad.g.numel() == n else grad.g[:n]
+
+
+def of_each_dtype(
+    op: Callable[[Sequence[Tensor]], Tensor], flats: Iterable[Tensor]
+) -> list[Tensor]:
+    """Calls ``op`` once per dtype; returns its number for each flat tensor, [] in fp64."""
+    flats = list(flats)
+    found: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(flat.dtype for flat in flats):
+        numbers = [i for i, flat in enumerate(flats) if flat.dtype == dtype]
+        found |= zip(numbers, op([flats[i] for i in numbers]).double(), strict=True)
+    return [found[i] for i in range(len(flats))]

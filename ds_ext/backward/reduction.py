@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ds_ext import ops
-from ds_ext.backward.grad_scaling import of_each_dtype
-from ds_ext.backward.reduced_grad import ReducedGrad, VotedParams
+from ds_ext.backward.reduced_grad import ReducedGrad, VotedParams, of_each_dtype
 from ds_ext.backward.streams import SideStreams, from_host, to_host
 from ds_ext.distributed.layout import Layout
 from ds_ext.ops.executors.unbatched import largest, square_sums_of

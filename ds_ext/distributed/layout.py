@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_ext.distributed import groups
-from ds_ext.distributed.groups import Group, communicates, everyone, size_of
+from ds_ext.distributed.groups import Group, communicates, everyone, explained, size_of, wait_for
 from ds_ext.distributed.placement import Placement, Summed, broadcast
-from ds_ext.distributed.rank_failure import explained, wait_for
 from ds_ext.ops import int8, turns
 from ds_ext.ops.shard import Shard
 

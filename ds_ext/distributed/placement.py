@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ext.distributed.groups import Group, communicates, size_of
-from ds_ext.distributed.rank_failure import explained, wait_for
+from ds_ext.distributed.groups import Group, communicates, explained, size_of, wait_for
 from ds_ext.ops import int8
 from ds_ext.ops.shard import Shard, TensorParallelSplit
 

@@ -13,8 +13,7 @@ from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles
 from torch import Tensor, nn
 
 from ds_ext.backward.int8_weights import check_dtype, expand_int8
-from ds_ext.distributed.groups import communicates, size_of
-from ds_ext.distributed.rank_failure import explained
+from ds_ext.distributed.groups import communicates, explained, size_of
 from ds_ext.engine.parameters import deepspeed_parameter
 from ds_ext.engine.rank_logging import log
 from ds_ext.ops import int8

@@ -13,9 +13,9 @@ from ds_ext.engine import pipeline
 from ds_ext.engine.parameters import EMBEDDINGS, LINEARS, unpartitioned_shape
 from ds_ext.engine.rank_logging import log, warn
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, param_groups
-from ds_ext.optimizer.groups import ParamGroup
 from ds_ext.optimizer.model_view import ModelView, summary
 from ds_ext.optimizer.param_groups import Grouped
+from ds_ext.optimizer.param_table import ParamGroup
 from ds_ext.rules.base import REGISTRY, key_of
 
 Names: TypeAlias = Mapping[Tensor, str]

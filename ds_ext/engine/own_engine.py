@@ -15,7 +15,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from ds_ext.backward import int8_weights, owners
-from ds_ext.distributed.rank_failure import explained
+from ds_ext.distributed.groups import explained
 from ds_ext.engine import (
     engine_checks,
     expert_parallel,

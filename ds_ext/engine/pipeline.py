@@ -24,8 +24,8 @@ from ds_ext.distributed.layout import ParamInfo
 from ds_ext.distributed.pipeline_layout import PipelineLayout, Tie
 from ds_ext.distributed.placement import Placement
 from ds_ext.optimizer import RuleOptimizer
-from ds_ext.optimizer.groups import ParamGroup
 from ds_ext.optimizer.model_view import ModelView
+from ds_ext.optimizer.param_table import ParamGroup
 
 T = TypeVar("T")
 _TIED = "tied_modules."  # the prefix of tied parameters

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from ds_ext.backward import int8_weights
 from ds_ext.backward.fused_backward import FusedBackward
-from ds_ext.distributed.groups import Group
+from ds_ext.distributed.groups import Group, explained
 from ds_ext.distributed.placement import as_bytes
-from ds_ext.distributed.rank_failure import explained
 from ds_ext.engine.parameters import unpartitioned_shape
 from ds_ext.engine.zero3 import Zero3Placement
 from ds_ext.ops import int8

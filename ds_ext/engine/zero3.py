@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from ds_ext.backward.int8_weights import restore_bf16
 from ds_ext.backward.module_hooks import Hook
 from ds_ext.config.parsing import section
-from ds_ext.distributed.desync import OrderCheck
+from ds_ext.distributed.consensus import OrderCheck
 from ds_ext.distributed.groups import Group
 from ds_ext.distributed.layout import Agreement, Layout, complete
 from ds_ext.distributed.placement import Placement, Sharded

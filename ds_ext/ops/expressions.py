@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext.ops import block_sizes
-from ds_ext.ops.read_by_passes import ReadByPasses
-from ds_ext.ops.runs import Runs
+from ds_ext.ops.runs import ReadByPasses, Runs
 from ds_ext.ops.schema import FORMS
 from ds_ext.ops.shard import BLOCK, Block
 

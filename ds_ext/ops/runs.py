@@ -1,14 +1,57 @@
-"""Where the data of a batch's parameters lies: an address for each parameter."""
+"""Where the data of a batch's parameters lies, which only passes read: see ``ReadByPasses``."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds_ext.ops.read_by_passes import ReadByPasses
+_OPERATORS = (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow"),
+    *("matmul", "rmatmul", "neg", "abs", "lt", "le", "gt", "ge", "getitem", "setitem"),
+)
+
+
+class ReadByPasses:
+    """A base class of runs that are no tensors: torch's operations raise an error that says so."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        """Raises TypeError. Torch calls it for its functions and for methods of tensors."""
+        raise TypeError(_message(getattr(function, "__name__", str(function))))
+
+    if not TYPE_CHECKING:  # else a type checker believes that it has every attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raises AttributeError. Python calls it for attributes that do not exist."""
+            if name.startswith("__") or not hasattr(Tensor, name):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise AttributeError(_message(name))
+
+
+def _message(operation: str) -> str:
+    return (
+        f"Torch's {operation} cannot read it: p and g of a rule, and in a batch its state too, are "
+        "no tensors, because a pass scales, unscales and rounds them block by block. Use functions "
+        'of ds_ext.ops, such as ops.lerp_(s["m"], g, weight, shard), or write an expression with '
+        "ops.read(g, b) in its method block: docs/adding-an-optimizer.md."
+    )
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def operator(*_: Any) -> NoReturn:
+        raise TypeError(_message(name))
+
+    return operator
+
+
+for _name in _OPERATORS:
+    setattr(ReadByPasses, f"__{_name}__", _refused(f"__{_name}__"))
+
 
 Pointers: TypeAlias = NDArray[np.int64]
 # The arguments of a pass by column: ``Runs``, numbers, vectors [n], and objects that a table knows.

@@ -24,9 +24,8 @@ from typing_extensions import Self
 
 from ds_ext.hyperparams import Size
 from ds_ext.ops.expressions import WeightStorage
-from ds_ext.ops.read_by_passes import ReadByPasses
 from ds_ext.ops.rounding import ROUND, key, keys
-from ds_ext.ops.runs import Runs
+from ds_ext.ops.runs import ReadByPasses, Runs
 from ds_ext.ops.schema import ERROR_LEVELS, HALF, MAX_ERROR_CODE, MAX_INWARD_CODE
 from ds_ext.ops.shard import Block, Shard
 from ds_ext.ops.state import Part, State

@@ -16,10 +16,9 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import State, mapped
 from ds_ext.optimizer import dtensor_state, param_checks, sections, state_checks
 from ds_ext.optimizer.bucket_step import BucketStep, WeightNorms, rollback
-from ds_ext.optimizer.groups import GroupIndex
 from ds_ext.optimizer.host_offload import OffloadedBucket
 from ds_ext.optimizer.nonfinite import GradCheck
-from ds_ext.optimizer.param_table import ParamTable
+from ds_ext.optimizer.param_table import GroupIndex, ParamTable
 from ds_ext.optimizer.plans import MAX_PLANS, BucketPlan, are_batched
 from ds_ext.optimizer.updates import RunUpdate
 

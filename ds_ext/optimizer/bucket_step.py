@@ -14,7 +14,7 @@ from torch import Tensor
 from ds_ext import ops, rules
 from ds_ext.distributed.lockstep import Generators, StepGenerator, advance
 from ds_ext.ops import sixteen_bit, turns
-from ds_ext.ops.executors.native.norm_cache import NormCache
+from ds_ext.ops.executors.native.native_table import NormCache
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.executors.triton.launch_memory import Memory
 from ds_ext.ops.executors.triton.launcher import GradLimits

@@ -14,8 +14,7 @@ from ds_ext.ops import int8
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import StateMismatch
 from ds_ext.optimizer import sections
-from ds_ext.optimizer.groups import names_of_all_rules
-from ds_ext.optimizer.param_table import ParamTable
+from ds_ext.optimizer.param_table import ParamTable, names_of_all_rules
 
 FORMAT = 1  # of state dicts; those without a number, as 0.1.0 wrote them, have format 1
 

@@ -18,8 +18,8 @@ from torch.nn import Parameter
 
 from ds_ext import hyperparams
 from ds_ext.optimizer import fused_matrices, sections
-from ds_ext.optimizer.groups import ParamGroup, hypers_of
 from ds_ext.optimizer.model_view import ModelView, finds, summary
+from ds_ext.optimizer.param_table import ParamGroup, hypers_of
 from ds_ext.optimizer.sections import SectionConfig
 from ds_ext.rules import RuleEntry, named
 

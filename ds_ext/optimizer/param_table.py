@@ -1,15 +1,18 @@
-"""The parameters of an optimizer: group, number, rule, stacked experts, placement and state."""
+"""Param groups, the rules that their values make, and what an optimizer knows of a parameter."""
 
+import functools
 import itertools
 import math
+import operator
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import make_dataclass
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ds_ext import rules
+from ds_ext import hyperparams, rules
 from ds_ext.distributed import dtensors
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement
@@ -17,9 +20,208 @@ from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
 from ds_ext.optimizer import expert_stacks, host_offload
-from ds_ext.optimizer.groups import GroupIndex, GroupRules, ParamGroup
+from ds_ext.optimizer.ema import EmaConfig
+from ds_ext.optimizer.sections import SectionConfig
 from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.rules import Rule
+
+ParamGroup: TypeAlias = dict[str, Any]
+
+# The optimizer's hyper-parameters that are defaults for groups of other rules, too.
+SHARED = (
+    *("lr", "weight_decay"),
+    *hyperparams.names(sixteen_bit.RoundingConfig),
+    *hyperparams.names(EmaConfig),
+)
+VALUES = {"lr", "weight_decay"}  # hyper-parameters that decide neither states nor batches
+PLAIN = {float, int, bool, str, tuple, type(None)}  # types of values that strict checks accept
+
+
+class GroupIndex:
+    """The group of each parameter at the time the index was made.
+
+    Args:
+        groups: the param groups.
+        numbers: numbers of parameters, if ranks have different parameters. Other parameters are
+            numbered in the order of the groups.
+
+    Attributes:
+        groups: the param groups, in order.
+        group_of: the param group of each parameter.
+        group_index_of: the position of that group in ``groups``.
+        number_of: the number of each parameter, the same on every rank.
+        has_dtensors: whether a parameter is a DTensor.
+
+    Raises:
+        ValueError: a parameter is in two groups.
+    """
+
+    def __init__(self, groups: Sequence[ParamGroup], numbers: Mapping[Tensor, int]) -> None:
+        self.groups = tuple(groups)
+        self._params = [tuple(group["params"]) for group in groups]
+        self.group_of: dict[Tensor, ParamGroup] = {}
+        self.group_index_of: dict[Tensor, int] = {}
+        self.number_of: dict[Tensor, int] = {}
+        for group_index, params in enumerate(self._params):
+            for param in params:
+                first = self.group_index_of.setdefault(param, group_index)
+                if first != group_index:
+                    raise ValueError(
+                        f"a parameter is in param_groups[{first}] and in "
+                        f'param_groups[{group_index}]: take it out of "params" of one of them.'
+                    )
+                self.group_of[param] = self.groups[first]
+                self.number_of.setdefault(param, numbers.get(param, len(self.number_of)))
+        self.has_dtensors = any(map(dtensors.is_dtensor, self.number_of))
+
+    def is_of(self, groups: Sequence[ParamGroup]) -> bool:
+        """Returns whether ``groups`` are the same dicts, with the same parameters in order.
+
+        Compares identities only, which takes about 20 ns per parameter.
+        """
+        if len(groups) != len(self.groups):
+            return False
+        for group, known, params in zip(groups, self.groups, self._params, strict=True):
+            now = group["params"]
+            if group is not known or len(now) != len(params):
+                return False
+            if not all(map(operator.is_, now, params)):
+                return False
+        return True
+
+
+@functools.cache
+def hypers_of(rule: type[rules.Rule]) -> type:
+    """Returns a subclass of a rule, with the hyper-parameters that the optimizer reads.
+
+    These follow the rule's own: the fields of ``weight_update.RoundingConfig`` and
+    ``ema.EmaConfig``, and those of ``sections.SectionConfig`` if the rule steps sections of
+    matrices.
+
+    Raises:
+        ValueError: the state of the rule has a key that ds_ext uses itself.
+    """
+    split = (SectionConfig,) if rules.entry_of(rule).has_sections else ()
+    bases = (sixteen_bit.RoundingConfig, EmaConfig, *split, rule)
+    doc = {"__doc__": rule.__doc__}  # else help() shows the annotations of all fields
+    made = make_dataclass(rule.__name__, [], bases=bases, namespace=doc, frozen=True)
+    for shape in ((2, 2), (2,)):  # ``state_spec`` refuses reserved keys
+        made().state_spec(Shard.whole(shape))
+    return made
+
+
+def names_of_all_rules() -> set[str]:
+    """Returns the names of the hyper-parameters of all rules."""
+    return {name for entry in rules.REGISTRY.values() for name in hyperparams.names(entry.rule)}
+
+
+def _structure(rule: Any) -> object:
+    """What a rule's states, batches and checks of gradients may depend on.
+
+    That is all but lr, weight_decay, and the values of nonzero floats: ``state_spec`` and the
+    functions of ``register`` may test a float only against 0.
+    """
+    values = (_value_structure(value) for name, value in vars(rule).items() if name not in VALUES)
+    return type(rule), *values
+
+
+def _value_structure(value: Any) -> object:
+    if isinstance(value, tuple):
+        return tuple(map(_value_structure, value))
+    return (float, value != 0) if isinstance(value, float) else value
+
+
+class GroupRules:
+    """Makes, checks and caches rules; makes a new rule after a scheduler or user edits a group.
+
+    Args:
+        rule: the rule of groups without a "type".
+
+    Attributes:
+        version: changes when the class or the structure of a group's rule has changed.
+    """
+
+    def __init__(self, rule: type[rules.Rule]) -> None:
+        self.rule, self.version = rule, 0
+        self._made: dict[int, tuple[type, list[Any], Any]] = {}  # by position: class, values, rule
+
+    def complete(self, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a copy of a group with all hyper-parameters, and "type" if it has another rule.
+
+        Args:
+            group: parameters, hyper-parameters, and keys that other code reads.
+            defaults: the optimizer's hyper-parameters. A group of another rule takes only those
+                that all rules have in common.
+
+        Raises:
+            ValueError: an unknown type, or as of ``hyperparams.check``; or a key looks like a
+                misspelt one, or belongs to another rule.
+        """
+        rule = rules.named(group["type"], "type").rule if "type" in group else self.rule
+        hypers = hypers_of(rule)
+        names = hyperparams.names(hypers)
+        given = {k: v for k, v in group.items() if k in names}
+        others = {k: v for k, v in group.items() if k not in names and k != "type"}
+        hyperparams.refuse_misspelt(hypers, others, names_of_all_rules())
+        if rule is self.rule:
+            own = {k: v for k, v in defaults.items() if k in names}  # torch adds some of its own
+            return {**others, **checked_hypers(hypers, {**own, **given})}
+        shared = {k: defaults[k] for k in SHARED if defaults.get(k) is not None}
+        return {**others, "type": rule.__name__, **checked_hypers(hypers, {**shared, **given})}
+
+    def hypers(self, group: Mapping[str, Any]) -> type:
+        """Returns the class of a group's rule, a dataclass of hyper-parameters."""
+        return hypers_of(rules.named(group["type"]).rule if "type" in group else self.rule)
+
+    def of(self, group_index: int, group: Mapping[str, Any]) -> Any:
+        """Returns the rule of a group.
+
+        Args:
+            group_index: the position of the group in ``param_groups``.
+            group: the group. NumPy scalars and tensors of one element count as numbers.
+
+        Raises:
+            ValueError: a value is not allowed, as of ``hyperparams.check``.
+        """
+        hypers = self.hypers(group)
+        names = hyperparams.names(hypers)
+        try:
+            values = list(map(group.__getitem__, names))
+        except KeyError as error:
+            raise ValueError(
+                f"param_groups[{group_index}] has no {error}: edit the existing group instead of "
+                "replacing it, or call add_param_group, which adds the defaults."
+            ) from None
+        if not PLAIN.issuperset(map(type, values)):
+            values = list(map(_plain, values))
+        made = self._made.get(group_index)
+        # A NaN differs from itself, so it is checked each time.
+        if made is None or made[0] is not hypers or made[1] != values:
+            given = dict(zip(names, values, strict=True))
+            checked = hyperparams.check(hypers, given, f"param_groups[{group_index}]")
+            rule = hypers(**checked)
+            if made is None or _structure(rule) != _structure(made[2]):
+                self.version += 1
+            made = self._made[group_index] = hypers, values, rule
+        return made[2]
+
+
+def checked_hypers(hypers: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns ``hyperparams.check``, but keeps scalar tensors. Each step reads them, as torch's."""
+    tensors = {k: v for k, v in given.items() if isinstance(v, Tensor) and v.numel() == 1}
+    return {**hyperparams.check(hypers, given, ""), **tensors}
+
+
+def _plain(value: Any) -> Any:
+    """An immutable value that strict checks accept."""
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, list):
+        return tuple(value)
+    if not hasattr(value, "item"):
+        return value
+    is_scalar = math.prod(value.shape) == 1  # of a tensor, or of a NumPy array or scalar
+    return value.item() if is_scalar else tuple(value.tolist())
 
 
 class ParamTable:

@@ -29,8 +29,8 @@ from ds_ext.optimizer import (
     state_checks,
 )
 from ds_ext.optimizer.bucket_optimizer import BucketOptimizer
-from ds_ext.optimizer.groups import checked_hypers, hypers_of
 from ds_ext.optimizer.model_view import ModelView
+from ds_ext.optimizer.param_table import checked_hypers, hypers_of
 from ds_ext.optimizer.update_stats import UpdateStats
 
 _COPIED = ("update_stats", "stacks", "offload", "numbers", "names")  # in copies and pickles

@@ -19,8 +19,7 @@ from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts, StateMismatch, mapped, zeros
 from ds_ext.optimizer import dtensor_state, ema, expert_stacks, param_checks
-from ds_ext.optimizer.groups import GroupRules
-from ds_ext.optimizer.param_table import ParamTable
+from ds_ext.optimizer.param_table import GroupRules, ParamTable
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import State
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_ext import ops
-from ds_ext.ops.read_by_passes import ReadByPasses
+from ds_ext.ops.runs import ReadByPasses
 from ds_ext.ops.shard import Block
 from ds_ext.ops.sixteen_bit import Weight
 

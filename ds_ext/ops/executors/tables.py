@@ -16,8 +16,7 @@ from torch import Tensor
 from ds_ext.ops import schema
 from ds_ext.ops.batch import CPU, Batch, GeometryTuple
 from ds_ext.ops.executors.native import native_table
-from ds_ext.ops.executors.native.native_table import NativeTable
-from ds_ext.ops.executors.native.norm_cache import NativeNormCache, NormCache
+from ds_ext.ops.executors.native.native_table import NativeNormCache, NativeTable, NormCache
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.executors.triton.kernel_table import KernelTable
 from ds_ext.ops.executors.triton.launch_memory import DeviceArrays, Memory

@@ -29,7 +29,7 @@ FAULTS = (
         BUCKET,
     ),
     Fault(
-        KERNELS + "factored_kernels.py",
+        KERNELS + "sums.py",
         "tl.store(pointer(t, OUT2, tl.float32) + at, _inverse_root(new, new), mask=has)",
         "tl.store(pointer(t, OUT2, tl.float32) + at, _inverse_root(new, new))",
         BUCKET,

@@ -104,7 +104,7 @@ FAULTS = (
         "distributed/test_bucket_order.py",
     ),
     Fault(
-        "distributed/desync.py",
+        "distributed/consensus.py",
         "        if are_alike():\n            return",
         "        are_alike()\n        return",
         "distributed/test_bucket_order.py",

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from ds_ext.ops.executors.native.norm_cache import NormCache
+from ds_ext.ops.executors.native.native_table import NormCache
 from ds_ext.ops.executors.triton.folds import PartialSums
 from ds_ext.ops.runs import Runs
 

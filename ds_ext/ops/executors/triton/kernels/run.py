@@ -7,7 +7,7 @@ each ``KernelConstants``.
 import triton
 import triton.language as tl
 
-from ds_ext.ops.executors.triton.kernels import elementwise, factored_kernels, sums
+from ds_ext.ops.executors.triton.kernels import elementwise, sums
 from ds_ext.ops.executors.triton.kernels.table_access import (
     FOUND,
     INDEX,
@@ -69,7 +69,7 @@ def _pass(t, tile, P: tl.constexpr):
     elif P.name == "normalize_whole_rows":
         sums.normalize_whole_rows(t, tile, P)
     elif P.name == "factors" or P.name == "clipped_factors":
-        factored_kernels.factors(t, tile, P)
+        sums.factors(t, tile, P)
     elif P.name == "lerp" or P.name == "square_lerp":
         elementwise.lerp(t, tile, P)
     elif P.name == "cached_norm":
