@@ -244,7 +244,7 @@ class FusedBackward:
             state.kept.update((p, ReducedGrad(g)) for p, g in tied.items())
             state.record(state.measurable())
             state.reduce_norm(self.clipping)
-            if not state.overflow:
+            if not state.bad:
                 self._step_kept(state)
         self._begin_step()
         if state.is_empty:
@@ -374,12 +374,12 @@ class FusedBackward:
         self.norm = norm = state.norm
         if math.isfinite(norm):
             self.clipping.previous_norm = norm
-        skipped = state.overflow and not state.stepped
+        skipped = bool(state.bad) and not state.stepped
         self.skipped += len(state.bad)
         self.skipped_steps += skipped
-        if state.overflow and self.layout.is_first:
+        if state.bad and self.layout.is_first:
             names = ", ".join(state.bad) or "their sum"
             what = "the step is skipped" if skipped else "not updated in this step"
             logger.warning("gradients that are not finite, or too large: %s; %s", names, what)
         self.metrics = collect_metrics(state, self.optimizer, self.layout, self.skipped_steps)
-        return StepResult(norm, state.overflow, skipped)
+        return StepResult(norm, bool(state.bad), skipped)

@@ -212,7 +212,7 @@ class SteppingMeasured(Receiver):
 
     def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:
         """Steps by the runs, unless a gradient of the step is bad."""
-        if not self.state.overflow:
+        if not self.state.bad:
             self.stepper.step(grads, self.state)
 
 
@@ -272,5 +272,5 @@ class Projecting(Receiver):
         self.state.suspects += ((p, x.bad) for p, x in chosen.items() if x.bad is not None)
         if bad := self.state.find_bad():  # a skipped step, even if nothing is kept
             self.state.record({p: x._replace(bad=None) for p, x in chosen.items() if p in bad})
-        if chosen and not self.state.overflow:
+        if chosen and not self.state.bad:
             self.stepper.project(chosen, self.state, self.dtype)

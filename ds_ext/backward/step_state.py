@@ -69,11 +69,6 @@ class StepState:
         return self.square is None and not self.flags and not self.flagged_square
 
     @property
-    def overflow(self) -> bool:
-        """Whether a gradient was bad."""
-        return bool(self.bad)
-
-    @property
     def keeps(self) -> Set[Tensor]:
         """The parameters with kept gradients."""
         return self.kept.keys() | self.projected.keys()

@@ -95,3 +95,9 @@ def from_host(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) 
     is_pinned = device.type == "cuda"
     held = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=is_pinned)
     return held.to(device, non_blocking=True)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for copies from ``device`` to the host, so that any code may read them."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

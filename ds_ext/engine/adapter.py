@@ -13,7 +13,7 @@ from deepspeed.runtime.torch_autocast import get_comm_dtype
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import Tensor
 
-from ds_ext.backward import startup_log
+from ds_ext.backward import startup_log, streams
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.config import config_checks, parsing
 from ds_ext.distributed import consensus
@@ -32,7 +32,7 @@ from ds_ext.engine.offload_states import OffloadedStates
 from ds_ext.engine.parameters import unpartitioned_shape
 from ds_ext.engine.rank_logging import log, show, warn
 from ds_ext.engine.zero3 import Zero3Layout
-from ds_ext.optimizer import RuleOptimizer, host_offload
+from ds_ext.optimizer import RuleOptimizer
 from ds_ext.optimizer.host_offload import HostOffload
 
 
@@ -278,7 +278,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.overflow = result is not None and result.skipped
         if result is None:
             return
-        host_offload.synchronize(self.layout.device)
+        streams.synchronize(self.layout.device)
         self._global_grad_norm = result.norm
         if self.dynamic_loss_scale:
             self.loss_scaler.update_scale(result.overflow)

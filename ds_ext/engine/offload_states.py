@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from torch import Tensor
 
-from ds_ext.backward import error_texts
+from ds_ext.backward import error_texts, streams
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.backward.int8_weights import unsupported
 from ds_ext.ops import int8
@@ -56,7 +56,7 @@ class OffloadedStates:
         device = self.fused.layout.device
         self._move(self.kinds, lambda x: x.to(device, non_blocking=True))
         self.kinds = set()
-        host_offload.synchronize(device)
+        streams.synchronize(device)
         self.fused.layout.end_step()  # gathers persistent parameters
 
     def check(self) -> None:

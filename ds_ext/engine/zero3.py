@@ -21,6 +21,7 @@ from deepspeed.utils import groups, z3_leaf_module
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ds_ext.backward import streams
 from ds_ext.backward.int8_weights import restore_bf16
 from ds_ext.backward.module_hooks import Hook
 from ds_ext.config.parsing import section
@@ -30,7 +31,6 @@ from ds_ext.distributed.layout import Agreement, Layout, complete
 from ds_ext.distributed.placement import Placement, Sharded
 from ds_ext.engine import int8_partitions
 from ds_ext.engine.parameters import deepspeed_parameter
-from ds_ext.optimizer import host_offload
 
 # DeepSpeed counts down each module's uses to decide when to gather and release it.
 _COUNTS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
@@ -155,7 +155,7 @@ class Zero3Layout(Layout):
         gather takes parameters with copies or without, so persistent ones are without.
         Under ``torch_autocast``, only this gather has the dtype, and the bits, of later ones.
         """
-        host_offload.synchronize(self.device)  # DeepSpeed's gathers wait for no other stream
+        streams.synchronize(self.device)  # DeepSpeed's gathers wait for no other stream
         self.offload.partition_all_parameters()
         persistent = self.offload.persistent_parameters
         for param in (*self.updated, *persistent):

@@ -223,7 +223,12 @@ class BucketStep:
         for x in plan.batches:
             step = BatchedStep(table, x, plan.rules[x.group_index], updates, states)
             self.batches.append(step)
-            self.generators.append(self._begun(step))
+            if self.memory is not None:
+                self.generators.append(step.checked_on_device(self.memory, check or GradCheck()))
+            elif check is not None and check.ways(step.params)[0]:
+                self.generators.append(step.checked_on_host(check))
+            else:
+                self.generators.append(step.begin())
         if plan.turned is None:
             plan.turned = [u.shard for u in with_turns(table, [updates[i] for i in plan.alone])]
         self.alone: list[RunUpdate] = []
@@ -233,13 +238,6 @@ class BucketStep:
             rule = plan.rules[table.group_index_of[u.param]]
             self.generators += begin_rules(table, u, states[i], rule)
             self.alone.append(u)
-
-    def _begun(self, step: BatchedStep) -> StepGenerator:
-        """The generator of a step, with a check of its gradients if ``check`` contains them."""
-        if self.memory is not None:
-            return step.checked_on_device(self.memory, self.check or GradCheck())
-        by_sums = self.check is not None and self.check.ways(step.params)[0]
-        return step.checked_on_host(self.check) if self.check and by_sums else step.begin()
 
     def end(self) -> None:
         """Stores weights and states, after the rules have ended."""

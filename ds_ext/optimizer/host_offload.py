@@ -127,9 +127,3 @@ def store(x: Tensor, device: torch.device, offload: HostOffload | None) -> Tenso
         offload: stores the state; None: it lies on ``device``, as small tensors always do.
     """
     return to_device(x, device) if offload is None or x.nbytes < SMALL else offload.to_host(x)
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits for copies from ``device`` to the host, so that any code may read them."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()

@@ -34,7 +34,7 @@ def step(optimizer: BucketOptimizer) -> None:
             state cannot be stepped. No weight has changed.
     """
     optimizer.check_param_groups()
-    stepped = [p for p in optimizer.number_of if p.grad is not None]
+    stepped = [p for p in optimizer.index.number_of if p.grad is not None]
     for check in () if stepped else WITHOUT_GRADIENTS:
         check(optimizer)
     size = BATCHED_BUCKET_ELEMENTS if optimizer.are_all_batched else BUCKET_ELEMENTS

@@ -224,7 +224,7 @@ def test_the_hosts_time_is_of_many_parameters_and_of_no_pass(name):
 @needs.triton
 @pytest.mark.parametrize(
     "name, launches, copies, calls",
-    [("lomo", 1, 1, 1), ("lamb", 4, 1, 11), ("adalomo", 10, 2, 16), ("came", 12, 2, 8)],
+    [("lomo", 1, 1, 1), ("lamb", 4, 1, 11), ("adalomo", 11, 2, 16), ("came", 13, 2, 8)],
 )
 def test_a_bucket_of_7b_takes_a_few_launches_and_copies(name, launches, copies, calls):
     row = host_gpu.row(name, 1)
@@ -236,8 +236,8 @@ def test_a_bucket_of_7b_takes_a_few_launches_and_copies(name, launches, copies, 
 def test_a_step_of_a_matrix_runs_few_functions():
     """The most that a step of one matrix may run of ds_ext: the path that a reader follows."""
     by_native = path.plain(512)
-    assert by_native["calls"] <= 232 and by_native["functions"] <= 105 and by_native["files"] <= 21
+    assert by_native["calls"] <= 228 and by_native["functions"] <= 100 and by_native["files"] <= 18
     with traffic.asked_for():
         by_kernels = path.plain(512)
-    assert by_kernels["functions"] <= 148 and by_kernels["files"] <= 24
+    assert by_kernels["functions"] <= 147 and by_kernels["files"] <= 23
     assert 0 < by_native["functions"] < by_kernels["functions"] < by_kernels["calls"]

@@ -116,10 +116,10 @@ class TablePasses(BatchTables, Reference):
     @_or_reference
     def square_sums(self, runs: Sequence[Readable], like: Gradient) -> Sequence[Tensor]:
         """Sums of squares, which may be known of the weights."""
-        n, sources = len(self.batch), [self._source("square_sums", x) for x in runs]
+        sources = [self._source("square_sums", x) for x in runs]
         for x in sources if len(sources) > 1 else ():  # before one of them advances moments
             inputs(self.batch, x)
-        totals = self.own.zeros(n * len(runs)).split(n)
+        totals = self.own.zeros(*[len(self.batch)] * len(runs))
         for source, total in zip(sources, totals, strict=True):
             more: Columns = {}
             if source.form == "IS_WEIGHT" and source.storage and source.storage.norm_cache:
@@ -131,7 +131,7 @@ class TablePasses(BatchTables, Reference):
     def row_col_square_sums(self, x: Readable, like: Gradient) -> tuple[Tensor, Tensor]:
         """Sums of squares over rows and columns."""
         batch, source = self.batch, self._source("row_col_sums", x)
-        row, col = self._sums(batch.all_rows, batch.all_cols)
+        row, col = self.own.zeros(batch.all_rows, batch.all_cols)
         self._run(
             "row_col_sums",
             source,
@@ -150,7 +150,7 @@ class TablePasses(BatchTables, Reference):
             return self._weighted_sums_of_wide_rows(x, before, eps, beta, like)
         batch, source = self.batch, self._source("weighted_sums", x)
         row_runs = checked(before, batch, batch.row_sizes)
-        row, col, weighted = self._sums(batch.all_rows, batch.all_cols, batch.all_cols)
+        row, col, weighted = self.own.zeros(batch.all_rows, batch.all_cols, batch.all_cols)
         self._run(
             "weighted_sums",
             source,
@@ -296,7 +296,7 @@ class TablePasses(BatchTables, Reference):
             x = self.normalize_rows(x, rows, least)
             return x, self.row_col_square_sums(x, like)[1]
         batch, source = self.batch, self._source("normalize_whole_rows", x)
-        row, sums = self._sums(batch.all_rows, batch.all_cols)
+        row, sums = self.own.zeros(batch.all_rows, batch.all_cols)
         self._run(
             "normalize_whole_rows",
             source,
@@ -340,10 +340,6 @@ class TablePasses(BatchTables, Reference):
         dtype = source.tensors["x"].dtype if "x" in source.tensors else None
         is_decayed = decays or "decay" in source.scalars
         self.own.run(name, filled, source.form, dtype, storage, is_decayed)
-
-    def _sums(self, *sizes: int) -> Sequence[Tensor]:
-        """Zeros to add sums of these sizes to."""
-        return self.own.zeros(sum(sizes)).split_with_sizes(sizes)
 
     def _row_factor(self, row: Tensor) -> Tensor:
         """Factors of all rows, as quotients have them."""

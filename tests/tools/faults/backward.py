@@ -73,7 +73,7 @@ FAULTS = (
     ),
     Fault(
         "backward/receivers.py",
-        "        if not self.state.overflow:\n            self.stepper",
+        "        if not self.state.bad:\n            self.stepper",
         "        if True:\n            self.stepper",
         "distributed/test_scaling.py",
     ),

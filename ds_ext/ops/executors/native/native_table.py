@@ -52,9 +52,9 @@ class NativeTable:
         """Returns uninitialized memory, [n] in fp32."""
         return torch.empty(n, dtype=torch.float32, device="cpu")
 
-    def zeros(self, n: int) -> Tensor:
-        """Returns zeros to add sums to, [n] in fp32."""
-        return torch.zeros(n, dtype=torch.float32, device="cpu")
+    def zeros(self, *sizes: int) -> Sequence[Tensor]:
+        """Returns zeros to add sums to, [n] in fp32 for each size."""
+        return torch.zeros(sum(sizes), dtype=torch.float32, device="cpu").split_with_sizes(sizes)
 
     def run(
         self,
@@ -131,6 +131,8 @@ class NormCache:
         """Invalidates the cache if a run has moved or was written since ``note``."""
         versions = [*map(VERSION, runs.tensors)]
         self.are_valid = versions == self._versions and runs.pointers.tobytes() == self._where
+        if not self.are_valid:
+            self.forget()
 
     def forget(self) -> None:
         """Invalidates the cache."""
@@ -150,8 +152,7 @@ class NativeNormCache(NormCache):
         self._values = np.full((n, 1 + schema.PROBES), -1, dtype=np.float32)
         self.pointers: Pointers = self._values.ctypes.data + self._values.strides[0] * np.arange(n)
 
-    def check(self, runs: Runs) -> None:
-        """Invalidates the cache if a run has moved or was written since ``note``."""
-        super().check(runs)
-        if not self.are_valid:
-            self._values[:, 0] = -1
+    def forget(self) -> None:
+        """Invalidates the cache."""
+        super().forget()
+        self._values[:, 0] = -1

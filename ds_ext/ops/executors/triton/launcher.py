@@ -194,7 +194,7 @@ class Launcher:
 
     def added_up(self, rows: Runs) -> Tensor:
         """Returns the sum over all rows of each parameter, [n]."""
-        total = self.zeros(self.n)
+        (total,) = self.zeros(self.n)
         columns: Columns = {"part": rows, "out": Runs((total,), firsts=self.own)}
         self.launch("fold", (), "rows", columns)
         return total
@@ -203,9 +203,9 @@ class Launcher:
         """Returns uninitialized memory, [n] in fp32."""
         return (self.memory or Memory(self.device)).scratch(n)
 
-    def zeros(self, n: int) -> Tensor:
-        """Returns zeros to add sums to, [n] in fp32."""
-        return (self.memory or Memory(self.device)).sums(n)
+    def zeros(self, *sizes: int) -> Sequence[Tensor]:
+        """Returns adjacent zeros to add sums to, [n] in fp32 for each size."""
+        return (self.memory or Memory(self.device)).sums(sum(sizes)).split_with_sizes(sizes)
 
     def new_norm_cache(self) -> DeviceNormCache:
         """Returns a cache of the weights' norms, which lasts from step to step."""
