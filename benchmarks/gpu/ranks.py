@@ -36,6 +36,8 @@ OPTIMIZERS = ("AdaLomo", "CAME")  # one and two rounds
 ALL_REDUCE, ZERO2, FSDP2 = "all-reduce", "ZeRO-2's placement", "FSDP2"
 WAYS = (ALL_REDUCE, ZERO2, FSDP2)
 CLOSE = 1e-5  # of the norm of a parameter's update, in fp32
+ROUNDING = 6e-8  # the relative error of a gradient that is rounded to fp32 once more
+FLOORS = 2.0  # of the error that such a rounding makes in the judge itself
 
 
 def rows(on: Setting) -> Rows:
@@ -91,7 +93,7 @@ def on_rank(rank: int, world: int, on: Setting) -> list[Row]:
 def compared(name: str, rank: int, world: int, on: Setting) -> Iterator[Row]:
     """Trains in each way, and compares the weights with the judge's."""
     device = torch.device(on.device.type, rank) if not on.is_rehearsal else on.device
-    before, expected = judge(name, world, device, on)
+    before, expected, limit = judge(name, world, device, on)
     for way in WAYS:
         with counted() as counts:
             found = trained(name, way, rank, device, on)
@@ -104,7 +106,8 @@ def compared(name: str, rank: int, world: int, on: Setting) -> Iterator[Row]:
             "sums of gradients": counts["sums of gradients"] if way != FSDP2 else "by FSDP2",
             "rounds": counts["rounds"],
             "error": error,
-            "verdict": RIGHT if error <= CLOSE and has_summed else WRONG,
+            "limit": limit,
+            "verdict": RIGHT if error <= limit and has_summed else WRONG,
         }
 
 
@@ -139,8 +142,22 @@ def loss_of(model: nn.Module, step: int, rank: int, device: torch.device, on: Se
 
 def judge(
     name: str, world: int, device: torch.device, on: Setting
+) -> tuple[list[Tensor], list[Tensor], float]:
+    """Plain steps by the gradients of the mean loss of all ranks.
+
+    Returns:
+        Weights before and after, and the largest error of a run that is right: what one more
+        rounding of each gradient changes here, twice, because some rules amplify it.
+    """
+    before, expected = plain(name, world, device, on, 0.0)
+    floor = error_of(plain(name, world, device, on, ROUNDING)[1], expected, before)
+    return before, expected, max(CLOSE, FLOORS * floor)
+
+
+def plain(
+    name: str, world: int, device: torch.device, on: Setting, rounding: float
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Weights before and after plain steps by the gradients of the mean loss of all ranks."""
+    """Weights before and after plain steps, whose gradients have a random error of this size."""
     with using_kernels(None):
         model = model_of(device, on)
         before = weights(model)
@@ -148,6 +165,9 @@ def judge(
         for step in range(on.exact_steps):
             for rank in range(world):
                 (loss_of(model, step, rank, device, on) / world).backward()
+            for param in model.parameters():
+                if rounding and param.grad is not None:
+                    param.grad.mul_(1 + rounding * torch.randn_like(param.grad))
             optimizer.step()
             optimizer.zero_grad()
     return before, weights(model)

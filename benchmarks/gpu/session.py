@@ -60,7 +60,7 @@ STAGES = (
     Stage(
         "training_memory",
         "The memory and speed of fine-tuning a model of 7B on this GPU.",
-        330,
+        270,
     ),
     Stage(
         "timing",
@@ -73,7 +73,7 @@ STAGES = (
         "ranks",
         "Training with NCCL's collectives, on one rank and on two if there are two GPUs, equals "
         "training in one process without a process group.",
-        60,
+        120,
     ),
     Stage("zero3", "DeepSpeed's ZeRO-3 trains on this GPU as plain PyTorch does.", 90),
 )

@@ -167,13 +167,16 @@ class Stepped:
         return self
 
     def tensors(self, p: Tensor) -> dict[str, Tensor]:
-        """Copies of a parameter's state, of its weights with masters, and of other ranks' ones."""
+        """Copies of a parameter's state, of its weights with masters, and of other ranks' ones.
+
+        Weights are on the CPU: those with masters are there, those of no step yet are not.
+        """
         state = {k: v for k, v in self.optimizer.state.get(p, {}).items() if k != "master"}
         found = {key: _copied(x) for key, x in _leaves("", state)}
         held = self.optimizer.weights(p, self.run_of(p, p), self.shards[p])
         others = p.detach().flatten().clone()
         self.run_of(p, others).zero_()
-        return found | {"weights": held.clone(), OF_OTHERS: others}
+        return found | {"weights": held.to("cpu", copy=True), OF_OTHERS: others}
 
     def all(self) -> list[dict[str, Tensor]]:
         """Returns ``tensors`` of all parameters."""

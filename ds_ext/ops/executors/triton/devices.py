@@ -9,6 +9,7 @@ from ds_ext.ops.shard import Shard
 
 DEVICES = {"cuda"}  # the supported device types
 SWITCH = "DS_EXT_KERNELS"  # environment variable: 0 selects the reference executor
+LEAST_TRITON = (3, 5)  # comes with torch 2.9; an older one does not compile the kernels
 MATRICES = 128  # the most matrices of a parameter whose rows and columns kernels add up
 
 
@@ -28,11 +29,11 @@ def supports_matrices(shard: Shard) -> bool:
 
 @functools.cache
 def are_available() -> bool:
-    """Returns whether kernels are not disabled and Triton is installed; imports both."""
+    """Returns whether kernels are not disabled and Triton is new enough; imports both."""
     if os.environ.get(SWITCH, "1") == "0":
         return False
     try:
-        from ds_ext.ops.executors.triton import kernels  # noqa: F401
+        from ds_ext.ops.executors.triton import kernels
     except ImportError:  # a torch without Triton
         return False
-    return True
+    return kernels.VERSION >= LEAST_TRITON

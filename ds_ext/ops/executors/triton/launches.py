@@ -88,7 +88,7 @@ def launch_kernel(launch: Launch, arguments: Sequence[int], device: torch.device
             return
         function = _kernels().run
         handle = function[(launch.programs,)](*arguments, **named, **options(launch.warps))
-        if handle is not None and _kernels().VERSION >= (3, 4):  # the interpreter returns None
+        if handle is not None:  # the interpreter returns None
             values = [named[name] for name in function.arg_names[len(arguments) :]]
             _compiled[key] = handle, values, named
 

@@ -102,6 +102,7 @@ def weighted_sums(t, tile, P: tl.constexpr):
     A row is no wider than a tile, so it is read once. The loop does not read the table, because
     these loads would use up the pipeline stages.
     """
+    TC: tl.constexpr = P.TC
     rows, cols = integer(t, ROWS), hinted(integer(t, COLS), P)
     strip, start, n = size(t, HEIGHT), integer(t, START), integer(t, N)
     x, out = vectors(t, X, P.XD, P), pointer(t, OUT, tl.float32)
@@ -109,7 +110,7 @@ def weighted_sums(t, tile, P: tl.constexpr):
     factor, most = factor_and_bound(t, P)
     mat, top = rows_of(t, tile, strip)
     j = tl.arange(0, P.TC)
-    plain, divided = tl.zeros([P.TC], dtype=tl.float32), tl.zeros([P.TC], dtype=tl.float32)
+    plain, divided = tl.zeros([TC], dtype=tl.float32), tl.zeros([TC], dtype=tl.float32)
     for i in tl.range(0, strip, P.TR, num_stages=P.STAGES):
         row, begin, own = _rows(top + i + tl.arange(0, P.TR), mat, rows, cols, start, n)
         ok = own[:, None] & (j < cols)[None, :]
@@ -133,6 +134,7 @@ def normalize_whole_rows(t, tile, P: tl.constexpr):
     part ← column sums of the squares of out · x · col over the rows of a strip, [strips, cols].
     Like ``weighted_sums``, it reads a row once.
     """
+    TC: tl.constexpr = P.TC
     rows, cols = integer(t, ROWS), hinted(integer(t, COLS), P)
     strip, start, n = size(t, HEIGHT), integer(t, START), integer(t, N)
     x, out = vectors(t, X, P.XD, P), pointer(t, OUT, tl.float32)
@@ -142,7 +144,7 @@ def normalize_whole_rows(t, tile, P: tl.constexpr):
     mat, top = rows_of(t, tile, strip)
     j = tl.arange(0, P.TC)
     by_col = tl.load(pointer(t, COL, tl.float32) + mat * cols + j, mask=j < cols, other=0.0)
-    sums = tl.zeros([P.TC], dtype=tl.float32)
+    sums = tl.zeros([TC], dtype=tl.float32)
     for i in tl.range(0, strip, P.TR, num_stages=P.STAGES):
         row, begin, own = _rows(top + i + tl.arange(0, P.TR), mat, rows, cols, start, n)
         ok = own[:, None] & (j < cols)[None, :]
@@ -163,10 +165,11 @@ def fold(t, tile, P: tl.constexpr):
 
     If total is set, out ← the sum of all height elements of part, read as rows of n = TC.
     """
+    TC: tl.constexpr = P.TC
     j = tile * P.TC + tl.arange(0, P.TC)
     rows, cols, height = integer(t, ROWS), integer(t, COLS), integer(t, HEIGHT)
     has = j < integer(t, N)
-    sums = tl.zeros([P.TC], dtype=tl.float32)
+    sums = tl.zeros([TC], dtype=tl.float32)
     for k in range(0, rows, P.TR):
         i = k + tl.arange(0, P.TR)
         at = i[:, None].to(tl.int64) * cols + j[None, :]

@@ -142,8 +142,11 @@ def hinted(x, P: tl.constexpr):
 
 @triton.jit
 def vectors(t, FIELD: tl.constexpr, DTYPE: tl.constexpr, P: tl.constexpr):
-    """The pointer in a column, with a hint that it is aligned to 16 bytes if ALIGNED."""
-    found = pointer(t, FIELD, DTYPE)
+    """The pointer in a column, with a hint that it is aligned to 16 bytes if ALIGNED.
+
+    It does not call ``pointer``, because Triton 3.6 loses hints about the results of functions.
+    """
+    found = address(t, FIELD).to(tl.pointer_type(DTYPE))
     if P.ALIGNED:
         found = tl.multiple_of(found, 16)
     return found
