@@ -69,13 +69,16 @@ def symmetric_product(a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
         _check_shapes(out, a, b)
         native.product_(out, a, b, 0.0, symmetric=True)
         return out
-    for start in range(0, n, step := max(1, n // 4)):
+    step = max(1, n // 4)
+    is_upper = torch.ones(step, step, dtype=torch.bool, device=out.device).triu()
+    for start in range(0, n, step):
         stop = min(start + step, n)
         cols = slice(start, stop)
         _product_(out[..., :stop, cols], a[..., :stop, :], b[..., cols], terms, 0.0)
         out[..., cols, :start] = out[..., :start, cols].mT
-        square = out[..., cols, cols]
-        square.copy_(square.triu() + square.triu(1).mT)  # its halves differ by rounding errors
+        square, own = out[..., cols, cols], slice(stop - start)
+        # Its halves differ by rounding errors.
+        square.copy_(torch.where(is_upper[own, own], square, square.mT))
     return out
 
 

@@ -130,4 +130,4 @@ def unpack(packed: Tensor) -> Tensor:
     upper = packed.new_zeros(n, side, side)
     upper[:, side - half :] = packed[..., :side].tril().flip(1, 2)
     upper[:, :half] = packed[..., 1:].triu()
-    return upper.triu() + upper.triu(1).mT
+    return upper.add_(upper.triu(1).mT)
