@@ -9,6 +9,7 @@ A pass over the run of a matrix is such an operation too, without stacks: ``Join
 it by ``yield from`` a function of this file.
 """
 
+import math
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -31,12 +32,13 @@ from ds_ext.ops.expressions import (
     storage_of,
     times,
 )
-from ds_ext.ops.products import Product, product
+from ds_ext.ops.products import MakeProduct, Operand, Product, product
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Shard
 
 Operation = Callable[..., tuple[Tensor, ...]]
 Results = list[tuple[Tensor, ...]]
+FEW = 16  # for fewer gradients in a stack, copying them takes as long as separate products
 
 
 class Joint(tuple[Tensor, ...]):
@@ -46,14 +48,16 @@ class Joint(tuple[Tensor, ...]):
         operation: a function of stacks of the tensors, [n, ...] each, which returns stacks. Result
             i depends on the tensors i alone. Operations are the same if they compare equal.
         tensors: of one matrix.
+        results: the elements of results that count as those of the tensors do.
     """
 
     operation: Operation
+    results: int
 
-    def __new__(cls, operation: Operation, *tensors: Tensor) -> "Joint":
+    def __new__(cls, operation: Operation, *tensors: Tensor, results: int = 0) -> "Joint":
         """Keeps the operation beside the tensors."""
         made = super().__new__(cls, tensors)
-        made.operation = operation
+        made.operation, made.results = operation, results
         return made
 
     @property
@@ -65,7 +69,7 @@ class Joint(tuple[Tensor, ...]):
     def most(self) -> int:
         """How many are answered together at most, so that their stacks are as large as a block."""
         limit = block_sizes.product_limit(self[0].device)
-        return max(1, limit // max(1, sum(x.numel() for x in self)))
+        return max(1, limit // max(1, sum(x.numel() for x in self) + self.results))
 
     def answers(self, joints: Sequence[Any]) -> Results:
         """Returns the results of joints with the key of this one, in their order."""
@@ -216,17 +220,6 @@ def _apply_(
     return ()
 
 
-class _JointProduct(Joint):
-    """The two operands of a matrix product; stacks of the products count too."""
-
-    @property
-    def most(self) -> int:
-        """How many are answered together at most."""
-        left, right = self
-        numel = left.numel() + right.numel() + left.shape[0] * right.shape[1]
-        return max(1, block_sizes.product_limit(left.device) // max(1, numel))
-
-
 @dataclass(frozen=True)
 class _Products:
     """The joint operation of matrix products whose operands have ``terms`` bf16 terms."""
@@ -245,6 +238,40 @@ def _multiplied(u: Readable, shard: Shard) -> Generator[Any, Any, Readable]:
         return u
     if 2 * len(shard) > block_sizes.product_limit(x.left.device):
         return u
-    (values,) = yield _JointProduct(_Products(x.terms), x.left, x.right)
+    results = len(x.left) * x.right.shape[1]
+    (values,) = yield Joint(_Products(x.terms), x.left, x.right, results=results)
     first = shard.start - x.first * shard.cols
     return times(values.reshape(-1)[first : first + len(shard)], factor)
+
+
+@dataclass(frozen=True)
+class _Summed:
+    """The joint operation of ``summed``; tensors of factors follow the operands."""
+
+    shard: Shard
+    shape: tuple[int, int]
+    of: MakeProduct
+    terms: int
+    factor: float
+    bound: float | None
+
+    def __call__(self, x: Tensor, q: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
+        """Returns the sums of stacks."""
+        factor = factors[0] if factors else self.factor
+        g = Operand(Scaled(x, factor, self.bound))
+        return (g.summed(q, self.shard, self.shape, self.of, self.terms),)
+
+
+def summed(
+    g: Gradient, q: Tensor, shard: Shard, shape: tuple[int, int], of: MakeProduct, terms: int
+) -> Generator[Any, Any, Tensor]:
+    """``ops.Operand.summed`` of one matrix: returns a sum of products, of the given shape."""
+    g = g if isinstance(g, Scaled) else Scaled(g)
+    factors = (g.factor,) if isinstance(g.factor, Tensor) else ()
+    factor = 1.0 if isinstance(g.factor, Tensor) else g.factor
+    operation = _Summed(shard.turnless, shape, of, terms, factor, g.bound)
+    asked = Joint(operation, cast(Tensor, g.x), q, *factors, results=math.prod(shape))
+    if asked.most < FEW:
+        return asked.answers([asked])[0][0]
+    (total,) = yield asked
+    return cast(Tensor, total)

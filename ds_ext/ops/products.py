@@ -16,11 +16,14 @@ from torch import Tensor
 
 from ds_ext.ops import block_sizes
 from ds_ext.ops.executors.native import bf16_products as native
-from ds_ext.ops.expressions import Gradient, Scaled, accumulator, part, read
+from ds_ext.ops.expressions import Gradient, Scaled, accumulator
 from ds_ext.ops.shard import Block, Shard
 
 BF16 = torch.bfloat16
-PlacedProduct: TypeAlias = tuple[tuple[slice, slice] | slice, Tensor, Tensor]  # place, and operands
+# The place of a product in a result, and its operands, for a block of a run, its values
+# [n, rows, cols], and another operand, [n, ...].
+PlacedProduct: TypeAlias = tuple[tuple[slice, slice], Tensor, Tensor]
+MakeProduct: TypeAlias = Callable[[Shard, Block, Tensor, Tensor], PlacedProduct]
 MAX_BF16_PRODUCTS = 6  # bf16 products of two operands with three terms each
 
 
@@ -95,50 +98,59 @@ class Operand:
     factor of the gradient then multiplies the product.
 
     Args:
-        g: a run of a matrix.
+        g: a run of a matrix, [elements]; or, for ``summed``, the runs of equal matrices, [n,
+            elements], whose factor is a number or has one for each.
 
     Attributes:
         dtype: of the blocks that are multiplied.
     """
 
     def __init__(self, g: Gradient) -> None:
-        self._factor: Tensor | float = 1.0
-        is_bf16 = g.dtype == BF16 and most_products(g.device) > 0
-        if is_bf16 and isinstance(g, Scaled):
-            is_bf16 = g.bound is None
-            if is_bf16:
-                self._factor, g = g.factor, cast(Tensor, g.x)
-        self._g, self.dtype = g, BF16 if is_bf16 else accumulator(g.dtype)
+        self._x = cast(Tensor, g.x) if isinstance(g, Scaled) else g
+        self._factor, self._bound = (g.factor, g.bound) if isinstance(g, Scaled) else (1.0, None)
+        is_bf16 = g.dtype == BF16 and most_products(g.device) > 0 and self._bound is None
+        self.dtype = BF16 if is_bf16 else accumulator(g.dtype)
 
     def summed(
-        self,
-        shard: Shard,
-        shape: tuple[int, int],
-        of: Callable[[Block, Tensor], PlacedProduct],
-        terms: int,
+        self, q: Tensor, shard: Shard, shape: tuple[int, int], of: MakeProduct, terms: int
     ) -> Tensor:
-        """Returns a sum of products with the blocks of the gradient's run.
+        """Returns sums of products of ``q`` with the blocks of the gradients' runs.
 
         Args:
-            shard: the geometry of the run, in a matrix.
-            shape: of the result, which is 0 where no block has a product.
-            of: returns the place of a product in the result, and its operands, for a block and its
-                values, [rows, cols].
+            q: the other operands, [n, ...].
+            shard: the geometry of a run, in a matrix.
+            shape: of a result, which is 0 where no block has a product.
+            of: returns the place of a product in the result, and its operands.
             terms: of the other operand, see ``add_product_``.
+
+        Returns:
+            The results, [n, *shape].
         """
         # Native products read a bf16 gradient where it is stored, so blocks may be large.
-        is_read = self.dtype == BF16 and terms == 1 and self._g.device.type == "cpu"
+        is_read = self.dtype == BF16 and terms == 1 and q.device.type == "cpu"
         is_one = is_read and len(shard) == shard.numel > 0
         made = torch.empty if is_one else torch.zeros
-        total = made(shape, dtype=accumulator(self._g.dtype), device=self._g.device)
-        limit = block_sizes.product_limit(self._g.device)
+        total = made((len(q), *shape), dtype=accumulator(self._x.dtype), device=q.device)
+        limit = block_sizes.product_limit(q.device)
         for b in shard.blocks(max(limit, len(shard)) if is_read else limit):
-            is_bf16 = self.dtype == BF16
-            x = part(cast(Tensor, self._g), b)[0] if is_bf16 else read(self._g, b)[0]
-            place, left, right = of(b, x)
-            _product_(total[place], left, right, terms, float(not is_one))
+            x = self._x[:, b.run].view(-1, *b.shape[1:])
+            (rows, cols), left, right = of(shard, b, self._read(x), q)
+            _product_(total[:, rows, cols], left, right, terms, float(not is_one))
+        return self._multiplied(total) if self.dtype == BF16 else total
+
+    def _read(self, x: Tensor) -> Tensor:
+        """A block's values, [n, rows, cols], in the dtype of products."""
+        if self.dtype == BF16:
+            return x
+        x = self._multiplied(x.to(self.dtype))
+        return x if self._bound is None else x.clamp(-self._bound, self._bound)
+
+    def _multiplied(self, x: Tensor) -> Tensor:
+        """Matrices times their factors."""
         factor = self._factor
-        return total if isinstance(factor, float) and factor == 1 else total.mul_(factor)
+        if isinstance(factor, Tensor):
+            return x * factor.view(-1, 1, 1)
+        return x if factor == 1 else x * factor
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,10 @@ class APOLLO:
             q = self.drawn(s, t, shard).to(dtype)
         row_sq, col_sq = yield from joint.row_col_square_sums(g, shard, g)
         g_sq = row_sq if _is_tall(shard) else col_sq
-        r, g_sq = yield self.projected(g, q, shard), g_sq
+        of = _by_rows if _is_tall(shard) else _by_cols
+        shape, terms = (max(shard.rows, shard.cols), self.rank), ops.terms_for(dtype)
+        r = yield from joint.summed(g, q, shard, shape, of, terms)
+        r, g_sq = yield r, g_sq
 
         s["q"] = q
         adam = ops.AdamStep(
@@ -111,18 +114,6 @@ class APOLLO:
         numbers = slice(side.start * self.rank, side.stop * self.rank)
         q = normals(s["stream"], self.seed, draw, numbers).to(s["m"].dtype).mul_(self.rank**-0.5)
         return q.view(-1, self.rank)
-
-    def projected(self, g: ops.Gradient, q: Tensor, shard: Shard) -> Tensor:
-        """Returns a run's share of R, [channels, rank]. The sum over ranks is R."""
-        first = shard.touched.start
-
-        def product(b: Block, x: Tensor) -> ops.PlacedProduct:
-            if _is_tall(shard):
-                return b.rows, x, q[b.cols]
-            return b.cols, x.T, q[b.rows.start - first : b.rows.stop - first]
-
-        x, shape = ops.Operand(g), (max(shard.rows, shard.cols), self.rank)
-        return x.summed(shard, shape, product, ops.terms_for(x.dtype))
 
 
 @register(
@@ -174,6 +165,15 @@ def _is_tall(shard: Shard) -> bool:
 def _projected_side(shard: Shard) -> slice:
     """The rows of P that a run needs."""
     return slice(0, shard.cols) if _is_tall(shard) else shard.touched
+
+
+def _by_rows(shard: Shard, b: Block, x: Tensor, q: Tensor) -> ops.PlacedProduct:
+    return (b.rows, slice(None)), x, q[:, b.cols]
+
+
+def _by_cols(shard: Shard, b: Block, x: Tensor, q: Tensor) -> ops.PlacedProduct:
+    first = shard.touched.start
+    return (b.cols, slice(None)), x.mT, q[:, b.rows.start - first : b.rows.stop - first]
 
 
 def _own_channels(shard: Shard) -> slice:

@@ -163,7 +163,8 @@ class GaLoreAdamW:
         """Returns R of a gradient."""
         _, right = self.space(shard)
         terms = ops.terms_for(ops.Operand(g).dtype)
-        (r,) = yield (lowrank.project(g, s["q"], right, shard, terms),)
+        r = yield from lowrank.project(g, s["q"], right, shard, terms)
+        (r,) = yield (r,)
         return r
 
     def _step_projected(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_ext import ops
+from ds_ext.ops import joint
 from ds_ext.ops.shard import Block, Shard, outward
 from ds_ext.ops.state import Part
 from ds_ext.rules.base import Sums
@@ -52,21 +53,23 @@ def own_basis(q: Tensor, right: bool, shard: Shard) -> Tensor:
     return (q.T if right else q[shard.touched]).clone(memory_format=torch.contiguous_format)
 
 
-def project(g: ops.Gradient, q: Tensor, right: bool, shard: Shard, terms: int = 3) -> Tensor:
+def project(
+    g: ops.Gradient, q: Tensor, right: bool, shard: Shard, terms: int = 3
+) -> Generator[Sums, Sums, Tensor]:
     """Returns a run's share of R, to be summed over ranks.
 
     ``q`` is its part of the basis, used with ``terms`` bf16 terms.
     """
-    first = shard.touched.start
-
-    def product(b: Block, x: Tensor) -> ops.PlacedProduct:
-        if right:
-            return b.rows, x, q[:, b.cols].T
-        rows = q[b.rows.start - first : b.rows.stop - first]
-        return (slice(None), b.cols), rows.T, x
-
     shape = (shard.rows, q.shape[0]) if right else (q.shape[1], shard.cols)
-    return ops.Operand(g).summed(shard, shape, product, terms)
+    return joint.summed(g, q, shard, shape, _by_right if right else _by_left, terms)
+
+
+def _by_right(shard: Shard, b: Block, x: Tensor, q: Tensor) -> ops.PlacedProduct:
+    return (b.rows, slice(None)), x, q[..., b.cols].mT
+
+
+def _by_left(shard: Shard, b: Block, x: Tensor, q: Tensor) -> ops.PlacedProduct:
+    return (slice(None), b.cols), q[:, _within(b.rows, shard.touched)].mT, x
 
 
 def basis(g: ops.Gradient, rank: int, right: bool, shard: Shard) -> Generator[Sums, Sums, Tensor]:
@@ -88,7 +91,8 @@ def basis(g: ops.Gradient, rank: int, right: bool, shard: Shard) -> Generator[Su
         w.copy_(_leading(gram, rank, divided=right != tall))
     (w,) = yield (w,)
     if right != tall:  # from the short side's vectors to the long side's
-        (r,) = yield (project(g, own_basis(w, tall, shard), tall, shard),)
+        r = yield from project(g, own_basis(w, tall, shard), tall, shard)
+        (r,) = yield (r,)
         w = r if tall else r.T
     return own_basis(w, right, shard)
 

@@ -13,10 +13,12 @@ from ds_ext.ops import block_sizes, joint
 from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.executors.table_passes import TablePasses
+from ds_ext.ops.expressions import Scaled
 from ds_ext.ops.joint import Joint
 from ds_ext.ops.products import Product
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.rules import lowrank
 from tests.common import table
 from tests.common.simulated import Ranks, errors
 
@@ -192,6 +194,25 @@ def test_many_joints_of_one_matrix_neither_nest_nor_keep_results():
     with mock.patch.object(block_sizes, "product_limit", lambda device: 3):
         lockstep.run([rule()], None)
     assert len(held) == 3000 and max(held) <= 3
+
+
+@pytest.mark.parametrize("bound", [None, 1.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_with_factors_on_the_device_are_projected_together(dtype, bound):
+    shard, found = Shard.of_rank((32, 48), 1, 2), {}
+
+    def step(i, g, q):
+        found[i] = yield from lowrank.project(g, q, True, shard)
+
+    grads = [Scaled(torch.randn(768).to(dtype), torch.tensor(i + 0.5), bound) for i in range(3)]
+    bases = [torch.randn(4, 48).bfloat16().float() for _ in grads]
+    lockstep.run([step(i, *each) for i, each in enumerate(zip(grads, bases, strict=True))], None)
+    for i, (g, q) in enumerate(zip(grads, bases, strict=True)):
+        values = g.x.double() * g.factor
+        values = values if bound is None else values.clamp(-bound, bound)
+        expected = torch.zeros(32, 4, dtype=torch.float64)
+        expected[16:] = values.view(16, 48) @ q.double().T
+        assert (found[i] - expected).norm() <= 1e-6 * expected.norm()
 
 
 def test_stacks_of_matrix_products_are_as_large_as_a_block():

@@ -102,12 +102,16 @@ def test_rows_and_columns_of_a_product_have_the_bits_of_the_whole_product():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_gradient_is_scaled_and_bounded_in_products(processor, factor, bound, dtype):
     x, q = wide(13, 29, dtype), wide(29, 7, torch.float32).bfloat16().float()
-    g = ops.Operand(ops.Scaled(x.flatten(), factor, bound))
+    g = ops.Operand(ops.Scaled(x.flatten().expand(3, -1), factor, bound))
     whole, terms = Shard.whole((13, 29)), products.terms_for(g.dtype)
-    out = g.summed(whole, (13, 7), lambda b, part: (b.rows, part, q[b.cols]), terms)
+
+    def by_rows(shard, b, part, q):
+        return (b.rows, slice(None)), part, q[:, b.cols]
+
+    sums = g.summed(q.expand(3, -1, -1), whole, (13, 7), by_rows, terms)
     values = x.double() * float(factor)
     values = values if bound is None else values.clamp(-bound, bound)
-    assert error(out, values, q) <= SUMS
+    assert all(error(out, values, q) <= SUMS for out in sums)
     fast = dtype == torch.bfloat16 and bound is None and native.is_available()
     assert g.dtype == (torch.bfloat16 if fast else torch.float32)
 
