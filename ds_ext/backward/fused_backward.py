@@ -182,6 +182,7 @@ class FusedBackward:
         if self.state.used_up or self.buckets.holds():
             names = self.grad_config.setting_names
             raise RuntimeError(f"{names.clipping}: {error_texts.second_backward(names)}")
+        self.buckets.begin_together()
         who = single_use(loss)
         if self.layout.any(who is not None):
             self.state.must_keep = True
@@ -258,6 +259,10 @@ class FusedBackward:
         if self.state.projected:
             projected_grads.drop_unstepped(self.optimizer, self.state.projected)
         self.state = StepState(self.reader, dict(kept or {}))
+
+    def leave_pass(self) -> None:
+        """Notes that an error has ended a backward pass, perhaps not on all ranks."""
+        self.buckets.leave_pass()
 
     @torch.no_grad()
     def discard(self, params: Collection[Tensor]) -> None:

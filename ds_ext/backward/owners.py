@@ -48,6 +48,9 @@ class GradientOwner(Protocol):
     def unfinished(self) -> str:
         """Describes pending work that would be lost if the step ended now; empty if none."""
 
+    def leave_pass(self) -> None:
+        """Notes that an error has ended a backward pass, perhaps not on all ranks."""
+
     def discard(self, params: Collection[Tensor]) -> None:
         """Drops the gradients of ``params`` since the last step."""
 

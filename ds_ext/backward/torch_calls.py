@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_ext.backward import error_texts, foreign_grads, owners
 from ds_ext.backward.autograd_graph import nodes
+from ds_ext.distributed.consensus import DIFFERENT_PASSES
 
 _lock = threading.Lock()
 
@@ -120,7 +121,10 @@ def _owners(roots: Any) -> list[owners.GradientOwner]:
 
 
 def _explaining(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Says that weights of a graph were updated, where torch says that a tensor has changed."""
+    """Explains torch's error that a tensor has changed, if weights of the graph were updated.
+
+    Also tells the owners of the graph's parameters that an error has ended the backward pass.
+    """
 
     @functools.wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -128,8 +132,11 @@ def _explaining(run: Callable[..., Any]) -> Callable[..., Any]:
         updated = [by for by in owners.all_owners() if by.state.stepped] if is_outermost else []
         try:
             return run(*args, **kwargs)
-        except RuntimeError as error:
-            is_torchs = type(error) is RuntimeError and "second gradient" not in str(error)
+        except BaseException as error:
+            for by in _owners((args, kwargs)) if is_outermost else []:
+                by.leave_pass()
+            is_own = str(error) == DIFFERENT_PASSES or "second gradient" in str(error)
+            is_torchs = type(error) is RuntimeError and not is_own
             for by in _owners((args, kwargs)) if updated and is_torchs else []:
                 if by in updated:
                     text = error_texts.second_backward(by.grad_config.setting_names)

@@ -251,6 +251,17 @@ def _difference(a: Any, b: Any, where: str = "") -> str:
     return f"{where + ': ' if where else ''}{a!r} and {b!r}"
 
 
+DIFFERENT_PASSES = (
+    "the ranks are in different backward passes or steps: an error has ended backward at different "
+    "layers, or a rank has left out a backward pass. Gradients of different batches may have been "
+    "added up. Stop all ranks and resume from a checkpoint; or call engine.destroy(), or .remove() "
+    "on the object that fuse_into_backward returned, make the model anew, and load a checkpoint. A "
+    "script that catches errors of backward must raise them on all ranks, for example after an "
+    "all-reduce of a flag."
+)
+DROPPED = -1  # instead of a history
+
+
 class OrderCheck:
     """Compares the order in which ZeRO-3 ranks use modules; raises RuntimeError if it differs.
 
@@ -272,13 +283,13 @@ class OrderCheck:
         self.ahead = ahead
         self.number = {p: i for i, p in enumerate(names)}
         self.modules = {m: (i, name) for i, (name, m) in enumerate(module.named_modules())}
-        self.asked: tuple[Callable[[], bool], Callable[[], list[str]]] | None = None
+        self.asked: tuple[Callable[[], bool], int, Callable[[], list[str]]] | None = None
 
-    def check_gradients(self, waiting: Mapping[Tensor, bool], ended: bool) -> int:
+    def check_gradients(self, waiting: Mapping[Tensor, bool], ended: bool, history: int) -> int:
         """Compares the parameters of a bucket over the ranks; returns the bytes sent.
 
-        It also compares which of them may have further partial gradients, and whether backward has
-        ended.
+        It also compares which of them may have further partial gradients, whether backward has
+        ended, and ``Buckets.history``.
         """
         bucket = dict(waiting)
 
@@ -287,10 +298,16 @@ class OrderCheck:
             said = [f"the gradient of {self.names[p]}{more * m}" for p, m in bucket.items()]
             return [*said, "the end of backward" if ended else "a full bucket"]
 
-        self._begin_comparison((ended, *(2 * self.number[p] + m for p, m in bucket.items())), words)
+        grads = (2 * self.number[p] + m for p, m in bucket.items())
+        self._begin_comparison((ended, *grads), words, history)
         if ended or not self.ahead:
             self._end_comparison()
         return MESSAGE if several(self.group) else 0
+
+    def check_dropped(self) -> None:
+        """Compares that all ranks drop the step in progress, and none is still in backward."""
+        self._begin_comparison((), lambda: ["a step that is dropped"], DROPPED)
+        self._end_comparison()
 
     def watch_first_pass(self, coordinator: Any) -> None:
         """Compares each module that DeepSpeed gathers, until DeepSpeed has recorded a pass."""
@@ -308,19 +325,23 @@ class OrderCheck:
 
         coordinator.fetch_sub_module = fetch_sub_module
 
-    def _begin_comparison(self, numbers: tuple[int, ...], words: Callable[[], list[str]]) -> None:
+    def _begin_comparison(
+        self, numbers: tuple[int, ...], words: Callable[[], list[str]], history: int = 0
+    ) -> None:
         self._end_comparison()  # the comparison before
-        self.asked = begin_comparison(numbers, self.group), words
+        self.asked = begin_comparison((history, *numbers), self.group), history, words
 
     def _end_comparison(self) -> None:
         """Waits for the comparison in progress; raises RuntimeError if the ranks differ."""
         asked, self.asked = self.asked, None
         if asked is None:
             return
-        are_alike, words = asked
+        are_alike, history, words = asked
         if are_alike():
             return
-        told = gathered(words(), self.group)
+        histories, told = zip(*gathered((history, words()), self.group), strict=True)
+        if len({*histories}) > 1:
+            raise RuntimeError(DIFFERENT_PASSES)
         other = next(rank for rank, said in enumerate(told) if said != told[0])
         pairs = zip_longest(told[0], told[other], fillvalue="nothing")
         first, second = next(pair for pair in pairs if pair[0] != pair[1])

@@ -105,7 +105,9 @@ class FSDP2Layout(Layout):
         for group in self.param_groups:
             group.reshard()
 
-    def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Callable[[], Agreement]:
+    def agree(
+        self, waiting: Mapping[Tensor, bool], ended: bool, history: int
+    ) -> Callable[[], Agreement]:
         """Returns that all gradients are ready, because torch has reduced them."""
         return lambda: complete(waiting)
 

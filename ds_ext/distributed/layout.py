@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_ext.distributed import groups
+from ds_ext.distributed.consensus import DIFFERENT_PASSES
 from ds_ext.distributed.groups import Group, communicates, everyone, explained, size_of, wait_for
 from ds_ext.distributed.placement import Placement, Summed, broadcast
 from ds_ext.ops import int8, turns
@@ -193,12 +194,23 @@ class Layout:
         """Returns whether FSDP2 holds gradients that the next backward pass will add to."""
         return False
 
-    def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Callable[[], Agreement]:
+    def agree(
+        self, waiting: Mapping[Tensor, bool], ended: bool, history: int
+    ) -> Callable[[], Agreement]:
         """Asks the other ranks which gradients can be reduced; returns a wait for the answer.
 
-        ``waiting`` maps each parameter to whether a further part may come. Ranks may use different
-        parameters in a step (mixtures of experts). A gradient is ready if all ranks have it, or if
-        some have it and backward has ``ended`` on all. All ranks call this equally often.
+        Ranks may use different parameters in a step (mixtures of experts). A gradient is ready if
+        all ranks have it, or if some have it and backward has ended on all. All ranks call this
+        equally often in a pass. If an error ended the pass of some ranks earlier, the next call of
+        these ranks meets one of that pass, on other ranks.
+
+        Args:
+            waiting: maps each parameter to whether a further part may come.
+            ended: whether backward has ended on this rank.
+            history: ``Buckets.history``.
+
+        Raises:
+            RuntimeError: the answer, on all ranks, if their histories differ.
         """
         if not communicates(self.group):
             return lambda: complete(waiting)
@@ -208,6 +220,7 @@ class Layout:
         counts[0, own] = 1
         counts[1, own] = more.int()
         counts[0, -1] = ended
+        counts[1, -1] = own_history = history % 2**16
         self.bytes_sent += counts.nbytes
         with explained():
             work = dist.all_reduce(counts, group=self.host_group, async_op=True)
@@ -215,6 +228,8 @@ class Layout:
 
         def answer() -> Agreement:
             wait()
+            if int(counts[1, -1]) != own_history * self.world:
+                raise RuntimeError(DIFFERENT_PASSES)
             all_ended = int(counts[0, -1]) == self.world
             found, more = counts[:, :-1]
             is_ready = found >= (1 if all_ended else self.world)

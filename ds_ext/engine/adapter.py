@@ -14,6 +14,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import Tensor
 
 from ds_ext.backward import startup_log, streams
+from ds_ext.backward.buckets import ENDED
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.config import config_checks, parsing
 from ds_ext.distributed import consensus
@@ -273,6 +274,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         if closure is not None:
             raise ValueError("engine.step() takes no closure: the update happens in backward.")
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
+        self.fused.buckets.note(ENDED)  # a rank that has skipped backward is here before others
         self.fused.finish()
         result = self.fused.end_step()
         self.overflow = result is not None and result.skipped

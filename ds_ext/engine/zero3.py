@@ -102,13 +102,16 @@ class Zero3Layout(Layout):
         leaves = [m for m in module.modules() if z3_leaf_module(m)]
         return {leaf: list(leaf.parameters()) for leaf in leaves}
 
-    def agree(self, waiting: Mapping[Tensor, bool], ended: bool) -> Callable[[], Agreement]:
+    def agree(
+        self, waiting: Mapping[Tensor, bool], ended: bool, history: int
+    ) -> Callable[[], Agreement]:
         """Returns that all gradients are ready, because ranks gather parameters together.
 
         Raises:
-            RuntimeError: on all ranks, if ranks did not gather the same parameters.
+            RuntimeError: on all ranks, if ranks did not gather the same parameters, or are in
+                different passes.
         """
-        self.bytes_sent += self.order.check_gradients(waiting, ended)
+        self.bytes_sent += self.order.check_gradients(waiting, ended, history)
         return lambda: complete(waiting)
 
     @contextlib.contextmanager
@@ -141,7 +144,12 @@ class Zero3Layout(Layout):
         self.offload.release_backward_leftovers()
 
     def discard(self) -> None:
-        """Partitions parameters that a failed backward pass left gathered, and resets counts."""
+        """Partitions parameters that a failed backward pass left gathered, and resets counts.
+
+        Raises:
+            RuntimeError: on all ranks, if other ranks are still in backward.
+        """
+        self.order.check_dropped()
         for m in self.offload.module.modules():
             m.__dict__.update({k: 0 for k in _COUNTS if k in m.__dict__})
         self.offload.release_backward_leftovers()

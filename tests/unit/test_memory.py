@@ -162,7 +162,7 @@ class Ranks(Sharded):
 class Alone(Layout):
     """The layout of such a rank."""
 
-    def agree(self, waiting, ended):
+    def agree(self, waiting, ended, history):
         return lambda: Agreement(list(waiting), set(), ended)
 
 
