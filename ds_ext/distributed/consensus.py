@@ -283,7 +283,7 @@ class OrderCheck:
         self.ahead = ahead
         self.number = {p: i for i, p in enumerate(names)}
         self.modules = {m: (i, name) for i, (name, m) in enumerate(module.named_modules())}
-        self.asked: tuple[Callable[[], bool], int, Callable[[], list[str]]] | None = None
+        self.asked: tuple[Callable[[], bool], int | None, Callable[[], list[str]]] | None = None
 
     def check_gradients(self, waiting: Mapping[Tensor, bool], ended: bool, history: int) -> int:
         """Compares the parameters of a bucket over the ranks; returns the bytes sent.
@@ -326,10 +326,10 @@ class OrderCheck:
         coordinator.fetch_sub_module = fetch_sub_module
 
     def _begin_comparison(
-        self, numbers: tuple[int, ...], words: Callable[[], list[str]], history: int = 0
+        self, numbers: tuple[int, ...], words: Callable[[], list[str]], history: int | None = None
     ) -> None:
         self._end_comparison()  # the comparison before
-        self.asked = begin_comparison((history, *numbers), self.group), history, words
+        self.asked = begin_comparison((history or 0, *numbers), self.group), history, words
 
     def _end_comparison(self) -> None:
         """Waits for the comparison in progress; raises RuntimeError if the ranks differ."""
@@ -340,7 +340,7 @@ class OrderCheck:
         if are_alike():
             return
         histories, told = zip(*gathered((history, words()), self.group), strict=True)
-        if len({*histories}) > 1:
+        if len({*histories} - {None}) > 1:
             raise RuntimeError(DIFFERENT_PASSES)
         other = next(rank for rank, said in enumerate(told) if said != told[0])
         pairs = zip_longest(told[0], told[other], fillvalue="nothing")
