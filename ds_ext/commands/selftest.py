@@ -2,6 +2,10 @@
 
 import argparse
 import json
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -13,6 +17,7 @@ DESCRIPTION = (
     "CPU) with PyTorch's operations: dtypes, ways to store weights, whole parameters and runs of a "
     "rank. Prints a table to paste into a report. The exit code is 1 if anything is wrong."
 )
+PROCESSES = 8  # at most side by side: each of them compiles kernels
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     print(", ".join(f"{key} {value}" for key, value in selftest.versions(device).items()))
     print("\n| optimizer | dtype | cases | largest error | verdict |\n" + 5 * "| --- " + "|")
     wrong = []
-    for rows in selftest.rows_of(kinds, device, options.imports):
+    for rows in _rows(kinds, device, options.imports):
         for dtype in selftest.DTYPES:
             some = [row for row in rows if row["dtype"] == dtype]
             bad = [row for row in some if row["verdict"] != selftest.RIGHT]
@@ -54,3 +59,12 @@ def run(options: argparse.Namespace) -> int:
     for row in wrong:
         print(json.dumps(row))
     return int(bool(wrong))
+
+
+def _rows(
+    kinds: Sequence[type[Any]], device: torch.device, imports: Sequence[str]
+) -> Iterator[list[selftest.Row]]:
+    """Yields the rows of all cases of each optimizer class: see ``selftest.in_child``."""
+    with ThreadPoolExecutor(max(1, min(PROCESSES, (os.cpu_count() or 1) // 2))) as pool:
+        cases = map(selftest.all_cases, kinds)
+        yield from pool.map(lambda some: selftest.in_child(some, device, imports), cases)

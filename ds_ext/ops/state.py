@@ -129,13 +129,13 @@ def without_caches(state: State, parts: Parts) -> State:
     return found
 
 
-def leaves(parts: Parts, *above: str) -> Iterator[tuple[tuple[str, ...], Part]]:
-    """Yields all parts with their paths of keys."""
+def leaves(parts: Mapping[str, Any], *above: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields all parts, or the values of a state, with their paths of keys."""
     for key, part in parts.items():
-        if isinstance(part, Part):
-            yield (*above, key), part
-        else:
+        if isinstance(part, Mapping):
             yield from leaves(part, *above, key)
+        else:
+            yield (*above, key), part
 
 
 def mapped(state: Any, change: Callable[[Tensor], Tensor]) -> Any:

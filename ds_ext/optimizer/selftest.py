@@ -16,8 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from ds_ext.ops.executors import table_passes, unbatched
 from ds_ext.ops.executors.native import bf16_products, library
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import leaves
 from ds_ext.optimizer.ema import EmaConfig
 from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
 from ds_ext.optimizer.param_table import ParamTable
@@ -43,7 +43,6 @@ Row = dict[str, Any]
 RIGHT, WRONG = "right", "WRONG"
 CHECKED = {"cuda"}  # types of devices on which an optimizer is checked before its first step
 SECONDS = 300  # after which a process that checks is ended
-PROCESSES = 8  # at most side by side: each of them compiles kernels
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 IN_16_BITS = ("stochastic", "nearest", "master", "master24")
 MATRICES = ((48, 64), (33, 130))  # rows with and without vectors of 16 bytes
@@ -172,7 +171,10 @@ class Stepped:
         Weights are on the CPU: those with masters are there, those of no step yet are not.
         """
         state = {k: v for k, v in self.optimizer.state.get(p, {}).items() if k != "master"}
-        found = {key: _copied(x) for key, x in _leaves("", state)}
+        found = dict[str, Tensor]()
+        for keys, x in leaves(state):
+            x = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device="cpu")
+            found[".".join(keys)] = x.clone()
         held = self.optimizer.weights(p, self.run_of(p, p), self.shards[p])
         others = p.detach().flatten().clone()
         self.run_of(p, others).zero_()
@@ -181,21 +183,6 @@ class Stepped:
     def all(self) -> list[dict[str, Tensor]]:
         """Returns ``tensors`` of all parameters."""
         return [*map(self.tensors, self.params)]
-
-
-def _leaves(key: str, x: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors and numbers in nested dicts, with their keys."""
-    if isinstance(x, Mapping):
-        for name, one in x.items():
-            yield from _leaves(f"{key}.{name}".lstrip("."), one)
-    elif x is not None:
-        yield key, x
-
-
-def _copied(x: Tensor | float) -> Tensor:
-    if isinstance(x, Tensor):
-        return x.clone()
-    return torch.tensor(x, dtype=torch.float64, device="cpu")
 
 
 @torch.no_grad()
@@ -237,8 +224,7 @@ def check(kind: type[Any], case: Case, ranks: Sequence[int], device: torch.devic
         limit, scale = limits.get(key, CLOSE_PRODUCTS if is_rounded else CLOSE), b
         if key == "weights":
             scale = [y.double() - w for y, w in zip(b, old, strict=True)]
-            errors = (_norm(x, y) / (_norm(u) or 1) for x, y, u in zip(a, b, scale, strict=True))
-            error = max(errors)
+            error = max(_norm(x, y) / (_norm(u) or 1) for x, y, u in zip(a, b, scale, strict=True))
         wrong[key] = len(a) != len(b) or not _is_near(a, b, scale, limit)
     named = [key for key, is_wrong in wrong.items() if is_wrong]
     verdict = f"{WRONG}: {', '.join(named)}" if named else RIGHT
@@ -336,8 +322,7 @@ def in_child(cases: Sequence[Case], device: torch.device, imports: Sequence[str]
         out, why = error.stdout or b"", f"{LATE} {SECONDS} s"
     except OSError as error:
         raise Unavailable(str(error)) from None
-    rows: list[Row] = []
-    case, passes = [cases[0], RANKS[0]], list[str]()
+    rows, case, passes = list[Row](), [cases[0], RANKS[0]], list[str]()
     for line in out.decode(errors="replace").splitlines():
         with suppress(json.JSONDecodeError):  # other lines, and one that was cut short
             kind, what = json.loads(line if line.startswith('["') else "")
@@ -359,14 +344,6 @@ def in_child(cases: Sequence[Case], device: torch.device, imports: Sequence[str]
         last = f"{WRONG}: in {passes[-1]}, {why}"
         rows.append(row_of(*case) | {"error": math.inf, "verdict": last, "passes": passes})
     return rows
-
-
-def rows_of(
-    kinds: Sequence[type[Any]], device: torch.device, imports: Sequence[str] = ()
-) -> Iterator[list[Row]]:
-    """Yields the rows of all cases of each optimizer class: see ``in_child``."""
-    with ThreadPoolExecutor(max(1, min(PROCESSES, (os.cpu_count() or 1) // 2))) as pool:
-        yield from pool.map(lambda kind: in_child(all_cases(kind), device, imports), kinds)
 
 
 def versions(device: torch.device) -> dict[str, str]:
@@ -403,9 +380,8 @@ def failure(table: ParamTable, device: torch.device) -> str:
             began = time.monotonic()
             with own:
                 rows = in_child(cases, device)
-                is_late = any(LATE in row["verdict"] for row in rows)  # a slow machine, perhaps
-                with suppress(OSError):  # a full disk: the next start checks again
-                    if not is_late:
+                if not any(LATE in row["verdict"] for row in rows):  # else a slow machine, perhaps
+                    with suppress(OSError):  # a full disk: the next start checks again
                         new = Path(own.name) / name
                         new.write_text(json.dumps(rows))
                         library.seal(new).replace(path)
