@@ -16,8 +16,7 @@ from ds_ext.distributed.lockstep import Generators, StepGenerator, advance
 from ds_ext.ops import sixteen_bit, turns
 from ds_ext.ops.executors.native.native_table import NormCache
 from ds_ext.ops.executors.triton import devices
-from ds_ext.ops.executors.triton.launch_memory import Memory
-from ds_ext.ops.executors.triton.launcher import GradLimits
+from ds_ext.ops.executors.triton.launch_memory import GradLimits, Memory
 from ds_ext.ops.runs import Runs
 from ds_ext.optimizer import ema, expert_stacks, nonfinite, sections, state_checks
 from ds_ext.optimizer.host_offload import OffloadedBucket
@@ -144,18 +143,18 @@ class BatchedStep:
             check: by the first round, by votes, by both or not at all.
         """
         by_sums, by_votes = check.ways(self.params)
-        passes = self.batch.passes
-        passes.attach(memory)
+        arrays = self.batch.passes.arrays
+        arrays.memory = memory
         rule = self.begin()
         if by_votes:
             votes = torch.stack([check.votes[param].view(()) for param in self.params])
             most = np.full(len(votes), nonfinite.MAX_GOOD_VOTES, dtype=np.float32)
-            passes.limits = self._limits(votes, most, check, is_square=False)
+            arrays.limits = self._limits(votes, most, check, is_square=False)
         sums = advance(rule, None)
         if by_sums:
-            passes.limits = None
+            arrays.limits = None
             *totals, found = yield (*(sums or ()), self.squares())
-            passes.limits = self._limits(found, self.plan.upper_bounds, check, is_square=True)
+            arrays.limits = self._limits(found, self.plan.upper_bounds, check, is_square=True)
             sums = advance(rule, tuple(totals))
         while sums is not None:
             sums = advance(rule, (yield sums))

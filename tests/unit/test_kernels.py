@@ -439,6 +439,6 @@ def test_kernels_round_products_before_they_add_them(kernels, monkeypatch):
 def test_plain_torch_reads_the_results_of_passes_at_once(kernels):
     v, x = torch.zeros(6, device=DEVICE), torch.ones(6, device=DEVICE)
     batch = TableBatch([Shard.whole((6,))], device=v.device)
-    batch.passes.attach(Memory(v.device))
+    batch.passes.arrays.memory = Memory(v.device)
     ops.lerp_(Runs([v]), Runs([x]), 0.5, batch)
     assert v.sum() == 3

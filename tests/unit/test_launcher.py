@@ -17,7 +17,8 @@ from torch import nn
 from ds_ext.ops import Scaled
 from ds_ext.ops.executors.native import native_table as native
 from ds_ext.ops.executors.triton import devices, folds, kernels, launch_memory, launches
-from ds_ext.ops.executors.triton.launcher import LEAST_ADDRESS, GradLimits, Launcher
+from ds_ext.ops.executors.triton.launch_memory import GradLimits
+from ds_ext.ops.executors.triton.launcher import LEAST_ADDRESS, Launcher
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.schema import ADDRESSES, ARGUMENT, ARGUMENTS, AT, NUMBERS, TILE
 from ds_ext.ops.shard import Shard
@@ -80,10 +81,12 @@ class Twice:
         monkeypatch.setattr(launch_memory.Memory, "_made", lambda _, *given: self.allocate(*given))
         copy_ = launch_memory.DeviceArrays._copy
 
-        def apart(arrays, memory, contents):
+        def apart(arrays, contents):
             """A copy, whose memory does not move that of passes."""
             self.copies += 1
-            copy_(arrays, Apart, contents)
+            memory, arrays.memory = arrays.memory, Apart
+            copy_(arrays, contents)
+            arrays.memory = memory
 
         monkeypatch.setattr(launch_memory.DeviceArrays, "_copy", apart)
         self.weights = [nn.Parameter(p) for p in table.weights(SHAPES, dtype)]
@@ -113,7 +116,7 @@ class Twice:
                 owners += [
                     (of, "_launches") for of in (one.batch.passes.own, one.batch.passes.whole)
                 ]
-                owners.append((one.batch.passes._arrays, "_used"))
+                owners.append((one.batch.passes.arrays, "_used"))
         kept = [vars(owner)[name] for owner, name in owners]
         for owner, name in owners:
             setattr(owner, name, {})
@@ -254,28 +257,31 @@ def test_folds_with_and_without_limits_are_kept_apart(noted):
     of = launcher()
     part, out = (Runs((torch.zeros(n),), firsts=np.arange(2)) for n in (64, 2))
     limits = GradLimits(out, np.ones(2, dtype=np.float32))
-    for of.limits in (None, limits, None):
+    for of.arrays.limits in (None, limits, None):
         of.fold((of.partials("flat", folds.of_tiles), part, out))
         (kind, *_) = noted.pop()
-        assert dict(kind)["SKIPS_BAD_GRADIENTS"] == (of.limits is not None)
+        assert dict(kind)["SKIPS_BAD_GRADIENTS"] == (of.arrays.limits is not None)
 
 
 def test_arrays_are_copied_once_and_those_of_a_step_with_the_next(monkeypatch):
-    arrays, memory = launch_memory.DeviceArrays(), launch_memory.Memory(torch.device("cpu"))
+    memory = launch_memory.Memory(torch.device("cpu"))
+    arrays = launch_memory.DeviceArrays(memory)
     one, two, three = (np.full(i, i, dtype=np.int64).tobytes() for i in (1, 2, 3))
     copied, copy_ = [], launch_memory.DeviceArrays._copy
 
-    def noting(of, memory, contents):
+    def noting(of, contents):
         copied.append([*contents])
-        copy_(of, memory, contents)
+        copy_(of, contents)
 
     monkeypatch.setattr(launch_memory.DeviceArrays, "_copy", noting)
-    arrays.begin(memory, [one])
-    a, b, c = arrays.addresses(memory, [two, one, two])
+    arrays.begin([one])
+    a, b, c = arrays.addresses([two, one, two])
     assert a == c and at(a, 2, np.int64).tolist() == [2, 2] and at(b, 1, np.int64).tolist() == [1]
     arrays.end()
-    arrays.begin(memory, [three])
-    arrays.addresses(memory, [one, three])
+    arrays.memory = memory
+    arrays.begin([three])
+    arrays.addresses([one, three])
     arrays.end()
-    arrays.addresses(memory, [three])
+    arrays.memory = memory
+    arrays.addresses([three])
     assert copied == [[one], [two], [two, one, three], [three]]

@@ -19,8 +19,7 @@ from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.native.native_table import NativeNormCache, NativeTable, NormCache
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.executors.triton.kernel_table import KernelTable
-from ds_ext.ops.executors.triton.launch_memory import DeviceArrays, Memory
-from ds_ext.ops.executors.triton.launcher import GradLimits
+from ds_ext.ops.executors.triton.launch_memory import DeviceArrays
 from ds_ext.ops.expressions import Scaled, Source, WeightStorage
 from ds_ext.ops.runs import Columns, Pointers, Runs
 from ds_ext.ops.state import State
@@ -45,6 +44,7 @@ class BatchTables:
         batch: the geometry.
 
     Attributes:
+        arrays: the batch's part of a bucket's step on a GPU.
         own: the table of the runs.
         whole: the table of the whole parameters.
         gradients: the input whose squares the step in progress checks.
@@ -54,44 +54,27 @@ class BatchTables:
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
-        self.whole = new_table(batch.whole_geometries, [0] * len(batch), batch.device)
-        self.own = new_table(batch.geometries, batch.noise_firsts, batch.device)
-        self._kernels = [x for x in (self.own, self.whole) if isinstance(x, KernelTable)]
+        self.arrays = DeviceArrays()
+        no_firsts = [0] * len(batch)
+        self.whole = new_table(batch.whole_geometries, no_firsts, batch.device, self.arrays)
+        self.own = new_table(batch.geometries, batch.noise_firsts, batch.device, self.arrays)
         self.gradients: object = None
         self.square_parts: Runs | None = None
-        self._arrays = DeviceArrays()
-
-    def attach(self, memory: Memory) -> None:
-        """Makes later passes over the batch a part of a bucket's step on a GPU."""
-        for table in self._kernels:
-            table.memory, table.arrays = memory, self._arrays
 
     def begin(self, p: WeightStorage, gradients: object, state: State) -> None:
         """Copies the addresses that a step's launches need to the device, if they run there."""
-        if not self._kernels or self._kernels[0].memory is None:
+        if self.arrays.memory is None:
             return
         known = [*_addresses((p, gradients, state))]
         for shift in (self.batch.row_offsets, self.batch.col_offsets):
             if shift.any():
                 known += [x + shift for x in known]
-        self._arrays.begin(self._kernels[0].memory, (x.tobytes() for x in known))
+        self.arrays.begin(x.tobytes() for x in known)
 
     def detach(self) -> None:
         """Ends the batch's part in a bucket's step."""
-        for table in self._kernels:
-            table.memory = table.arrays = table.limits = None
-            self._arrays.end()
+        self.arrays.end()
         self.gradients = self.square_parts = None
-
-    @property
-    def limits(self) -> GradLimits | None:
-        """By which programs skip parameters with bad gradients; None: all are good."""
-        return self._kernels[0].limits if self._kernels else None
-
-    @limits.setter
-    def limits(self, limits: GradLimits | None) -> None:
-        for table in self._kernels:
-            table.limits = limits
 
     def added_up(self) -> Tensor | None:
         """Sums of squares of gradients, [n], from row sums of an earlier pass; None without."""
@@ -116,11 +99,14 @@ class BatchTables:
 
 
 def new_table(
-    geometries: Sequence[GeometryTuple], firsts: Sequence[int], device: torch.device
+    geometries: Sequence[GeometryTuple],
+    firsts: Sequence[int],
+    device: torch.device,
+    arrays: DeviceArrays | None = None,
 ) -> AnyTable:
     """Returns a table that makes passes over runs on a device."""
     if devices.supports(device):
-        return KernelTable(geometries, firsts, device)
+        return KernelTable(geometries, firsts, device, arrays)
     return NativeTable(geometries, firsts)
 
 

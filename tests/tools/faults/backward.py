@@ -67,7 +67,7 @@ FAULTS = (
     ),
     Fault(
         "optimizer/bucket_step.py",
-        "passes.limits = self._limits(found, self.plan.upper_bounds, check, is_square=True)",
+        "arrays.limits = self._limits(found, self.plan.upper_bounds, check, is_square=True)",
         "self._limits(found, self.plan.upper_bounds, check, is_square=True)",
         "unit/test_device_nonfinite.py -k had_not_come",
     ),

@@ -1,6 +1,5 @@
 """The passes over a batch as launches. ``KernelTable`` has the interface of ``NativeTable``."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -37,37 +36,21 @@ class Read(NamedTuple):
     @property
     def run(self) -> Constants:
         """The constants for reading a plain run."""
-        return _run_constants(self.dtype, "bound" in self.columns)
+        return (("XD", _name(self.dtype)), ("BOUNDED", "bound" in self.columns))
 
     @property
     def constants(self) -> Constants:
         """The constants for reading any form: see ``value_of`` in kernels/values.py."""
         scale = self.columns.get("scale", 1.0)
         scales = not (isinstance(scale, float) and scale == 1.0)
-        return _constants(self.form, self.run, self.decays, self.storage, scales)
+        format_, dtype = self.storage or ("PLAIN", None)
+        weights = ("DECAYS", self.decays), ("WD", _name(dtype)), ("STORAGE", format_)
+        return (("FORM", self.form), *self.run, *weights, ("SCALES", scales))
 
     @property
     def tiles(self) -> str:
         """The name of the tiles of a pass over runs."""
         return "by_matrix" if schema.FORMS[self.form].is_by_matrix else "flat"
-
-
-@functools.cache
-def _run_constants(dtype: torch.dtype | None, is_bounded: bool) -> Constants:
-    return (("XD", _name(dtype)), ("BOUNDED", is_bounded))
-
-
-@functools.cache
-def _constants(
-    form: str,
-    run: Constants,
-    decays: bool,
-    storage: tuple[str, torch.dtype] | None,
-    scales: bool,
-) -> Constants:
-    format_, dtype = storage or ("PLAIN", None)
-    more: Constants = (("DECAYS", decays), ("WD", _name(dtype)), ("STORAGE", format_))
-    return (("FORM", form), *run, *more, ("SCALES", scales))
 
 
 def _square_sums(table: Launcher, read: Read) -> None:

@@ -6,10 +6,14 @@ brings the arrays of integers that the launches of a step read.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from ds_ext.ops.runs import Runs
 
 SCRATCH, SUMS, HOST = range(3)
 ALIGNMENT = 4  # elements, of scratch memory: 16 bytes
@@ -79,47 +83,65 @@ class Memory:
         return piece[start:end] if 0 <= start and end <= len(piece) else None
 
 
+@dataclass(frozen=True)
+class GradLimits:
+    """A number on the device for each gradient of a batch, such as a sum of squares, and a limit.
+
+    Attributes:
+        found: the numbers, [n]: fp32, such as sums of squares or votes.
+        most: the largest numbers of good gradients, [n]; NaN is bad.
+    """
+
+    found: Runs
+    most: NDArray[np.float32]
+
+
 class DeviceArrays:
-    """The arrays of a batch's steps on the device, found by their contents.
+    """A batch's part of a bucket's step, with its arrays on the device, found by their contents.
 
     A step begins with one copy: of the arrays that the step before has used, because nearly all are
     the same, and of those that are known to be new. Others are copied when a launch needs them.
+
+    Args:
+        memory: of the step in progress; None: passes are not part of a bucket's step.
+
+    Attributes:
+        limits: by which programs skip parameters with bad gradients; None: all are good.
     """
 
-    def __init__(self) -> None:
+    limits: GradLimits | None = None
+
+    def __init__(self, memory: Memory | None = None) -> None:
+        self.memory = memory
         self._used: dict[bytes, None] = {}
         self._addresses: dict[bytes, int] = {}
         self._alive: list[Tensor] = []  # what is at these addresses
 
-    def begin(self, memory: Memory, known: Iterable[bytes]) -> None:
-        """Begins a step.
-
-        Args:
-            memory: of the step.
-            known: arrays that its launches will need.
-        """
+    def begin(self, known: Iterable[bytes]) -> None:
+        """Begins a step in ``memory``, whose launches will need the arrays ``known``."""
         contents = self._used | dict.fromkeys(known)
-        self.end()
-        self._used = {}
-        self._copy(memory, contents)
+        self._used, self._addresses, self._alive = {}, {}, []
+        self._copy(contents)
 
     def end(self) -> None:
         """Forgets the memory of a step; its launches run before it is used again."""
+        self.memory = self.limits = None
         self._addresses, self._alive = {}, []
 
-    def addresses(self, memory: Memory, contents: Sequence[bytes]) -> list[int]:
+    def addresses(self, contents: Sequence[bytes]) -> list[int]:
         """Returns where arrays lie on the device; copies those that are not there."""
         missing = [x for x in dict.fromkeys(contents) if x not in self._addresses]
         if missing:
-            self._copy(memory, missing)
+            self._copy(missing)
         self._used |= dict.fromkeys(contents)
         return [self._addresses[x] for x in contents]
 
-    def _copy(self, memory: Memory, contents: Iterable[bytes]) -> None:
+    def _copy(self, contents: Iterable[bytes]) -> None:
+        assert self.memory is not None, "no step is in progress"
         text = b"".join(contents)
-        host = memory.host(len(text) // 8)
+        host = self.memory.host(len(text) // 8)
         host.numpy()[:] = np.frombuffer(text, dtype=np.int64)
-        held = memory.scratch(len(text) // 4).view(torch.int64)
+        held = self.memory.scratch(len(text) // 4).view(torch.int64)
         held.copy_(host, non_blocking=True)
         self._alive.append(held)
         at = held.data_ptr()

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -34,19 +34,6 @@ MAX_LAUNCHES = 256  # kept by one object; more are needed only if each step runs
 MAX_PARAMETERS = 1024  # per launch: each program searches them for its own
 
 
-@dataclass(frozen=True)
-class GradLimits:
-    """A number on the device for each gradient of a batch, such as a sum of squares, and a limit.
-
-    Attributes:
-        found: the numbers, [n]: fp32, such as sums of squares or votes.
-        most: the largest numbers of good gradients, [n]; NaN is bad.
-    """
-
-    found: Runs
-    most: NDArray[np.float32]
-
-
 class Launcher:
     """Launches kernels over many parameters on a GPU.
 
@@ -56,24 +43,17 @@ class Launcher:
         geometries: start, elements, matrices, rows and columns of each run.
         firsts: the index of each run's first element in its parameter.
         device: the device of the runs.
-
-    Attributes:
-        memory: of the step in progress; None: passes are not part of a bucket's step.
-        arrays: of the step in progress.
-        limits: by which programs skip parameters with bad gradients; None: all are good.
+        arrays: the batch's part of a bucket's step; None: passes are not part of such a step.
     """
-
-    memory: Memory | None = None
-    arrays: DeviceArrays | None = None
-    limits: GradLimits | None = None
 
     def __init__(
         self,
         geometries: Sequence[tuple[int, int, int, int, int]],
         firsts: Sequence[int],
         device: torch.device,
+        arrays: DeviceArrays | None = None,
     ) -> None:
-        self.device, self.n = device, len(geometries)
+        self.device, self.n, self.arrays = device, len(geometries), arrays or DeviceArrays()
         self.own = np.arange(self.n)
         start, n, mats, rows, cols = np.array(geometries, dtype=np.int64).T
         first = np.array(firsts, dtype=np.int64)
@@ -100,8 +80,9 @@ class Launcher:
                 [n], or tensors of one number or n.
             vectors: the columns that are accessed by vectors.
         """
-        if self.limits is not None:
-            columns = {"found": self.limits.found, "most": self.limits.most, **columns}
+        limits = self.arrays.limits
+        if limits is not None:
+            columns = {"found": limits.found, "most": limits.most, **columns}
         at, arguments = self.tiles(name), [0] * ARGUMENTS
         contents, where, alive = list[bytes](), list[int](), list[Tensor]()
         ends: Int64s | int = 0  # the low bits of all addresses that are accessed by vectors
@@ -128,8 +109,10 @@ class Launcher:
             are_even = ends % sizes.ALIGNMENT == 0
         found = self._launches_of(kernel, constants, name, are_even)
         contents += [one.contents for one in found]
-        arrays = self.arrays or DeviceArrays()  # lives until the launches below are in the stream
-        addresses = iter(arrays.addresses(self.memory or Memory(self.device), contents))
+        arrays = self.arrays  # those of one pass live until its launches are in the stream
+        if arrays.memory is None:
+            arrays = DeviceArrays(Memory(self.device))
+        addresses = iter(arrays.addresses(contents))
         for i in where:
             arguments[i] = next(addresses)
         for one in found:
@@ -153,7 +136,7 @@ class Launcher:
         A parameter's bits must not depend on its neighbours. Its kind of tiles therefore follows
         from its own run, and each kind has its own launches.
         """
-        skips_bad = self.limits is not None
+        skips_bad = self.arrays.limits is not None
         even = None if are_even is None else are_even.tobytes()
         key = kernel, constants, name, even, skips_bad
         if key in self._launches:
@@ -186,10 +169,11 @@ class Launcher:
             "part": Runs.at(part, np.concatenate(parts)),
             "out": Runs.at(out, np.concatenate(outs)),
         }
-        if self.limits is not None:
-            found, owners = self.limits.found, np.concatenate([one.owners for one, *_ in sums])
+        limits = self.arrays.limits
+        if limits is not None:
+            found, owners = limits.found, np.concatenate([one.owners for one, *_ in sums])
             columns["found"] = Runs.at(found.base, found.offsets[owners])
-            columns["most"] = self.limits.most[owners]
+            columns["most"] = limits.most[owners]
         self.launch("fold", (), name, columns)
 
     def added_up(self, rows: Runs) -> Tensor:
@@ -201,11 +185,12 @@ class Launcher:
 
     def scratch(self, n: int) -> Tensor:
         """Returns uninitialized memory, [n] in fp32."""
-        return (self.memory or Memory(self.device)).scratch(n)
+        return (self.arrays.memory or Memory(self.device)).scratch(n)
 
     def zeros(self, *sizes: int) -> Sequence[Tensor]:
         """Returns adjacent zeros to add sums to, [n] in fp32 for each size."""
-        return (self.memory or Memory(self.device)).sums(sum(sizes)).split_with_sizes(sizes)
+        memory = self.arrays.memory or Memory(self.device)
+        return memory.sums(sum(sizes)).split_with_sizes(sizes)
 
     def new_norm_cache(self) -> DeviceNormCache:
         """Returns a cache of the weights' norms, which lasts from step to step."""
