@@ -16,7 +16,7 @@ from torch import nn
 
 from ds_ext.ops import Scaled
 from ds_ext.ops.executors.native import native_table as native
-from ds_ext.ops.executors.triton import devices, folds, kernels, launch_memory, launches
+from ds_ext.ops.executors.triton import devices, kernels, launch_memory, launches, tiles
 from ds_ext.ops.executors.triton.launch_memory import GradLimits
 from ds_ext.ops.executors.triton.launcher import LEAST_ADDRESS, Launcher
 from ds_ext.ops.runs import Runs
@@ -258,7 +258,7 @@ def test_folds_with_and_without_limits_are_kept_apart(noted):
     part, out = (Runs((torch.zeros(n),), firsts=np.arange(2)) for n in (64, 2))
     limits = GradLimits(out, np.ones(2, dtype=np.float32))
     for of.arrays.limits in (None, limits, None):
-        of.fold((of.partials("flat", folds.of_tiles), part, out))
+        of.fold((of.partials("flat", tiles.of_tiles), part, out))
         (kind, *_) = noted.pop()
         assert dict(kind)["SKIPS_BAD_GRADIENTS"] == (of.arrays.limits is not None)
 

@@ -18,7 +18,7 @@ from ds_ext.ops.batch import CPU, Batch, GeometryTuple
 from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.native.native_table import NativeNormCache, NativeTable, NormCache
 from ds_ext.ops.executors.triton import devices
-from ds_ext.ops.executors.triton.kernel_table import KernelTable
+from ds_ext.ops.executors.triton.kernel_table import DeviceNormCache, KernelTable
 from ds_ext.ops.executors.triton.launch_memory import DeviceArrays
 from ds_ext.ops.expressions import Scaled, Source, WeightStorage
 from ds_ext.ops.runs import Columns, Pointers, Runs
@@ -94,7 +94,7 @@ class BatchTables:
     def new_norm_cache(self) -> NormCache:
         """Returns a cache of the weights' norms, which lasts from step to step."""
         if isinstance(self.own, KernelTable):
-            return self.own.new_norm_cache()
+            return DeviceNormCache(self.own)
         return NativeNormCache(len(self.batch))
 
 

@@ -1,5 +1,6 @@
 """The passes over a batch as launches. ``KernelTable`` has the interface of ``NativeTable``."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -7,11 +8,57 @@ import numpy as np
 import torch
 
 from ds_ext.ops import rounding, schema
-from ds_ext.ops.executors.triton import folds
-from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
+from ds_ext.ops.executors.native.native_table import NormCache
+from ds_ext.ops.executors.triton import tiles
 from ds_ext.ops.executors.triton.launcher import OUT, Launcher
 from ds_ext.ops.executors.triton.launches import Constants
 from ds_ext.ops.runs import Columns, Runs
+
+
+class DeviceNormCache(NormCache):
+    """One sum and one weight per tile.
+
+    If one of these weights has changed, ``cached_norm`` reads all weights of the parameter in one
+    program.
+
+    Args:
+        table: the table of the runs.
+
+    Attributes:
+        tiles: the name of the tiles that last wrote the runs.
+    """
+
+    def __init__(self, table: Launcher) -> None:
+        super().__init__()
+        self.table, self.tiles = table, ""
+        self.columns: dict[str, Runs] = {}  # a sum and a weight per tile
+        self.are_noted = False  # whether the last pass that wrote the weights stored their sums
+
+    def noted_by(self, name: str) -> dict[str, Runs]:
+        """Returns the columns that these tiles write; allocates them if the tiles have changed."""
+        self.are_noted = True
+        if name != self.tiles:
+            partials = self.table.partials(name, tiles.of_tiles)
+            size, device, firsts = (2, partials.total), self.table.device, partials.firsts
+            numbers = torch.full(size, math.nan, dtype=torch.float32, device=device)
+            sums, probes = numbers.unbind()
+            self.tiles = name
+            self.columns = {
+                "part2": Runs((sums,), firsts=firsts),
+                "probe": Runs((probes,), firsts=firsts),
+            }
+        return self.columns
+
+    def check(self, runs: Runs) -> None:
+        """Invalidates the cache if a run has moved or was written since ``note``."""
+        super().check(runs)
+        self.are_noted = False
+
+    def note(self, runs: Runs) -> None:
+        """Records the runs' addresses and version counters, which must include the last writes."""
+        super().note(runs)
+        if not self.are_noted:
+            self.forget()
 
 
 class Read(NamedTuple):
@@ -59,7 +106,7 @@ def _square_sums(table: Launcher, read: Read) -> None:
         columns = {k: v for k, v in read.columns.items() if k in ("w", "aux", "out")}
         table.launch("cached_norm", read.constants, cache.tiles, {**columns, **cache.columns})
         return
-    sums = table.partials(read.tiles, folds.of_tiles)
+    sums = table.partials(read.tiles, tiles.of_tiles)
     columns = {k: v for k, v in read.numbers.items() if k not in ("out", "norm_cache")}
     columns["part"] = table.allocate(sums)
     table.launch("square_sums", read.constants, read.tiles, columns)
@@ -67,8 +114,8 @@ def _square_sums(table: Launcher, read: Read) -> None:
 
 
 def _row_col_sums(table: Launcher, read: Read) -> None:
-    by_row = table.partials("by_matrix", folds.row_sums)
-    by_col = table.partials("by_matrix", folds.col_sums)
+    by_row = table.partials("by_matrix", tiles.row_sums)
+    by_col = table.partials("by_matrix", tiles.col_sums)
     columns = {k: v for k, v in read.numbers.items() if k not in ("out", "out2")}
     columns |= {"part": table.allocate(by_row), "part2": table.allocate(by_col)}
     table.launch("row_col_sums", read.constants, "by_matrix", columns)
@@ -96,7 +143,7 @@ def _over_strips(
     **more: object,
 ) -> None:
     """A pass over whole rows; ``outs`` maps column sums to the columns of their partial sums."""
-    reduction, columns = table.partials("by_strip", folds.col_sums), dict(more)
+    reduction, columns = table.partials("by_strip", tiles.col_sums), dict(more)
     sums = []
     for name, value in read.numbers.items():
         if name in outs:
@@ -134,7 +181,7 @@ def _apply(table: Launcher, read: Read) -> None:
         kernel = "apply_and_cache_norm" if notes else "apply"
         table.launch(kernel, read.constants, read.tiles, columns)
         return
-    reduction = table.partials(read.tiles, folds.of_tiles)
+    reduction = table.partials(read.tiles, tiles.of_tiles)
     columns["part"] = table.allocate(reduction)
     if not notes:
         columns["part2"] = table.allocate(reduction)

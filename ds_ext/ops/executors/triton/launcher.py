@@ -10,12 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds_ext.ops.executors.triton import folds, launches, sizes, tiles
-from ds_ext.ops.executors.triton.device_norm_cache import DeviceNormCache
-from ds_ext.ops.executors.triton.folds import PartialSums
+from ds_ext.ops.executors.triton import launches, sizes, tiles
 from ds_ext.ops.executors.triton.launch_memory import DeviceArrays, Memory
 from ds_ext.ops.executors.triton.launches import Constants, KernelConstants, Launch
-from ds_ext.ops.executors.triton.tiles import Geometry, Int64s, Tiles
+from ds_ext.ops.executors.triton.tiles import Geometry, Int64s, PartialSums, Tiles
 from ds_ext.ops.runs import Columns, Runs
 from ds_ext.ops.schema import ADDRESSES, ARGUMENT, ARGUMENTS, AT, NUMBERS
 
@@ -27,7 +25,7 @@ TILES: dict[str, Callable[[Geometry], Tiles]] = {
     "by_matrix": tiles.by_matrix,  # of passes that use them
     "by_strip": tiles.by_strip,  # as wide as the rows
     "by_parameter": tiles.by_parameter,  # one for each
-    "rows": folds.of_rows,  # a sum over all rows
+    "rows": tiles.of_rows,  # a sum over all rows
 }
 KindOfSums: TypeAlias = Callable[[Geometry, Tiles], PartialSums]
 MAX_LAUNCHES = 256  # kept by one object; more are needed only if each step runs other passes
@@ -161,7 +159,7 @@ class Launcher:
         """
         name = tuple([id(one) for one, *_ in sums])
         if name not in self._tiles:
-            self._tiles[name] = folds.joined([one.tiles for one, *_ in sums])
+            self._tiles[name] = tiles.joined([one.tiles for one, *_ in sums])
         part, out = sums[0][1].base, sums[0][2].base
         parts = [one.parts + (x.base - part) for one, x, _ in sums]
         outs = [x.offsets[one.owners] + one.outs + (x.base - out) for one, _, x in sums]
@@ -191,10 +189,6 @@ class Launcher:
         """Returns adjacent zeros to add sums to, [n] in fp32 for each size."""
         memory = self.arrays.memory or Memory(self.device)
         return memory.sums(sum(sizes)).split_with_sizes(sizes)
-
-    def new_norm_cache(self) -> DeviceNormCache:
-        """Returns a cache of the weights' norms, which lasts from step to step."""
-        return DeviceNormCache(lambda name: self.partials(name, folds.of_tiles), self.device)
 
     def tiles(self, name: Hashable) -> Tiles:
         """Returns the tiles of a name in ``TILES``, or of a fold."""
