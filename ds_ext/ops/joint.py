@@ -194,6 +194,31 @@ def _evaluate(
     return (values,)
 
 
+def momentum(
+    m: Tensor, g: Gradient, shard: Shard, beta: float, nesterov: bool
+) -> Generator[Any, Any, Tensor | None]:
+    """m ← m + (1 − beta) · (g − m); returns g + beta · (m − g), or a copy of m without Nesterov.
+
+    It returns None, and changes nothing, if the pass should not wait for equal runs.
+    """
+    passes = functions.passes_writing(shard, m)
+    asked = _asked(_momentum, "lerp", g, shard, passes, storage_of(m), (beta, nesterov))
+    if asked is None:
+        return None
+    (x,) = yield asked
+    return cast(Tensor, x)
+
+
+def _momentum(
+    passes: Any, g: Readable, numbers: Any, joints: Sequence[JointPass]
+) -> tuple[Tensor, ...]:
+    beta, nesterov = numbers
+    runs = [cast(Tensor, cast(WeightStorage, x.stored).run) for x in joints]
+    passes.lerp_(Runs(runs), g, 1 - beta)
+    m = torch.cat(runs)
+    return (_evaluate(passes, g, (), joints)[0].lerp_(m, beta) if nesterov else m,)
+
+
 def apply_(
     p: Writable, u: Readable, shard: Shard, *, lr: Number, weight_decay: Number = 0.0
 ) -> Generator[Any, Any, None]:

@@ -101,12 +101,7 @@ class Muon:
         return {"m": m} if self.beta2 is None else {"m": m, "v": Part.whole(shard.rows)}
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
-        size, start = self.moment.size, shard.start
-        _, runs, whole = yield from formats.whole_groups(p, g, shard, size)
-        momentum = _Momentum(self.moment.opened(s["m"]), runs, self.momentum, self.nesterov)
-        x = ops.evaluate(momentum, whole, g)
-        before = start - outward(start, shard.stop, size, shard.numel).start
-        x = x[before : before + len(shard)]
+        x = yield from self.moved(p, g, s, shard)
         if not shard.is_cut and not len(shard):
             return  # another rank holds the whole matrix, and needs no sums
         has_rows = shard.is_cut and shard.split is None and shard.cols <= min(shard.rows, BLOCK)
@@ -115,6 +110,21 @@ class Muon:
             u = yield from self.normalized(u, s["v"], shard, x)
         u = ops.times(u, self.scale(shard))
         yield from joint.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
+
+    def moved(
+        self, p: ops.Writable, g: ops.Gradient, s: State, shard: Shard
+    ) -> Generator[Sums, Sums, Tensor]:
+        """Advances the momentum; returns x, [len(shard)]."""
+        if self.nbits == 32:
+            x = yield from joint.momentum(s["m"], g, shard, self.momentum, self.nesterov)
+            if x is not None:
+                return x
+        size, start = self.moment.size, shard.start
+        _, runs, whole = yield from formats.whole_groups(p, g, shard, size)
+        momentum = _Momentum(self.moment.opened(s["m"]), runs, self.momentum, self.nesterov)
+        x = ops.evaluate(momentum, whole, g)
+        before = start - outward(start, shard.stop, size, shard.numel).start
+        return x[before : before + len(shard)]
 
     def normalized(
         self, u: ops.Readable, v: Tensor, shard: Shard, like: Tensor
@@ -155,7 +165,9 @@ class Muon:
             (u,) = yield Joint(self.orthogonalized, x.view(shard.rows, shard.cols))
             return u.reshape(-1)
         whole = x.new_zeros(shard.rows, shard.cols)
-        for b in ops.blocks(shard, x):
+        if shard.split is None:
+            whole.view(-1)[shard.start : shard.stop] = x
+        for b in ops.blocks(shard, x) if shard.split is not None else ():
             whole[b.rows, b.cols] = ops.read(x, b)[0]
         (whole,) = yield (whole,)
         own, wide = shard.touched, shard.rows < shard.cols

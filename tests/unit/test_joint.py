@@ -112,7 +112,8 @@ def test_a_pass_over_equal_matrices_writes_the_bits_of_passes_over_each(
     joined, few = step_in_16_bits(name, weight_update, monkeypatch, True)
     alone, many = step_in_16_bits(name, weight_update, monkeypatch, False)
     assert all(map(torch.equal, joined, alone))
-    assert len(few) * 3 <= len(many)  # two shapes instead of six matrices
+    for name in set(many):  # two shapes instead of six matrices
+        assert few.count(name) * 3 <= many.count(name)
 
 
 @pytest.mark.parametrize("name, most", [("muon", 12), ("apollo", 7), ("galoreadamw", 3)])
