@@ -53,12 +53,11 @@ def lockstep(generators: Iterable[StepGenerator]) -> FlatSums:
             waiting, _ = _advance_all(waiting)
             continue
         total = yield torch.cat([x.reshape(-1) for x in partial])
-        answered, start = list[tuple[StepGenerator, Sums]](), 0
+        parts = iter(total.split([x.numel() for x in partial]))
+        answered = list[tuple[StepGenerator, Sums]]()
         for generator, sums in waiting:
-            totals = []
-            for x in sums:  # if a parameter is fp64, the sums of the others are sent as fp64 too
-                start, first = start + x.numel(), start
-                totals.append(total[first:start].view(x.shape).to(x.dtype))
+            # If a parameter is fp64, the sums of the others are sent as fp64 too.
+            totals = [next(parts).view(x.shape).to(x.dtype) for x in sums]
             answered.append((generator, tuple(totals)))
         waiting, _ = _advance_all(answered)
 
@@ -91,9 +90,7 @@ def _advance_all(
         sums = _next(generator, totals)
         if isinstance(sums, Joint):
             key = sums.key
-            if key not in waiting:
-                waiting[key] = sums.most, []
-            most, alike = waiting[key]
+            most, alike = waiting.get(key) or waiting.setdefault(key, (sums.most, []))
             alike.append((i, generator, sums))
             if len(alike) >= most:
                 del waiting[key]

@@ -38,7 +38,7 @@ from ds_ext.ops.shard import Shard
 
 Operation = Callable[..., tuple[Tensor, ...]]
 Results = list[tuple[Tensor, ...]]
-FEW = 16  # for fewer gradients in a stack, copying them takes as long as separate products
+FEW = 8  # for fewer gradients in a stack, copying them takes as long as separate products
 
 
 class Joint(tuple[Tensor, ...]):
@@ -172,6 +172,26 @@ def _row_col_square_sums(
     passes: Any, x: Readable, _: object, joints: Sequence[JointPass]
 ) -> tuple[Tensor, ...]:
     return cast(tuple[Tensor, ...], passes.row_col_square_sums(x, joints[0][0]))
+
+
+def row_square_sums(u: Readable, x: Tensor) -> Generator[Any, Any, tuple[Tensor, Tensor]]:
+    """Returns the row sums of the squares of ``u``, and of the matrix ``x`` that it reads."""
+    shard = Shard.whole(tuple(x.shape))
+    passes = functions.passes_over(shard, x)
+    asked = _asked(_row_square_sums, "row_col_sums", u, shard, passes)
+    if asked is None:
+        sums = [passes.row_col_square_sums(some, x)[0].view(-1) for some in (u, x.view(-1))]
+    else:
+        sums = yield asked
+    of_u, of_x = sums
+    return of_u, of_x
+
+
+def _row_square_sums(
+    passes: Any, u: Readable, _: object, joints: Sequence[JointPass]
+) -> tuple[Tensor, ...]:
+    both, like = (u, cast(_Described, u).described.tensors["x"]), joints[0][0]
+    return tuple(passes.row_col_square_sums(some, like)[0] for some in both)
 
 
 def evaluate(x: Readable, shard: Shard, like: Gradient) -> Generator[Any, Any, Tensor]:

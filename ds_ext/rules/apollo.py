@@ -25,10 +25,10 @@ Checkpoints leave it out: a step without it draws it again, from ``stream``. Oth
 
 A step takes two rounds. The first round sums R and the squares of each channel. Each rank then
 advances the moments of its share of the channels, 8 · rank · channels / d bytes. The second round
-sends ‖N‖² of each channel to all ranks. ‖U‖² = sum(a² · ‖channel‖²) needs no round of its own.
+sends ‖N‖² and ‖R‖² of each channel to all ranks. ‖U‖² = sum(a² · ‖channel‖²) needs no round of its
+own.
 """
 
-from collections.abc import Generator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -40,7 +40,7 @@ from ds_ext.ops.joint import Joint
 from ds_ext.ops.normal import normals
 from ds_ext.ops.shard import Block, Shard
 from ds_ext.ops.state import Part, Parts
-from ds_ext.rules.base import Rounds, State, Sums, register
+from ds_ext.rules.base import Rounds, State, register
 
 GROWTH = 1.01  # largest ratio of an update's norm to the previous one
 TINY = 1e-8  # added to norms that divide
@@ -85,28 +85,20 @@ class APOLLO:
         r = yield from joint.summed(g, q, shard, shape, of, terms)
         r, g_sq = yield r, g_sq
 
-        s["q"] = q
-        adam = ops.AdamStep(
-            ops.RootQuotient(s["m"], s["v"], self.eps), r[own].view(-1), beta1, beta2
-        )
-        n_sq = yield from self.row_square_sums(adam, r[own])
-        (n_sq,) = yield (ops.pad(n_sq, own, g_sq),)
-
-        r_sq = yield from self.row_square_sums(r.view(-1), r)
+        s["q"], r = q, r[own]
+        adam = ops.AdamStep(ops.RootQuotient(s["m"], s["v"], self.eps), r.view(-1), beta1, beta2)
+        squares = yield from joint.row_square_sums(adam, r)
         del r, adam  # the joint operation waits for other matrices
+        n_sq, r_sq = yield tuple([ops.pad(x, own, g_sq) for x in squares])
+
         factor = (1 - beta2**t) ** 0.5 / (1 - beta1**t) * self.scale**0.5
         factor *= 1 - self.lr * self.weight_decay  # weight decay follows the update
-        limited = _Limited(factor, self.scale_type == "tensor")
-        a, n = yield Joint(limited, n_sq, r_sq, g_sq, s["n"])
+        sides = _is_tall(shard), min(shard.rows, shard.cols)
+        limited = _Limited(factor, self.scale_type == "tensor", *sides)
+        row, col, n = yield Joint(limited, n_sq, r_sq, g_sq, s["n"])
         s["n"].copy_(n)
-        u = _scaled(g, a, shard)
+        u = ops.Quotient(g, row, col)
         yield from joint.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
-
-    def row_square_sums(self, x: ops.Readable, like: Tensor) -> Generator[Sums, Sums, Tensor]:
-        """Returns the sums of the squares of each channel of ``x``, of the size of ``like``."""
-        shard = Shard.whole(tuple(like.shape))
-        row, _ = yield from joint.row_col_square_sums(x, shard, like)
-        return row
 
     def drawn(self, s: State, t: int, shard: Shard) -> Tensor:
         """Returns the rows of P that a run needs in step ``t``."""
@@ -138,9 +130,11 @@ class _Limited:
 
     factor: float  # of all updates
     is_by_tensor: bool  # whether all channels of a matrix have one factor
+    is_tall: bool  # whether channels are rows
+    others: int  # columns, or rows if channels are columns
 
     def __call__(self, n_sq: Tensor, r_sq: Tensor, g_sq: Tensor, n: Tensor) -> tuple[Tensor, ...]:
-        """Returns the factors and the norms of limited updates.
+        """Returns the factors of rows and columns, and the norms of limited updates.
 
         Args:
             n_sq: of N, by channel, [matrices, channels].
@@ -154,7 +148,10 @@ class _Limited:
         norm = (a.square() * g_sq).sum(1).sqrt()
         limit = (norm / (n + TINY)).clamp(min=GROWTH) / GROWTH
         limit = limit.where(n > 0, 1.0)
-        return a * (self.factor / limit).unsqueeze(1), norm / limit
+        a = (a * (self.factor / limit).unsqueeze(1)).expand(g_sq.shape).contiguous()
+        ones = a.new_ones(len(a), self.others)
+        row, col = (a, ones) if self.is_tall else (ones, a)
+        return row[:, None, :, None], col[:, None, None], norm / limit
 
 
 def _is_tall(shard: Shard) -> bool:
@@ -180,10 +177,3 @@ def _own_channels(shard: Shard) -> slice:
     """The channels whose moments a rank keeps, divided in the same proportions as the matrix."""
     n, numel = max(shard.rows, shard.cols), max(shard.numel, 1)
     return slice(n * shard.start // numel, n * shard.stop // numel)
-
-
-def _scaled(g: ops.Gradient, by: Tensor, shard: Shard) -> ops.Quotient:
-    """A run with its channels multiplied by ``by``, [channels], or by one factor, [1]."""
-    row, col = (by, by.new_ones(1)) if _is_tall(shard) else (by.new_ones(1), by)
-    row, col = row.expand(shard.rows), col.expand(shard.cols)
-    return ops.Quotient(g, row[None, :, None], col[None, None])
