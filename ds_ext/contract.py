@@ -25,6 +25,7 @@ import torch
 from ds_ext import logs
 
 LOWEST_TORCH = (2, 6)
+LOWEST_DEEPSPEED = (0, 19, 8)
 SWITCH = "DS_EXT_ANY_DEEPSPEED"  # set to 1 to go on with a version that fails the check
 RECORDS = Path(__file__).with_suffix(".json")
 
@@ -169,6 +170,21 @@ def check_torch(version: str) -> None:
     if numbers(version) < LOWEST_TORCH:
         raise ImportError(
             f"ds_ext needs torch {written(LOWEST_TORCH)} or newer, and {version} is installed."
+        )
+
+
+def check_deepspeed(version: str) -> None:
+    """Checks the version of DeepSpeed.
+
+    Raises:
+        ImportError: the version is too old. The message is one sentence.
+    """
+    if numbers(version) < LOWEST_DEEPSPEED:
+        lowest = written(LOWEST_DEEPSPEED)
+        raise ImportError(
+            f"ds_ext works with DeepSpeed {lowest} and newer, and {version} is installed: "
+            f'pip install "deepspeed>={lowest}", or train without DeepSpeed: call '
+            "ds_ext.fuse_into_backward."
         )
 
 

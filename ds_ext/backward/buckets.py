@@ -303,9 +303,6 @@ class Buckets:
                 self.deferred.pop(param, None)
                 self.parts.pop(param, None)
             return
-        if self.sent is not None:
-            with self.streams.stepping():
-                self.sent.reducing.arrived()  # the reduction writes to its memory until then
         self.uses.forget(now=self.receiver is not None)
         self.abandon()
         self.has_followed = False

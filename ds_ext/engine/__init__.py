@@ -1,7 +1,7 @@
 """Integration with DeepSpeed. No other package imports DeepSpeed or reads its attributes."""
 
-import deepspeed  # noqa: F401  first: this import applies the patches of this package
+import deepspeed  # this import applies the patches of this package
 
-from ds_ext.engine import deepspeed_versions
+from ds_ext import contract
 
-deepspeed_versions.check()
+contract.check_deepspeed(deepspeed.__version__)

@@ -151,16 +151,12 @@ def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
 
 
 def _refuse_experts(engine: DeepSpeedEngine) -> None:
-    """Raises ValueError if experts are spread over ranks in an unsupported way."""
+    """Raises an error if experts are spread over ranks in an unsupported way."""
+    if engine.zero_optimization_stage() == 3:
+        engine._validate_zero3_moe_compatibility()
     native = [module for module in engine.module.modules() if isinstance(module, MoE)]
-    stage, tensor_size = engine.zero_optimization_stage(), engine.autotp_size()
-    if native and stage == 3:
-        raise ValueError(
-            "zero_optimization.stage = 3: DeepSpeed does not partition deepspeed.moe layers. Use "
-            'stage 0, 1 or 2, or "expert_parallel" (AutoEP) with the experts of the model itself.'
-        )
     # deepspeed.moe treats the mpu parallel_state_sp as tensor-parallel too.
-    if tensor_size <= 1 and bwc_tensor_model_parallel_world_size(engine.mpu) > 1:
+    if engine.autotp_size() <= 1 and bwc_tensor_model_parallel_world_size(engine.mpu) > 1:
         raise ValueError(
             "DeepSpeed's experts would treat the ranks of this mpu as tensor-parallel ranks and "
             "drop tokens: leave out mpu. For tensor parallelism, write tensor_parallel.autotp_size "

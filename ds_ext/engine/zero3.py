@@ -189,7 +189,6 @@ def partition(engine: DeepSpeedEngine, group: Group) -> DeepSpeedZeRoOffload:
             param.ds_persist = False
             param.partition()
     if engine.has_moe_layers:
-        engine._validate_zero3_moe_compatibility()
         engine._resolve_zero3_param_placement()
     offload = DeepSpeedZeRoOffload(
         engine.module,
