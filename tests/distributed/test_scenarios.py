@@ -12,7 +12,7 @@ from tests.scenarios import driver, odd_rule, search
 from tests.scenarios.calls import CALLS
 from tests.scenarios.ways import WAYS
 
-QUICK = 30  # sequences of a way in one process
+QUICK = 50  # sequences of a way in one process
 MANY = 400  # the same ones on every machine, so that a failure can be repeated
 SECONDS = 60.0  # for each way: a slow machine tries fewer
 LEAST = 5

@@ -1,4 +1,4 @@
-"""Edits of ``param_groups`` between steps are followed at the next step, as torch's do."""
+"""Edits of ``param_groups`` between steps. That a step follows them as torch: tests/scenarios."""
 
 import pytest
 import torch
@@ -8,9 +8,6 @@ from ds_ext.checkpoint import checks, resharding
 from ds_ext.checkpoint.pieces import Pieces
 from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.ops.shard import Shard
-from tests.common.choose import params
-
-STEPS, EDITED_AT = 7, 3
 
 
 def network():
@@ -25,80 +22,6 @@ def groups_of(model):
         {"params": [*model[0].parameters(), model[2].weight], "lr": 0.02, "weight_decay": 0.1},
         {"params": [model[2].bias, *model[4].parameters()], "lr": 0.01},
     ]
-
-
-def take_out(groups):
-    del groups[0]["params"][1]
-
-
-def move(groups):
-    groups[1]["params"].append(groups[0]["params"].pop(0))
-
-
-def swap(groups):
-    first, second = groups[0]["params"], groups[1]["params"]
-    first[0], second[1] = second[1], first[0]
-
-
-def reorder(groups):
-    groups.reverse()
-    groups[0]["params"].reverse()
-
-
-def split(groups):
-    groups.append({**groups[0], "params": [groups[0]["params"].pop()], "lr": 0.001})
-
-
-# Groups that are added, removed or replaced, as well: tests/scenarios.
-EDITS = [take_out, move, swap, reorder, split]
-
-
-def trained(kind, edit, how=None, undo=False):
-    """A model whose groups are edited on the way, and the gradients of what is in no group."""
-    model = network()
-    optimizer = kind(groups_of(model), lr=0.01)
-    fused = None if how is None else ds_ext.fuse_into_backward(model, optimizer, **how)
-    for step in range(STEPS):
-        if step == EDITED_AT:
-            before = [(g, {**g, "params": [*g["params"]]}) for g in optimizer.param_groups]
-            edit(optimizer.param_groups)
-            model.zero_grad()
-        if undo and step == EDITED_AT + 2:
-            for group, values in before:
-                group.update(values)
-            optimizer.param_groups[:] = [group for group, _ in before]
-            model.zero_grad()
-        optimizer.zero_grad()
-        x = torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
-        loss = model(x).square().sum()
-        if fused is None:
-            loss.backward()
-        else:
-            fused.backward(loss)
-        optimizer.step()
-    grouped = {p for group in optimizer.param_groups for p in group["params"]}
-    return model, {n: p.grad for n, p in model.named_parameters() if p not in grouped}
-
-
-def assert_equal(got, expected):
-    """To 1e-5 of each parameter's update; and the gradients that are left are the same."""
-    start = network().state_dict()
-    for (name, p), q in zip(got[0].named_parameters(), expected[0].parameters(), strict=True):
-        assert (p - q).norm() <= 1e-5 * (q - start[name]).norm(), name
-    torch.testing.assert_close(got[1], expected[1])
-
-
-WAYS = [None, {}, {"gradient_policy": "sharded"}, {"bucket_size": 1}, {"max_grad_norm": 1e6}]
-CASES = [(edit, how) for edit in EDITS for how in WAYS]
-QUICK = [(edit, None) for edit in EDITS] + list(zip(EDITS, WAYS, strict=True))
-
-
-@pytest.mark.parametrize("undo", [False, True])
-@pytest.mark.parametrize("edit, how", params(CASES, QUICK.__contains__))
-def test_a_step_follows_as_torch(edit, how, undo):
-    """A plain step, and steps in backward."""
-    expected = trained(torch.optim.AdamW, edit, undo=undo)
-    assert_equal(trained(ds_ext.AdamW, edit, how, undo), expected)
 
 
 def one_step(model, optimizer):
@@ -265,27 +188,3 @@ def test_a_checkpoint_follows_the_groups():
     resharding.load_weights(Pieces([saved]), loaded, others)
     assert torch.equal(other.weight, model.weight) and torch.equal(other.bias, model.bias)
     assert torch.equal(loaded.state[other.bias]["v"], optimizer.state[model.bias]["v"])
-
-
-@pytest.mark.parametrize("max_norm", [0.0, 0.05])
-def test_a_parameter_that_is_added_is_stepped_by_new_gradients_alone(max_norm):
-    """Nobody clears those of a parameter in no group: an engine, too, clears its optimizer's."""
-    model, plain = network(), network()
-    optimizer = ds_ext.LOMO(model[0].parameters(), lr=0.1)
-    fused = ds_ext.fuse_into_backward(model, optimizer, max_grad_norm=max_norm)
-    reference = torch.optim.SGD(plain[0].parameters(), lr=0.1)
-    for step in range(4):
-        if step == 2:
-            optimizer.add_param_group({"params": list(model[4].parameters())})
-            reference.add_param_group({"params": list(plain[4].parameters())})
-        plain.zero_grad()
-        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
-        fused.backward(model(x).square().sum())
-        plain(x).square().sum().backward()
-        if max_norm:
-            stepped = [p for group in reference.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_norm_(stepped, max_norm)
-        optimizer.step()
-        reference.step()
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
