@@ -79,11 +79,7 @@ def unedited(model: Any, optimizer: Any, step: int) -> None:
 
 
 def train(
-    engine: Any,
-    loss_of: Loss,
-    steps: int | range,
-    accumulation: int = 1,
-    edit: Edit = unedited,
+    engine: Any, loss_of: Loss, steps: int | range, accumulation: int = 1, edit: Edit = unedited
 ) -> list[float]:
     """Trains by this rank's losses -> the norm of each step."""
     norms = []

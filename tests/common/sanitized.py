@@ -81,11 +81,7 @@ def trial(chance: random.Random, done: Counter[str], shapes: list[tuple[int, ...
 
 
 def made(
-    chance: random.Random,
-    name: str,
-    dtype: torch.dtype,
-    how: str,
-    among: list[tuple[int, ...]],
+    chance: random.Random, name: str, dtype: torch.dtype, how: str, among: list[tuple[int, ...]]
 ) -> tuple[list[nn.Parameter], RuleOptimizer]:
     """Random parameters and an optimizer of them."""
     shapes = chance.choices(among, k=chance.randrange(1, 7 if len(among) > 1 else 3))

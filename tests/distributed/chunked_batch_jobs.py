@@ -105,10 +105,7 @@ def train(case: Case) -> tuple[dict[str, Tensor], int]:
             optimizer.step()
         return whole_dtensors(model), 0
     kind = OPTIMIZERS[case.rule]
-    given = {
-        "name": {},
-        "object": {"optimizer": kind(model.parameters(), **hypers)},
-    }[case.given]
+    given = {"name": {}, "object": {"optimizer": kind(model.parameters(), **hypers)}}[case.given]
     named = {"optimizer": {"type": kind.__name__, "params": hypers}}
     config = engines.config(
         case.stage,

@@ -181,10 +181,7 @@ def resume(
         saved = {"model": weights, "optimizer": states}
         checkpoint.load(saved, checkpoint_id=folder)
         set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=saved["model"],
-            optim_state_dict=saved["optimizer"],
+            model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
         )
         loaded = numbers(get_state_dict(model, optimizer)[1])
     for step in range(first, last):

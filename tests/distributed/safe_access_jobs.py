@@ -141,10 +141,7 @@ def states(stage: int, kind: str) -> dict[str, Any]:
         "got": got,
         "after": after,
         "frozen": get(model.frozen, "exp_avg"),
-        "messages": (
-            too_early,
-            message(lambda: get(model.matrix, "exp_avgs")),
-        ),
+        "messages": (too_early, message(lambda: get(model.matrix, "exp_avgs"))),
     }
 
 

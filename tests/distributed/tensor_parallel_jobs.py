@@ -14,12 +14,7 @@ from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.utils import groups
 from torch import nn
 from torch.nn import functional as F
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import ds_ext  # noqa: F401
 from tests.common import by_role, engines, updates

@@ -12,9 +12,7 @@ from tests.distributed.expert_parallel_jobs import RUNS, STEPS, values
 from tests.tools.support import of
 
 # What `make test` runs.
-QUICK = [
-    *("clip-sharded-stage2", "json-muon", "resumed-ep4", "tensor-came-stage1-ep2"),
-]
+QUICK = [*("clip-sharded-stage2", "json-muon", "resumed-ep4", "tensor-came-stage1-ep2")]
 
 
 # APOLLO divides by the norms of rows and columns, and a router's are of few tokens.

@@ -14,10 +14,7 @@ from tests.tools.support import of
 # What `make test` runs.
 QUICK = [
     *("mixtral-clip-sharded", "mixtral-resumed", "gpt-oss-stage3", "qwen3-muon-stage3"),
-    *(
-        "autoep-lomo",
-        "autoep-tensor-adalomo",
-    ),
+    *("autoep-lomo", "autoep-tensor-adalomo"),
 ]
 
 

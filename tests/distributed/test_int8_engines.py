@@ -60,8 +60,7 @@ WAYS = [(world, how) for how in jobs.HOW for world in (1, 2, 4)]
     optimizer=lambda how: how if how.startswith("Ada") else "LOMO",
 )
 @pytest.mark.parametrize(
-    "world, how",
-    params(WAYS, [(2, "zero.Init"), (4, "plain"), (2, "clipped"), (1, "AdaLomo")]),
+    "world, how", params(WAYS, [(2, "zero.Init"), (4, "plain"), (2, "clipped"), (1, "AdaLomo")])
 )
 def test_stage_3_takes_the_same_steps_as_stage_0(world, how):
     whole, begin = worlds.once(1, jobs.alike, 0, how)[0], made()

@@ -35,8 +35,7 @@ def results_of(ranks, name):
 
 
 @pytest.mark.supports(
-    lambda name: f"fp16, {'static' if RUNS[name].static else 'dynamic'} loss scale",
-    **of(RUNS),
+    lambda name: f"fp16, {'static' if RUNS[name].static else 'dynamic'} loss scale", **of(RUNS)
 )
 @pytest.mark.parametrize("ranks, name", params(ALL, QUICK))
 def test_a_step_that_overflows_is_as_if_it_had_not_been(ranks, name):

@@ -135,10 +135,7 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
     ('gradient_policy = "projected"', {"ds_ext": {"gradient_policy": "projected"}}),
     ("weight_update", {"ds_ext": {"weight_storage": "int8"}} | _ours({"weight_update": "master"})),
     # Sizes, and settings that exclude each other.
-    (
-        "train_batch_size is not equal to",
-        {"train_batch_size": 7, "gradient_accumulation_steps": 2},
-    ),
+    ("train_batch_size is not equal to", {"train_batch_size": 7, "gradient_accumulation_steps": 2}),
     ("ds_ext.shard_size = 2 was removed in ds_ext 1.1", {"ds_ext": {"shard_size": 2}}),
     ("works only at", _zero(2, zero_hpz_partition_size=2)),
     ("not supported together", {"ds_ext": {"weight_storage": "int8"}, "fp16": {"enabled": True}}),

@@ -92,12 +92,7 @@ for _rule in FOUR:
     )
     for _stage in (0, 1, 2):
         CASES[f"{_rule}-stage{_stage}-reentrant"] = Case(
-            _rule,
-            _decay,
-            stage=_stage,
-            checkpointing="reentrant",
-            bucket=1,
-            plain_backward=True,
+            _rule, _decay, stage=_stage, checkpointing="reentrant", bucket=1, plain_backward=True
         )
 for _stage in range(4):
     CASES[f"adalomo-bf16-stage{_stage}"] = Case(
@@ -117,10 +112,7 @@ for _rule in MATRICES:  # by the roles of parameters, as a JSON config says
 
 
 def config(case: Case) -> dict[str, Any]:
-    zero = {
-        "reduce_bucket_size": case.bucket,
-        "stage3_param_persistence_threshold": case.persist,
-    }
+    zero = {"reduce_bucket_size": case.bucket, "stage3_param_persistence_threshold": case.persist}
     made = engines.config(case.stage or 0, zero=zero, bf16={"enabled": case.dtype == "bf16"})
     if not case.client:
         kind = case.rule.upper() if case.rule in FOUR else f"ds_ext.{case.rule}"

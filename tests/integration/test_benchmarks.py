@@ -3,17 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import (
-    collectives,
-    comm,
-    host,
-    host_gpu,
-    memory,
-    path,
-    report,
-    step,
-    traffic,
-)
+from benchmarks import collectives, comm, host, host_gpu, memory, path, report, step, traffic
 from tests.common import needs
 
 CPU = torch.device("cpu")

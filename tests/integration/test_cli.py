@@ -198,10 +198,7 @@ def test_other_models_than_language_models(tmp_path, capsys):
 
 
 REFUSED = [
-    (
-        ["--model", "qwen-8b"],
-        "--model qwen-8b: no such folder or file, and no known model. Did",
-    ),
+    (["--model", "qwen-8b"], "--model qwen-8b: no such folder or file, and no known model. Did"),
     (["--batch", "2"], "--chunked-loss are for activations: add --seq TOKENS"),
     (["--config", "nowhere.json"], "--config nowhere.json: "),
     (["--model", "."], "--model .: no configuration of transformers"),
@@ -332,10 +329,7 @@ BAD_CONFIGS = [
         "offload_param.device = 'cpu' works only at zero_optimization.stage 3, and the stage is 2",
     ),
     ({"train_micro_batch_size_per_gpu": "4"}, "train_micro_batch_size_per_gpu is '4'"),
-    (
-        dict.fromkeys(settings.SIZES, 1) | {"train_batch_size": 7},
-        "train_batch_size is not equal",
-    ),
+    (dict.fromkeys(settings.SIZES, 1) | {"train_batch_size": 7}, "train_batch_size is not equal"),
     ({"bf16": {"enabled": "maybe"}}, "bf16.enabled is 'maybe'"),
     ({"optimizer": {"type": "AdaLom"}}, "optimizer.type is 'AdaLom'"),
     (

@@ -83,12 +83,7 @@ def test_a_program_runs_as_without(form, program):
         python = [] if form == "command" else [sys.executable, "-W", "error::SyntaxWarning"]
         plain = started(*python, *target, *arguments, **own)
         with_us = started(
-            sys.executable,
-            *python[1:],
-            *("-m", "ds_ext", "run"),
-            *target,
-            *arguments,
-            **own,
+            sys.executable, *python[1:], *("-m", "ds_ext", "run"), *target, *arguments, **own
         )
         assert with_us.returncode == plain.returncode == code
         assert with_us.stderr == plain.stderr

@@ -113,11 +113,7 @@ def dropped(folder: str) -> list[str]:
     theirs, ours = torch.optim.SGD(model.parameters()), ds_ext.LOMO(model.parameters(), lr=1e-3)
     told = [
         _message(_trainer(folder, {}, model, **given))
-        for given in (
-            {"optimizers": (theirs, None)},
-            cls_and_kwargs,
-            {"optimizers": (ours, None)},
-        )
+        for given in ({"optimizers": (theirs, None)}, cls_and_kwargs, {"optimizers": (ours, None)})
     ]
     trainer = _trainer(folder, {}, model, False, **cls_and_kwargs)
     told.append(_message(trainer))

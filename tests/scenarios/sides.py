@@ -11,11 +11,7 @@ import came_pytorch
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    SAC_IGNORED_OPS,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint, create_selective_checkpoint_contexts
 
 from tests.scenarios import odd_rule
 

@@ -92,8 +92,7 @@ WAYS = list(itertools.product([0, 1], _edits()))
 
 
 @pytest.mark.parametrize(
-    "form, at, edit",
-    params([(f, *w) for f in KEEPING for w in WAYS], [*spread(KEEPING, WAYS)]),
+    "form, at, edit", params([(f, *w) for f in KEEPING for w in WAYS], [*spread(KEEPING, WAYS)])
 )
 def test_an_edited_state_is_refused(form, at, edit):
     params, optimizer = stepped(form)

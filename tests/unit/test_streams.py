@@ -152,8 +152,7 @@ def test_buckets_of_a_gpu_have_a_layer_but_a_small_part_of_free_memory(monkeypat
 def test_what_transformers_writes_for_auto_is_the_default_on_a_gpu():
     def engine(device, **config):
         return SimpleNamespace(
-            device=torch.device(device),
-            module=SimpleNamespace(config=SimpleNamespace(**config)),
+            device=torch.device(device), module=SimpleNamespace(config=SimpleNamespace(**config))
         )
 
     assert is_filled_in(engine("cuda", hidden_size=64), 64**2)

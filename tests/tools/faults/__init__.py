@@ -2,10 +2,4 @@
 
 from tests.tools.faults import backward, engine, kernels, numerics, ranks
 
-FAULTS = (
-    *numerics.FAULTS,
-    *kernels.FAULTS,
-    *ranks.FAULTS,
-    *backward.FAULTS,
-    *engine.FAULTS,
-)
+FAULTS = (*numerics.FAULTS, *kernels.FAULTS, *ranks.FAULTS, *backward.FAULTS, *engine.FAULTS)

@@ -47,12 +47,7 @@ FAULTS = (
         "(found > 8 * nonfinite.MAX_GOOD_VOTES).unbind()",
         "distributed/test_nonfinite.py",
     ),
-    Fault(
-        "backward/buckets.py",
-        "return flat.clone()",
-        "return flat",
-        ZERO + "'2- and authors'",
-    ),
+    Fault("backward/buckets.py", "return flat.clone()", "return flat", ZERO + "'2- and authors'"),
     Fault(
         "backward/buckets.py",
         "own = before if own is None else before + own",
