@@ -4,7 +4,7 @@ import contextlib
 import importlib.util
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,14 @@ import ds_ext
 from ds_ext import ops, rules
 from ds_ext.hyperparams import NonNegative
 from ds_ext.ops.joint import Joint
+from ds_ext.ops.sixteen_bit import RoundingConfig
 from ds_ext.ops.state import Part
 from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer.ema import EMA, EmaConfig
+from ds_ext.optimizer.expert_stacks import EXPERTS
+from ds_ext.optimizer.sections import SectionConfig
 from ds_ext.planner import memory
+from ds_ext.rules import base
 from ds_ext.testing import check_rule
 from tests.tools import snippets
 
@@ -321,3 +326,40 @@ def test_a_rule_that_is_not_registered_is_named():
 def test_another_formula_than_the_references_is_named(page):
     with pytest.raises(AssertionError, match="HeavyBall lacks a .* equals its reference: shape"):
         check_rule(page.HeavyBall, reference=lambda params: torch.optim.SGD(params, lr=1e-3))
+
+
+@pytest.mark.parametrize("key", sorted(base.RESERVED_STATE))
+def test_keys_of_the_state_that_ds_ext_uses_are_refused(key):
+    with registered(nothing) as rule:
+        rule.state_spec = lambda self, shard: {"m": Part.like(shard), key: Part.like(shard)}
+        with pytest.raises(ValueError, match=f'the state of Own has the key "{key}", which ds_ext'):
+            ds_ext.Own([torch.nn.Parameter(torch.zeros(3))])
+
+
+@pytest.mark.parametrize("name", sorted(base.RESERVED_FIELDS))
+def test_fields_that_ds_ext_uses_are_refused(name):
+    body = {"state_spec": nothing, "step": nothing, "__module__": __name__}
+    own = [("lr", NonNegative, 0.1), (name, NonNegative, 5)]
+    rule = make_dataclass("Odd", own, namespace=body, frozen=True)
+    with pytest.raises(ValueError, match=f"Odd has a hyper-parameter named {name}, which ds_ext"):
+        rules.register(paper="", state="", rounds="")(rule)
+    assert "odd" not in rules.REGISTRY
+
+
+def test_the_reserved_names_are_those_in_use():
+    configs = (RoundingConfig, EmaConfig, SectionConfig)
+    used = {field.name for config in configs for field in fields(config)}
+    assert used | {"params", "name", "type"} == base.RESERVED_FIELDS
+    assert {EMA, EXPERTS, "master", "marks", "step"} == base.RESERVED_STATE
+
+
+def test_a_rule_without_weight_decay_has_groups_of_a_model():
+    model = torch.nn.Linear(5, 7)
+    before = model.weight.detach().clone()
+    with registered(lambda self, p, g, s, t, shard: ops.apply_(p, g, shard, lr=self.lr)):
+        optimizer = ds_ext.Own.for_model(model, lr=0.5)
+        model(torch.ones(1, 5)).sum().backward()
+        optimizer.step()
+        assert torch.equal(model.weight, before - 0.5)
+        with pytest.raises(ValueError, match="weight_decay"):
+            ds_ext.Own.for_model(model, weight_decay=0.1)

@@ -1,17 +1,13 @@
 """What else stands in the folder that a checkpoint is saved to stays there."""
 
-import errno
-import fcntl
 import os
-import random
 import shutil
-import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from ds_ext.checkpoint import folder, locks, manifests
+from ds_ext.checkpoint import folder, manifests
 from ds_ext.errors import CheckpointError
 from tests.common.manifests import manifest
 
@@ -69,12 +65,6 @@ def test_only_files_of_a_checkpoint_are_replaced(tmp_path):
     # Files that zero_to_fp32.py would take for parts of this checkpoint are gone.
     assert len(list((tmp_path / "run").glob("*_optim_states.pt"))) == 2
     assert not list(tmp_path.rglob(".*"))
-
-
-def test_a_folder_that_never_held_a_checkpoint_is_kept_too(tmp_path):
-    put(tmp_path / "run")
-    save(tmp_path, "run", 1)
-    assert steps_of(tmp_path, "run") == 1 and set(KEPT.values()) <= texts(tmp_path / "run")
 
 
 def test_a_tag_that_is_a_link_stays_one(tmp_path):
@@ -235,18 +225,6 @@ def leftovers(root: Path) -> list[str]:
     return [path.name for path in root.rglob(".*")]
 
 
-@pytest.mark.parametrize("tag", ["first", "second"])
-def test_another_job_does_not_touch_what_a_job_writes(tmp_path, tag):
-    first = folder.prepare(tmp_path / "first")
-    (first.aside / "file.pt").write_text("first")
-    save(tmp_path, tag, 2)
-    files = {"file.pt": manifests.size_and_checksum(first.aside / "file.pt")}
-    folder.commit(first, manifest("first", 1, files), True)
-    folder.close(first)
-    assert steps_of(tmp_path, "first") == 1 and steps_of(tmp_path, tag) in (1, 2)
-    assert manifests.latest(tmp_path) == "first" and not leftovers(tmp_path)
-
-
 def moving_files(monkeypatch, root: Path, tag: str, steps: int, moved: int) -> None:
     """A save that is killed when so many of its three files have replaced the old ones."""
     with monkeypatch.context() as patched:
@@ -334,131 +312,3 @@ def test_a_folder_with_the_name_of_a_checkpoint_file_is_refused_before_anything_
     assert steps_of(tmp_path, "run") == 1 and "mine" in texts(tmp_path / "run")
     save(tmp_path, "run", 3)
     assert steps_of(tmp_path, "run") == 3 and not leftovers(tmp_path)
-
-
-def killed_in_a_save(root: Path) -> None:
-    """Another process, killed while it writes a checkpoint."""
-    if pid := os.fork():
-        os.waitpid(pid, 0)
-        return
-    try:
-        draft = folder.prepare(root / "killed")
-        (draft.aside / "layer_00-model_states.pt").write_text("half")
-        (draft.aside / "a folder").mkdir()
-    finally:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_what_a_killed_job_left_is_cleared(tmp_path):
-    killed_in_a_save(tmp_path)
-    assert len(leftovers(tmp_path)) == 2
-    save(tmp_path, "run", 1)
-    assert not leftovers(tmp_path)
-
-
-def test_a_process_that_was_forked_in_a_save_holds_no_lock(tmp_path):
-    draft = folder.prepare(tmp_path / "run")
-    reading, writing = os.pipe()
-    if not (pid := os.fork()):
-        os.read(reading, 1)
-        os._exit(0)
-    folder.close(draft)
-    save(tmp_path, "run", 1)
-    assert not leftovers(tmp_path)
-    os.write(writing, b".")
-    os.waitpid(pid, 0)
-
-
-def no_locks(file, how) -> None:
-    raise OSError(errno.ENOLCK, "no locks here")
-
-
-@pytest.mark.parametrize("kind", ["no locks", "another host's locks"])
-def test_without_locks_of_all_hosts_only_what_rests_for_an_hour_is_cleared(
-    tmp_path, monkeypatch, kind
-):
-    if kind == "no locks":
-        monkeypatch.setattr(fcntl, "flock", no_locks)
-        draft = folder.prepare(tmp_path / "live")
-    else:
-        with monkeypatch.context() as patched:
-            patched.setattr(locks, "_kernel", lambda: "another host")
-            draft = folder.prepare(tmp_path / "live")
-        fcntl.flock(draft.lock, fcntl.LOCK_UN)  # as seen from here
-    file = draft.aside / "file.pt"
-    file.write_text("live")
-    save(tmp_path, "run", 1)
-    assert file.exists()
-    for entry in (file, draft.aside, *tmp_path.glob("*.lock")):
-        os.utime(entry, (1e9, 1e9))
-    os.utime(file)  # one rank writes
-    save(tmp_path, "run", 2)
-    assert file.exists()
-    os.utime(file, (1e9, 1e9))
-    save(tmp_path, "run", 3)
-    assert not leftovers(tmp_path) and steps_of(tmp_path, "run") == 3
-
-
-def test_a_job_that_hangs_with_the_lock_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(locks, "SECONDS", 0.05)
-    with locks.exclusive(tmp_path), pytest.raises(CheckpointError, match="has held.*lock"):
-        save(tmp_path, "run", 1)
-    save(tmp_path, "run", 1)
-    assert not leftovers(tmp_path)
-
-
-def test_a_lock_whose_job_was_killed_before_it_wrote_is_removed(tmp_path):
-    (tmp_path / ".incomplete-step1.01234567.lock").touch()
-    save(tmp_path, "step2", 2)
-    assert not list(tmp_path.glob(".*"))
-
-
-def saves_without_end(root: Path, first: int) -> tuple[int, int]:
-    """Starts a process that saves one checkpoint after another -> its number, and a pipe of steps.
-
-    The pipe holds the steps of each save that has returned, eight bytes for each.
-    """
-    reading, writing = os.pipe()
-    if pid := os.fork():
-        os.close(writing)
-        return pid, reading
-    try:
-        for steps in range(first, first + 10**6):
-            save(root, "run", steps)
-            os.write(writing, steps.to_bytes(8, "little"))
-    finally:
-        os._exit(1)
-
-
-def kill(pid: int, reading: int) -> list[int]:
-    """Kills a process of ``saves_without_end`` -> the steps of its saves that have returned."""
-    os.kill(pid, signal.SIGKILL)
-    assert os.waitpid(pid, 0)[1] == signal.SIGKILL, "a save failed without a kill"
-    with open(reading, "rb") as file:
-        told = file.read()
-    return [int.from_bytes(told[i : i + 8], "little") for i in range(0, len(told), 8)]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", ["folder", "link"])
-def test_two_jobs_killed_at_random_moments_lose_nothing(tmp_path, kind, request):
-    chance = random.Random(0)
-    start(tmp_path, kind)
-    last = 1
-    for number in range(5 * request.config.getoption("kills")):
-        first = 10**7 * (number + 1)
-        jobs = [saves_without_end(tmp_path, first + 10**6 * job) for job in (1, 2)]
-        time.sleep(chance.uniform(0, 0.05))
-        returned = []
-        for job in jobs:
-            time.sleep(chance.uniform(0, 0.005))
-            returned.append(kill(*job))
-        found = steps_of(tmp_path, "run")
-        assert found >= first or (found == last and not any(returned))
-        assert not any(found in steps[:-1] for steps in returned)
-        assert steps_of(tmp_path, "run/step2") == 2 and set(KEPT.values()) <= texts(tmp_path)
-        last = first - 1
-        save(tmp_path, "run", last)
-        assert steps_of(tmp_path, "run") == last and steps_of(tmp_path, "run/step2") == 2
-        assert set(KEPT.values()) <= texts((tmp_path / "run").resolve())
-        assert (tmp_path / "run").is_symlink() == (kind == "link") and not leftovers(tmp_path)

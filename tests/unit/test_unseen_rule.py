@@ -1,6 +1,6 @@
 """A rule that nobody has seen runs on every executor, or is refused. One file adds it."""
 
-from dataclasses import dataclass, fields, make_dataclass, replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,13 +14,9 @@ from ds_ext.ops.executors.triton.kernel_table import KernelTable
 from ds_ext.ops.expressions import WeightStorage
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.sixteen_bit import RoundingConfig
 from ds_ext.ops.state import Part
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.optimizer.ema import EMA, EmaConfig
-from ds_ext.optimizer.expert_stacks import EXPERTS
-from ds_ext.optimizer.sections import SectionConfig
-from ds_ext.rules import REGISTRY, base, register
+from ds_ext.rules import REGISTRY, register
 from ds_ext.testing import check_rule
 from tests.common import adan, needs, paths, table
 from tests.common.plain import steps
@@ -387,55 +383,3 @@ def test_a_bound_of_zero_is_a_bound(path, monkeypatch):
     for u in (x, ops.RunQuotient(x, v), ops.RootQuotient(m, v, 1e-3)):
         assert ops.square_sum(ops.Scaled(u, 3.0, 0.0), SHARD, x) == 0
         assert ops.square_sum(ops.Scaled(u, 3.0, None), SHARD, x) > 0
-
-
-def registered(fields=(), state=()):
-    """Registers a rule of gradient descent with fields and keys of its state."""
-    spec = lambda self, shard: {key: Part.like(shard) for key in state}  # noqa: E731
-    body = {"state_spec": spec, "step": descent, "__module__": __name__}
-    made = make_dataclass("Odd", [("lr", NonNegative, 0.1), *fields], namespace=body, frozen=True)
-    return register(paper="", state="", rounds="0")(made)
-
-
-def descent(self, p, g, s, t, shard):
-    ops.apply_(p, g, shard, lr=self.lr)
-    yield from ()
-
-
-@pytest.mark.parametrize("key", sorted(base.RESERVED_STATE))
-def test_keys_of_the_state_that_ds_ext_uses_are_refused(key):
-    registered(state=["m", key])
-    try:
-        with pytest.raises(ValueError, match=f'the state of Odd has the key "{key}", which ds_ext'):
-            OPTIMIZERS["odd"]([nn.Parameter(torch.zeros(3))])
-    finally:
-        del REGISTRY["odd"]
-
-
-@pytest.mark.parametrize("name", sorted(base.RESERVED_FIELDS))
-def test_fields_that_ds_ext_uses_are_refused(name):
-    with pytest.raises(ValueError, match=f"Odd has a hyper-parameter named {name}, which ds_ext"):
-        registered([(name, NonNegative, 5)])
-    assert "odd" not in REGISTRY
-
-
-def test_the_reserved_names_are_those_in_use():
-    configs = (RoundingConfig, EmaConfig, SectionConfig)
-    used = {field.name for config in configs for field in fields(config)}
-    assert used | {"params", "name", "type"} == base.RESERVED_FIELDS
-    assert {EMA, EXPERTS, "master", "marks", "step"} == base.RESERVED_STATE
-
-
-def test_a_rule_without_weight_decay_has_groups_of_a_model():
-    registered()
-    try:
-        model = nn.Linear(3, 2)
-        before = model.weight.detach().clone()
-        optimizer = OPTIMIZERS["odd"].for_model(model, lr=0.5)
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        assert torch.equal(model.weight, before - 0.5)
-        with pytest.raises(ValueError, match="weight_decay"):
-            OPTIMIZERS["odd"].for_model(model, weight_decay=0.1)
-    finally:
-        del REGISTRY["odd"]

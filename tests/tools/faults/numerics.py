@@ -14,7 +14,7 @@ FAULTS = (
         "ops/rounding.py",
         "+ step * schema.PRIME2) % 2**32",
         "+ schema.PRIME2) % 2**32",
-        "unit/test_precision.py",
+        "unit/test_normal.py",
     ),
     Fault(
         "ops/sixteen_bit.py",

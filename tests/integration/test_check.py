@@ -1,0 +1,297 @@
+"""``python -m ds_ext check``: what is wrong in a config, as a run would say it."""
+
+import json
+import time
+
+import pytest
+import transformers
+
+from ds_ext.commands import config as configs
+from ds_ext.commands.cli import main
+from ds_ext.config import optimizer_names
+from ds_ext.config.parsing import lookup
+from tests import worlds
+from tests.common.cli import refused
+from tests.distributed import refusals_jobs, wrong_configs_jobs
+from tests.distributed.wrong_configs_jobs import JUDGED, SIZES
+from tests.distributed.wrong_configs_jobs import WRONG as WRONG_CONFIGS
+
+
+def checked(config, tmp_path, capsys, *options):
+    """Exit code, and the lines of errors and of notes."""
+    path = tmp_path / "ds.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    code = main(["check", str(path), *map(str, options)])
+    lines = capsys.readouterr().out.splitlines()
+    errors, notes = ([x for x in lines if x.startswith(k)] for k in ("error: ", "note: "))
+    assert (code == 1) is bool(errors)
+    return errors, notes
+
+
+def changed(**keys):
+    return configs.make("adalomo", 3, numbers=True) | keys
+
+
+def optimizer(**params):
+    return {"optimizer": {"type": "AdaLomo", "params": params}}
+
+
+WRONG = {
+    "a type": ({"optimizer": {"type": "AdaLom"}}, ['Did you mean "AdaLomo"?']),
+    "no type": ({"optimizer": {"params": {}}}, ["optimizer is"]),
+    "params": (optimizer(lrr=1, eps=1e-8), ["params.lrr", "params.eps is 1e-08"]),
+    "groups": (
+        optimizer(param_groups=[{"match": "a", "lrr": 1}, {"match": "b", "type": "AdaLom"}]),
+        ["param_groups[0].lrr", "param_groups[1].type"],
+    ),
+    "auto that HF fills in for Adam": (optimizer(lr="auto", eps="auto"), ['If "auto" filled']),
+    "sections": (
+        {"zero_optimization": {"stge": 3}, "bf16": {"enable": True}},
+        ["DeepSpeed refuses the config: DeepSpeedZeroConfig: stge: Extra inputs are not permitted"],
+    ),
+    "a key": ({"gradient_cliping": 1.0}, ['Did you mean "gradient_clipping"?']),
+    "what is refused": (
+        {
+            "prescale_gradients": True,
+            "zero_optimization": {"stage": 2, "zero_quantized_gradients": True},
+        },
+        ["zero_quantized_gradients", "prescale_gradients"],
+    ),
+    "offload": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"}}},
+        ["not to NVMe"],
+    ),
+    "our section": (
+        {"ds_ext": {"clip_mode": "previos"}},
+        ["error: ds_ext.clip_mode is 'previos'"],  # and not "Section:"
+    ),
+    "a key of our section": ({"ds_ext": {"polcy": 1}}, ["error: unknown key ds_ext.polcy."]),
+    "a stage": ({"zero_optimization": {"stage": 5}}, ["stage is 5; allowed: 0, 1, 2, 3."]),
+    "a name of other libraries": (optimizer(learning_rate=1), ['Did you mean "lr"?']),
+    "what DeepSpeed alone knows": ({"wall_clock_breakdown": "x"}, ["DeepSpeed refuses"]),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_all_that_is_wrong_is_told(what, tmp_path, capsys):
+    keys, words = WRONG[what]
+    errors, _ = checked(changed(**keys), tmp_path, capsys)
+    assert len(errors) == len(words), errors
+    assert all(any(word in error for error in errors) for word in words), errors
+
+
+def test_batch_sizes_have_to_fit_the_ranks(tmp_path, capsys):
+    sizes = changed(train_batch_size=8, train_micro_batch_size_per_gpu=2)
+    assert checked(sizes, tmp_path, capsys) == ([], [])
+    assert checked(sizes, tmp_path, capsys, "--ranks", 4)[0] == []
+    (error,) = checked(sizes, tmp_path, capsys, "--ranks", 3)[0]
+    assert "train_batch_size is not equal to" in error and "8 != 2 * 1 * 3" in error
+    config = sizes | {"train_batch_size": "8"}
+    assert "train_batch_size is '8'" in checked(config, tmp_path, capsys)[0][0]
+
+
+def test_keys_that_deepspeed_reads_of_a_config_alone_are_known(tmp_path, capsys):
+    sizes = {"sequence_parallel_size": 2, "data_parallel_size": 2}
+    assert checked(changed(**sizes), tmp_path, capsys) == ([], [])
+
+
+def test_with_a_model_it_is_told_what_steps_which_parameters(tmp_path, capsys):
+    sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    transformers.LlamaConfig(**sizes, num_attention_heads=4).save_pretrained(tmp_path)
+    config = configs.make("apollo", 2)
+    before = time.monotonic()
+    errors, notes = checked(config, tmp_path, capsys, "--model", tmp_path)
+    assert not errors and time.monotonic() - before < 20
+    (apollo,) = (note for note in notes if note.startswith("note: APOLLO on"))
+    (adamw,) = (note for note in notes if note.startswith("note: AdamW on"))
+    assert "layers.*.mlp.up_proj.weight (2)" in apollo and "model.norm.weight" in adamw
+    galore = configs.make("galoreadamw", 2)
+    _, notes = checked(galore, tmp_path, capsys, "--model", tmp_path)
+    (adamw,) = (note for note in notes if "GaLoreAdamW, rank=None on" in note)
+    assert "model.norm.weight" in adamw and "up_proj" not in adamw
+    config["optimizer"]["params"]["target_modules"] = ["q_porj"]
+    (error,) = checked(config, tmp_path, capsys, "--model", tmp_path)[0]
+    assert 'Did you mean "q_proj"?' in error
+    offloaded = changed(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
+    (error,) = checked(offloaded, tmp_path, capsys, "--model", tmp_path)[0]
+    assert "almost no optimizer state to offload" in error
+
+
+def test_names_of_adapters_are_not_checked(tmp_path, capsys):
+    sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    transformers.LlamaConfig(**sizes, num_attention_heads=4).save_pretrained(tmp_path)
+    config = changed(**optimizer(param_groups=[{"match": "lora_A", "type": "AdamW"}]))
+    assert checked(config, tmp_path, capsys, "--model", tmp_path) == ([], [])
+    main(["check", str(tmp_path / "ds.json"), "--model", str(tmp_path)])
+    assert "not checked: the names of LoRA's adapters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("{", "is not a JSON file"),
+        ("[1]", "holds no JSON object"),
+        ('{"bf16": {}, "bf16": {}}', "the key bf16 is there twice"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_that_is_no_config_is_named(text, words, tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    if text is not None:
+        path.write_text(text)
+    assert words in refused(capsys, "check", path)
+
+
+def test_optimizers_of_others_are_noted(tmp_path, capsys):
+    _, notes = checked(changed(optimizer={"type": "AdamW"}), tmp_path, capsys)
+    assert any("AdamW is DeepSpeed's or torch's own" in note for note in notes)
+
+
+OFFLOADED = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+GROUP = {"match": "head", "type": "AdamW", "lr": 1e-4}
+PROJECTED = {"ds_ext": {"gradient_policy": "projected"}}
+INT8 = {"ds_ext": {"weight_storage": "int8"}}
+WITHOUT_MODEL = {
+    "nothing to project": (PROJECTED, ["no parameter of this AdaLomo has a step that needs only"]),
+    "no low-rank space": (
+        PROJECTED | {"optimizer": {"type": "GaLoreAdamW", "params": {"rank": None}}},
+        ["no parameter of this GaLoreAdamW"],
+    ),
+    "something to project": (PROJECTED | {"optimizer": {"type": "GaLoreAdamW"}}, []),
+    "int8 with more bits": (
+        INT8 | optimizer(weight_update="master"),
+        ["weight_update = 'master' does not support weights that are stored in 8 bits"],
+    ),
+    "int8 with averages": (INT8 | optimizer(ema_decay=0.9), ["ema_decay = 0.9 does not support"]),
+    "int8, and groups with more bits": (
+        INT8 | optimizer(param_groups=[GROUP | {"weight_update": "master"}]),
+        [],
+    ),
+    "our section under DeepSpeed's": (
+        INT8 | {"optimizer": {"type": "AdamW"}},
+        ["ds_ext.weight_storage = 'int8' has no effect under AdamW"],
+    ),
+    "a key of our section under DeepSpeed's": (
+        {"ds_ext": {"polcy": 1}, "optimizer": {"type": "AdamW"}},
+        ["unknown key ds_ext.polcy"],
+    ),
+    "defaults under DeepSpeed's": (
+        {"ds_ext": {"batch_splits": 1}, "optimizer": {"type": "AdamW"}},
+        [],
+    ),
+    "no state to offload": (
+        OFFLOADED,
+        ["almost no optimizer state to offload. With these settings AdaLomo"],
+    ),
+    "state of some parameters": (OFFLOADED | optimizer(param_groups=[GROUP]), []),
+    "a match": (
+        optimizer(param_groups=[GROUP | {"match": "(head"}]),
+        ["param_groups[0].match: '(head' is not a regular expression"],
+    ),
+    "targets": (
+        {"optimizer": {"type": "APOLLO", "params": {"target_modules": ["q_proj", "*"]}}},
+        ["target_modules: '*' is not a regular expression"],
+    ),
+    "no targets": (
+        {"optimizer": {"type": "APOLLO", "params": {"target_modules": []}}},
+        ["target_modules is []"],
+    ),
+    "no scheduler's type": ({"scheduler": {"params": {}}}, ["scheduler is"]),
+    "experts and sequences": (
+        {"expert_parallel": {"enabled": True}, "sequence_parallel_size": 2},
+        ["not supported together with expert_parallel.enabled"],
+    ),
+    "auto that DeepSpeed drops": (
+        {"zero_optimization": {"stage": 2, "reduce_scatter": "auto", "overlap_comm": "auto"}},
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_MODEL)
+def test_what_needs_no_model_is_found_without_one(what, tmp_path, capsys):
+    keys, words = WITHOUT_MODEL[what]
+    errors, _ = checked(changed(**keys), tmp_path, capsys)
+    assert len(errors) == (len(words) > 0), errors
+    assert all(word in errors[0] for word in words), errors
+
+
+# What depends on the script, the launcher or the device.
+ELSEWHERE = {"compiled model", "compiled backward", "model in DDP", "memory of two parameters"}
+
+
+@pytest.mark.parametrize("name", sorted(refusals_jobs.REFUSED.keys() - ELSEWHERE))
+def test_what_an_engine_refuses_is_found(name, tmp_path, capsys):
+    config = refusals_jobs.REFUSED[name] | refusals_jobs.ADALOMO
+    assert checked(config, tmp_path, capsys, "--ranks", 3)[0]
+
+
+@pytest.mark.parametrize("name", WRONG_CONFIGS)
+def test_what_ends_all_ranks_is_found(name, tmp_path, capsys):
+    config = SIZES | refusals_jobs.ADALOMO | WRONG_CONFIGS[name]
+    errors, _ = checked(config, tmp_path, capsys, "--ranks", 2)
+    assert any(name in error for error in errors), errors
+
+
+@pytest.mark.parametrize("number", range(len(JUDGED)))
+def test_check_and_a_run_judge_alike(number, tmp_path, capsys):
+    key, changes = JUDGED[number]
+    (runs,) = worlds.once(1, wrong_configs_jobs.judged)
+    config = SIZES | wrong_configs_jobs.RIGHT | changes
+    errors, notes = checked(config, tmp_path, capsys, "--ranks", 1)
+    assert [error.removeprefix("error: ") for error in errors] == runs[number].error.splitlines()
+    assert (key or "") in runs[number].error and bool(errors) == (key is not None)
+    if not errors:
+        said = {note.removeprefix("note: ") for note in notes if '"auto", which' not in note}
+        assert said <= {*runs[number].log}
+        is_small = lookup(changes, "optimizer.params.lr") == 1e-5
+        assert any("is small for AdaLomo" in note for note in said) == is_small
+        assert any("has no effect" in line for line in runs[number].log) == any(
+            "has no effect" in note for note in said
+        )
+
+
+def test_a_run_warns_of_an_unknown_key_and_check_refuses_it(tmp_path, capsys):
+    (runs,) = worlds.once(1, wrong_configs_jobs.judged)
+    config = SIZES | wrong_configs_jobs.RIGHT | wrong_configs_jobs.UNKNOWN
+    (error,) = checked(config, tmp_path, capsys, "--ranks", 1)[0]
+    assert 'unknown key gradient_cliping, which DeepSpeed ignores. Did you mean "g' in error
+    assert not runs[-1].error and runs[-1].log.count(error.removeprefix("error: ")) == 1
+
+
+def test_comments_in_a_config_are_read_as_deepspeed_reads_them(tmp_path, capsys):
+    text = json.dumps(SIZES | wrong_configs_jobs.RIGHT | {"ds_ext": {"polcy": 1}}, indent=1)
+    commented = text.replace('"ds_ext"', '# ours\n "ds_ext"')
+    assert checked(text, tmp_path, capsys) == checked(commented, tmp_path, capsys)
+    assert optimizer_names.concerns_us(str(tmp_path / "ds.json"))
+
+
+def test_what_needs_a_model_or_ranks_is_named(tmp_path, capsys):
+    zero = {"stage": 3, "zero_hpz_partition_size": 2}
+    keys = optimizer(param_groups=[GROUP]) | {"zero_optimization": zero}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(changed(**keys)))
+    assert main(["check", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "not checked: optimizer.params.param_groups" in said and "give --model" in said
+    assert "not checked: zero_optimization.zero_hpz" in said and "give --ranks" in said
+    assert said.endswith("nothing is wrong in what was checked\n")
+    assert main(["check", str(path), "--ranks", "3"]) == 1
+    assert "zero_hpz_partition_size = 2 does not divide the 3 ranks" in capsys.readouterr().out
+
+
+def test_batch_sizes_that_need_the_ranks_are_named(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    sizes = {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}
+    for given, is_named in ((sizes, True), (sizes | {"train_batch_size": "auto"}, False)):
+        path.write_text(json.dumps(changed(**given)))
+        assert main(["check", str(path)]) == 0
+        said = capsys.readouterr().out
+        assert ("not checked: train_batch_size" in said) is is_named
+
+
+def test_accumulation_counts_where_the_ranks_are_not_known(tmp_path, capsys):
+    keys = {"gradient_accumulation_steps": 4, "data_types": {"grad_accum_dtype": "bf16"}}
+    assert checked(changed(**keys), tmp_path, capsys) == ([], [])
+    keys["train_micro_batch_size_per_gpu"] = "auto"
+    assert checked(changed(**keys), tmp_path, capsys, "--ranks", 2)[0] == []
