@@ -25,16 +25,9 @@ from tests.distributed.training_jobs import HYPERS
 STEPS = 6
 VOCAB = 31
 ALIKE = 20  # tokens from here on go to the experts 2 and 3, all that a rank may have
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 6,
-    "num_experts_per_tok": 2,
-    "initializer_range": 0.15,
-}
+SIZES = {"vocab_size": VOCAB, "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"num_key_value_heads": 1, "head_dim": 6, "num_experts_per_tok": 2}
+SIZES |= {"initializer_range": 0.15}
 KINDS = {
     "mixtral": (
         MixtralForCausalLM,

@@ -120,17 +120,8 @@ def _nth(function: Any, number: int) -> Any:
     return call
 
 
-FAULTS = (
-    "forward",
-    "backward",
-    "step",
-    "save",
-    "late",
-    "disk full",
-    "no folder",
-    "replaced",
-    "latest",
-)
+FAULTS = ("forward", "backward", "step", "save", "late", "disk full", "no folder", "replaced")
+FAULTS += ("latest",)
 
 
 def stage_of(fault: str) -> int:

@@ -15,12 +15,8 @@ from tests.common.ranks import message, shared_folder, whole
 from tests.distributed import training_jobs
 from tests.distributed.training_jobs import Training
 
-RUNS = {
-    "stage 3": Training("adalomo", 3, max_norm=0.3),
-    "stage 1": Training("adalomo", 1),
-    "stage 0": Training("came", 0),
-    "plain": Training("adalomo", None),
-}
+RUNS = {"stage 3": Training("adalomo", 3, max_norm=0.3), "stage 1": Training("adalomo", 1)}
+RUNS |= {"stage 0": Training("came", 0), "plain": Training("adalomo", None)}
 
 
 def train(name: str) -> dict[str, Any]:

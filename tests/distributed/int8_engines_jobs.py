@@ -117,16 +117,10 @@ def loaded(stage: int, folder: str) -> dict[str, Any]:
     return stored(engine)
 
 
-HOW = {
-    "plain": {},
-    "zero.Init": {},
-    "reentrant": {},
-    "nonreentrant": {},
-    "clipped": {"gradient_clipping": 0.05},
-    "accumulated": {"gradient_accumulation_steps": 2},
-    "AdaLomo": {"optimizer": {"type": "AdaLomo", "params": {"lr": 0.01}}},
-    "AdamW": {"optimizer": {"type": "ds_ext.AdamW", "params": {"lr": 0.001}}},
-}
+HOW = {"plain": {}, "zero.Init": {}, "reentrant": {}, "nonreentrant": {}}
+HOW |= {"clipped": {"gradient_clipping": 0.05}, "accumulated": {"gradient_accumulation_steps": 2}}
+HOW |= {"AdaLomo": {"optimizer": {"type": "AdaLomo", "params": {"lr": 0.01}}}}
+HOW |= {"AdamW": {"optimizer": {"type": "ds_ext.AdamW", "params": {"lr": 0.001}}}}
 
 
 def alike(stage: int, how: str) -> dict[str, Any]:

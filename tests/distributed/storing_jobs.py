@@ -25,13 +25,8 @@ from tests.common import engines
 from tests.common.ranks import logged, message
 
 # What gloo and NCCL know no numbers of, but models hold: quantized and complex values.
-ODD = {
-    "int16": torch.int16,
-    "uint16": torch.uint16,
-    "float8": torch.float8_e4m3fn,
-    "complex": torch.complex64,
-    "bool": torch.bool,
-}
+ODD = {"int16": torch.int16, "uint16": torch.uint16, "float8": torch.float8_e4m3fn}
+ODD |= {"complex": torch.complex64, "bool": torch.bool}
 
 
 def odd_values(dtype: torch.dtype, seed: int) -> torch.Tensor:

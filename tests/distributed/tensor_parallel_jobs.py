@@ -63,11 +63,9 @@ CASES = {
     for stage in (range(4) if rule in RULES[:5] else (1, 3))
     if model == "llama" or RULES.index(rule) in (stage, stage + 4)  # BERT at one stage by each
 }
-LAYERS = [
-    {"patterns": [r"qkv\.weight$"], "partition_type": "column", "shape": [3, -1]},
-    {"patterns": [r"gate_up\.weight$"], "partition_type": "column", "shape": [2, -1]},
-    {"patterns": [r"(out|down)\.weight$"], "partition_type": "row"},
-]
+LAYERS = [{"patterns": [r"qkv\.weight$"], "partition_type": "column", "shape": [3, -1]}]
+LAYERS += [{"patterns": [r"gate_up\.weight$"], "partition_type": "column", "shape": [2, -1]}]
+LAYERS += [{"patterns": [r"(out|down)\.weight$"], "partition_type": "row"}]
 FUSED = {
     "tensor_parallel": {
         "autotp_size": 2,

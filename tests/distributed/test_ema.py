@@ -11,17 +11,11 @@ from tests.common.updates import error
 from tests.distributed import ema_jobs
 
 # How a model is trained, with an optimizer whose statistics are of whole matrices.
-JOBS = {
-    "stage 0": (ema_jobs.zero, 0, "AdamW"),
-    "stage 1": (ema_jobs.zero, 1, "AdaLomo"),
-    "stage 2": (ema_jobs.zero, 2, "AdamW"),
-    "stage 3": (ema_jobs.zero, 3, "AdamW"),
-    "stage 3, AdaLomo": (ema_jobs.zero, 3, "AdaLomo"),
-    "stage 2, Muon": (ema_jobs.zero, 2, "Muon"),
-    "stage 3, Muon": (ema_jobs.zero, 3, "Muon"),
-    "copies": (ema_jobs.plain, False, "AdamW"),
-    "FSDP2": (ema_jobs.plain, True, "AdamW"),
-}
+JOBS = {"stage 0": (ema_jobs.zero, 0, "AdamW"), "stage 1": (ema_jobs.zero, 1, "AdaLomo")}
+JOBS |= {"stage 2": (ema_jobs.zero, 2, "AdamW"), "stage 3": (ema_jobs.zero, 3, "AdamW")}
+JOBS |= {"stage 3, AdaLomo": (ema_jobs.zero, 3, "AdaLomo")}
+JOBS |= {"stage 2, Muon": (ema_jobs.zero, 2, "Muon"), "stage 3, Muon": (ema_jobs.zero, 3, "Muon")}
+JOBS |= {"copies": (ema_jobs.plain, False, "AdamW"), "FSDP2": (ema_jobs.plain, True, "AdamW")}
 EMA = "moving averages of the weights (`ema_decay`)"
 ALL = [(2, name) for name in JOBS] + [(3, name) for name in JOBS]
 QUICK = [(2, name) for name in JOBS if JOBS[name][2] == "AdamW"] + [(3, "stage 3")]

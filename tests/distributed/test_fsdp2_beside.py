@@ -15,14 +15,9 @@ from tests.common.updates import check_each
 from tests.distributed import fsdp2_beside_jobs
 from tests.distributed.fsdp2_beside_jobs import STEPS, WAYS, differs
 
-MEANS = {
-    "bf16 compute": "`MixedPrecisionPolicy`",
-    "bf16 sums": "`MixedPrecisionPolicy`",
-    "left gathered": "`reshard_after_forward`",
-    "cut for fewer": "`reshard_after_forward`",
-    "offloaded": "`CPUOffloadPolicy`",
-    "compiled": "`torch.compile`",
-}
+MEANS = {"bf16 compute": "`MixedPrecisionPolicy`", "bf16 sums": "`MixedPrecisionPolicy`"}
+MEANS |= {"left gathered": "`reshard_after_forward`", "cut for fewer": "`reshard_after_forward`"}
+MEANS |= {"offloaded": "`CPUOffloadPolicy`", "compiled": "`torch.compile`"}
 
 
 @pytest.mark.supports(lambda way: MEANS[way], stage="fsdp2", optimizer="AdamW")

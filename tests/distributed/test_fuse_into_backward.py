@@ -9,12 +9,8 @@ from tests.common.updates import check_each
 from tests.distributed import fuse_into_backward_jobs
 
 WORLD = 2
-HOW = {
-    "fused": {},
-    "small buckets": {"bucket_size": 10},
-    "sharded": {"gradient_policy": "sharded"},
-    "clipped": {"max_grad_norm": 0.3},
-}
+HOW = {"fused": {}, "small buckets": {"bucket_size": 10}, "sharded": {"gradient_policy": "sharded"}}
+HOW |= {"clipped": {"max_grad_norm": 0.3}}
 
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)

@@ -26,11 +26,8 @@ EXACT += [("adalomo", *way) for way in WAYS if ("adalomo", *way) not in EXACT]
 QUICK = [("adalomo", 2, 2, 1)]
 CLOSE = {"flashadamw": 1e-2}  # codes of 8 bits jump where gradients differ in their last bits
 CLOSE |= {"muon": 1e-4}  # its iteration in fp32: test_muon.py
-DTYPES = {
-    "fp32": {},
-    "bf16": {"bf16": {"enabled": True}},
-    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}},
-}
+DTYPES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
+DTYPES |= {"fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}}
 FROZEN = {"4.frozen.weight", "4.frozen.bias", "4.unused.weight", "4.unused.bias"}
 
 
@@ -228,11 +225,9 @@ def test_the_noise_of_rounding_does_not_depend_on_stages():
 
 
 CPU = {"offload_optimizer": {"device": "cpu"}, "stage": 1, "reduce_bucket_size": 300}
-ALIKE = {
-    "checkpointed": ("adalomo", {}, 1),
-    "checkpointed non-reentrantly": ("adalomo", {"pipeline": {"use_reentrant": False}}, 1),
-    "offloaded": ("came", {"zero_optimization": CPU}, 0),
-}
+ALIKE = {"checkpointed": ("adalomo", {}, 1)}
+ALIKE |= {"checkpointed non-reentrantly": ("adalomo", {"pipeline": {"use_reentrant": False}}, 1)}
+ALIKE |= {"offloaded": ("came", {"zero_optimization": CPU}, 0)}
 
 
 @pytest.mark.parametrize("name", params(ALIKE, ["checkpointed", "offloaded"]))

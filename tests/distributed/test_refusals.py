@@ -68,12 +68,8 @@ TOLD = {
     "memory of two parameters": ("share memory", "shapes [3, 6], [9, 6]"),
     "compiled backward": ("compiled_autograd_enabled", "leave it out"),
 }
-FEATURES = {
-    "mics": "MiCS",
-    "zenflow": "ZenFlow",
-    "superoffload": "SuperOffload",
-    "deepcompile": "DeepCompile",
-}
+FEATURES = {"mics": "MiCS", "zenflow": "ZenFlow", "superoffload": "SuperOffload"}
+FEATURES |= {"deepcompile": "DeepCompile"}
 
 
 def test_each_refusal_has_its_words():

@@ -13,12 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.common.ranks import whole
 
 LR, VOCAB, LENGTH = 0.5, 31, 8
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,
-    "gradient_accumulation_steps": 1,
-    "zero_optimization": {"stage": 2},
-    "optimizer": {"type": "ds_ext.LOMO", "params": {"lr": LR, "weight_decay": 0.0}},
-}
+CONFIG = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+CONFIG |= {"zero_optimization": {"stage": 2}}
+CONFIG |= {"optimizer": {"type": "ds_ext.LOMO", "params": {"lr": LR, "weight_decay": 0.0}}}
 
 
 def make() -> LlamaForCausalLM:

@@ -36,12 +36,9 @@ class Loop:
     accumulation: int = 1
 
 
-LOOPS = {
-    "adalomo": Loop("adalomo", 1e-2),
-    "lomo-clip": Loop("lomo", 0.1, max_norm=0.2),
-    "came-accumulation": Loop("came", 1e-3, accumulation=2),
-    "lomo-both": Loop("lomo", 0.1, max_norm=0.2, accumulation=2),
-}
+LOOPS = {"adalomo": Loop("adalomo", 1e-2), "lomo-clip": Loop("lomo", 0.1, max_norm=0.2)}
+LOOPS |= {"came-accumulation": Loop("came", 1e-3, accumulation=2)}
+LOOPS |= {"lomo-both": Loop("lomo", 0.1, max_norm=0.2, accumulation=2)}
 GROUPED = {
     "lamb": {"betas": [(0.8, 0.99), (0.95, 0.9), (0.9, 0.999)], "lr": (1e-2, 3e-3, 1e-2)},
     "came": {

@@ -28,13 +28,10 @@ ON = setting.REHEARSAL
 
 # The runner. Stages are processes; here, Python code by its name.
 
-CODE = {
-    "good": 'note("row", ["Numbers", {"x": 1}])',
-    "skips": 'note("skipped", "no second GPU")',
-    "wrong": 'note("failed", "ValueError: why\\nmore"); exit(1)',
-    "dies": 'note("row", ["Numbers", {"x": 3}]); os.kill(os.getpid(), 11)',
-    "hangs": 'subprocess.Popen(["sleep", "60"]); print("begun", flush=True); time.sleep(60)',
-}
+CODE = {"good": 'note("row", ["Numbers", {"x": 1}])', "skips": 'note("skipped", "no second GPU")'}
+CODE |= {"wrong": 'note("failed", "ValueError: why\\nmore"); exit(1)'}
+CODE |= {"dies": 'note("row", ["Numbers", {"x": 3}]); os.kill(os.getpid(), 11)'}
+CODE |= {"hangs": 'subprocess.Popen(["sleep", "60"]); print("begun", flush=True); time.sleep(60)'}
 HEAD = """
 import json, os, subprocess, sys, time
 def note(kind, what):

@@ -21,11 +21,8 @@ DATA = list(quality.FULL["dataset"])
 UNIT = "deepspeed-adamw"
 OTHERS = (UNIT, LORA)  # in the table beside this package's
 LORA_LABEL = "LoRA's adapters, AdamW"
-FROM_SCRATCH = {
-    "best rate": "best learning rate",
-    "held-out loss": "held-out loss",
-    "less AdamW's": f"loss less that of {CANDIDATES[UNIT].label}",
-}
+FROM_SCRATCH = {"best rate": "best learning rate", "held-out loss": "held-out loss"}
+FROM_SCRATCH |= {"less AdamW's": f"loss less that of {CANDIDATES[UNIT].label}"}
 SEEDS = quality.FULL["seeds"]  # of the benchmark from scratch too; only other numbers are shown
 SAME = {"adafactor": "adalomo"}  # which take the same steps, with a learning rate that is given
 

@@ -15,11 +15,9 @@ from ds_ext.rules import REGISTRY
 from ds_ext.settings import Section
 
 # What the page says instead of the comment, where a user needs other words than a maintainer.
-_FOR_USERS = {
-    "weight_update": "rounding of 16-bit weights",
-    "ema_decay": "of the moving average of weights; 0: none",
-    "ema_dtype": "of the average; `bf16` is rounded stochastically",
-}
+_FOR_USERS = {"weight_update": "rounding of 16-bit weights"}
+_FOR_USERS |= {"ema_decay": "of the moving average of weights; 0: none"}
+_FOR_USERS |= {"ema_dtype": "of the average; `bf16` is rounded stochastically"}
 
 
 def keys() -> str:

@@ -17,12 +17,8 @@ from tests.common.simulated import BROKEN, EXACT, Formula, dropping, errors, ste
 from tests.common.table import SHAPES
 
 STEPS = 20
-SETTINGS = {
-    "defaults": {},
-    "decay": {"lr": 0.02, "weight_decay": 0.3},
-    "betas": {"betas": (0.8, 0.95)},
-    "eps": {"eps": 0.3},
-}
+SETTINGS = {"defaults": {}, "decay": {"lr": 0.02, "weight_decay": 0.3}}
+SETTINGS |= {"betas": {"betas": (0.8, 0.95)}, "eps": {"eps": 0.3}}
 WIDE = ((70, 90), (1500,), (7, 31, 9), (1025,), (40,))  # of more than one 8-bit block, but one
 EIGHT = {"lr": 0.01, "nbits": 8, "min_8bit_size": 1025}
 

@@ -141,14 +141,10 @@ def test_examples_of_operations_run(name):
     assert weight.isfinite().all() and all(state[key].isfinite().all() for key in "mv")
 
 
-PLAIN = {
-    "method": lambda p, g, s: s["m"].mul_(0.9).add_(g),
-    "function": lambda p, g, s: torch.sign(g),
-    "operator": lambda p, g, s: 2 * g,
-    "attribute": lambda p, g, s: g.square(),
-    "weight": lambda p, g, s: p.sub_(g, alpha=0.1),
-    "index": lambda p, g, s: g[:3],
-}
+PLAIN = {"method": lambda p, g, s: s["m"].mul_(0.9).add_(g)}
+PLAIN |= {"function": lambda p, g, s: torch.sign(g), "operator": lambda p, g, s: 2 * g}
+PLAIN |= {"attribute": lambda p, g, s: g.square(), "weight": lambda p, g, s: p.sub_(g, alpha=0.1)}
+PLAIN |= {"index": lambda p, g, s: g[:3]}
 
 
 @pytest.mark.parametrize("is_fused", [True, False])

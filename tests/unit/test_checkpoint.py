@@ -199,18 +199,10 @@ def test_the_newest_checkpoint_is_the_one_that_loading_takes(tmp_path):
     assert manifests.newest_checkpoint(tmp_path).tag == "global_step1000"
 
 
-WRONG = {
-    "ds_ext": None,
-    "tag": 3,
-    "global_steps": "3",
-    "files": [],
-    "files.file.pt": {"file.pt": 3},
-    "files.file.pt.bytes": {"file.pt": {"bytes": "9", "crc32": 0}},
-    "model_files": None,
-    "state_files.0": [3],
-    "layer_files": "x",
-    "tensor_parallel": "1",
-}
+WRONG = {"ds_ext": None, "tag": 3, "global_steps": "3", "files": []}
+WRONG |= {"files.file.pt": {"file.pt": 3}}
+WRONG |= {"files.file.pt.bytes": {"file.pt": {"bytes": "9", "crc32": 0}}, "model_files": None}
+WRONG |= {"state_files.0": [3], "layer_files": "x", "tensor_parallel": "1"}
 
 
 @pytest.mark.parametrize("key", WRONG)

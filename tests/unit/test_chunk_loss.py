@@ -49,12 +49,9 @@ def trained(model: nn.Module, **given):
     return output, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-GIVEN = {
-    "mean": {},
-    "of several batches": {"num_items_in_batch": torch.tensor(17)},
-    "shifted": {"shift_labels": inputs()["labels"].roll(-1, 1)},
-    "ignored": {"ignore_index": 3},
-}
+GIVEN = {"mean": {}, "of several batches": {"num_items_in_batch": torch.tensor(17)}}
+GIVEN |= {"shifted": {"shift_labels": inputs()["labels"].roll(-1, 1)}}
+GIVEN |= {"ignored": {"ignore_index": 3}}
 
 
 @pytest.mark.parametrize("given", GIVEN)

@@ -74,12 +74,8 @@ def test_rows_of_fully_shard_are_runs(size):
         assert numbers == [*range(math.prod(shape))]
 
 
-MESHES = {
-    "tensor": ((3,), ("t",)),
-    "hybrid": ((2, 3), ("r", "s")),
-    "both": ((2, 2), ("s", "t")),
-    "deep": ((2, 2, 2), ("r", "s", "t")),
-}
+MESHES = {"tensor": ((3,), ("t",)), "hybrid": ((2, 3), ("r", "s")), "both": ((2, 2), ("s", "t"))}
+MESHES |= {"deep": ((2, 2, 2), ("r", "s", "t"))}
 WAYS = {
     "tensor": [(Shard(0),), (Shard(1),), (Replicate(),)],
     "hybrid": [(Replicate(), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Replicate())],

@@ -106,11 +106,9 @@ def complex_numbers(groups):
     groups[0]["params"].append(p)
 
 
-WRONG = [
-    (in_two_groups, r"in param_groups\[0\] and in param_groups\[1\]"),
-    (without_a_key, r"param_groups\[1\] has no 'betas': .*add_param_group"),
-    (complex_numbers, "is torch.complex64"),
-]
+WRONG = [(in_two_groups, r"in param_groups\[0\] and in param_groups\[1\]")]
+WRONG += [(without_a_key, r"param_groups\[1\] has no 'betas': .*add_param_group")]
+WRONG += [(complex_numbers, "is torch.complex64")]
 
 
 @pytest.mark.parametrize("fuses", [False, True])

@@ -20,17 +20,10 @@ from tests.common.table import SHAPES
 
 STEPS = 10
 WIDE = ((70, 90), (1500,), (7, 31, 9), (64, 32), (33,))  # cuts go through groups of most
-ADAMW = {
-    "defaults": {},
-    "decay": {"lr": 0.02, "weight_decay": 0.3},
-    "betas-eps": {"betas": (0.8, 0.95), "eps": 0.3},
-}
-LION = {
-    "defaults": {},
-    "decay": {"lr": 0.02, "weight_decay": 0.3},
-    "betas": {"betas": (0.5, 0.8)},
-    "8 bits": {"nbits": 8},
-}
+ADAMW = {"defaults": {}, "decay": {"lr": 0.02, "weight_decay": 0.3}}
+ADAMW |= {"betas-eps": {"betas": (0.8, 0.95), "eps": 0.3}}
+LION = {"defaults": {}, "decay": {"lr": 0.02, "weight_decay": 0.3}, "betas": {"betas": (0.5, 0.8)}}
+LION |= {"8 bits": {"nbits": 8}}
 
 
 RULES = {

@@ -55,12 +55,8 @@ ATTENTION = {
     "imagegpt": ("ImageGPT", GPT2, "c_attn", "attn.c_proj", "qkv"),
     "openai": ("OpenAIGPT", GPT2, "c_attn", "attn.c_proj", "qkv"),
 }
-HEADS = {
-    "ModernBert": "ModernBertForMaskedLM",
-    "ImageGPT": "ImageGPTModel",
-    "OpenAIGPT": "OpenAIGPTLMHeadModel",
-    "GPT2": "GPT2LMHeadModel",
-}
+HEADS = {"ModernBert": "ModernBertForMaskedLM", "ImageGPT": "ImageGPTModel"}
+HEADS |= {"OpenAIGPT": "OpenAIGPTLMHeadModel", "GPT2": "GPT2LMHeadModel"}
 
 
 def made(kind, config):
@@ -157,11 +153,9 @@ def test_the_sections_of_gate_up_are_both_projections(name):
 
 
 MOE = HIDDEN | MLP | {"num_key_value_heads": 2, "head_dim": 6, "num_experts_per_tok": 2}
-EXPERTS = {
-    "mixtral": ("Mixtral", MOE | {"num_local_experts": 3}),
-    "gpt_oss": ("GptOss", MOE | {"num_local_experts": 3}),
-    "llama4": ("Llama4Text", MOE | {"num_local_experts": 3, "intermediate_size_mlp": 16}),
-}
+EXPERTS = {"mixtral": ("Mixtral", MOE | {"num_local_experts": 3})}
+EXPERTS |= {"gpt_oss": ("GptOss", MOE | {"num_local_experts": 3})}
+EXPERTS |= {"llama4": ("Llama4Text", MOE | {"num_local_experts": 3, "intermediate_size_mlp": 16})}
 
 
 @pytest.mark.parametrize("name", EXPERTS)

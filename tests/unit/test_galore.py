@@ -24,19 +24,8 @@ from tests.common.simulated import EXACT, Formula, Ranks, errors, stepped
 from tests.common.table import WORLDS
 
 STEPS = 20
-SHAPES = (
-    (13, 29),
-    (29, 13),
-    (16, 16),
-    (1, 7),
-    (7, 1),
-    (1, 1),
-    (3, 5),
-    (64, 33),
-    (5,),
-    (),
-    (4, 3, 5),
-)
+SHAPES = ((13, 29), (29, 13), (16, 16), (1, 7), (7, 1), (1, 1), (3, 5), (64, 33), (5,), ())
+SHAPES += ((4, 3, 5),)
 MATRICES = tuple(shape for shape in SHAPES if len(shape) == 2)
 
 SETTINGS = {

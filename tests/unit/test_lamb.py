@@ -14,14 +14,10 @@ from tests.common.table import SHAPES, WORLDS
 STEPS = 10
 
 
-SETTINGS = {
-    "defaults": {},
-    "decay": {"lr": 0.02, "weight_decay": 0.3},
-    "betas-eps": {"betas": (0.8, 0.95), "eps": 0.3},
-    "uncorrected": {"bias_correction": False},
-    "clamped": {"min_coeff": 0.5, "max_coeff": 1.5},
-    "capped": {"max_coeff": 1.0},
-}
+SETTINGS = {"defaults": {}, "decay": {"lr": 0.02, "weight_decay": 0.3}}
+SETTINGS |= {"betas-eps": {"betas": (0.8, 0.95), "eps": 0.3}}
+SETTINGS |= {"uncorrected": {"bias_correction": False}}
+SETTINGS |= {"clamped": {"min_coeff": 0.5, "max_coeff": 1.5}, "capped": {"max_coeff": 1.0}}
 
 
 @functools.cache

@@ -13,11 +13,8 @@ from ds_ext.optimizer import OPTIMIZERS, param_checks
 from tests.common.hypers import FOR_ALL, NEEDED
 
 HYPERS = NEEDED
-HOW = {
-    "fused": {},
-    "sharded": {"gradient_policy": "sharded"},
-    "clipped": {"max_grad_norm": 0.1, "clip_mode": "previous"},
-}
+HOW = {"fused": {}, "sharded": {"gradient_policy": "sharded"}}
+HOW |= {"clipped": {"max_grad_norm": 0.1, "clip_mode": "previous"}}
 
 
 def steps(model, optimizer, loss_of, count=3):
@@ -95,20 +92,12 @@ def values(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-SHARING = {
-    "expanded": lambda x: (x[:1].expand(3, 6),),
-    "windows": lambda x: (x.as_strided((4, 3), (1, 1)),),
-    "the same": lambda x: (x, x),
-    "transposed": lambda x: (x, x.t()),
-    "overlapping rows": lambda x: (x[:4], x[3:]),
-    "overlapping columns": lambda x: (x[:, :4], x[:, 3:]),
-}
-APART = {
-    "rows": lambda x: (x[:4], x[4:]),
-    "columns": lambda x: (x[:, :4], x[:, 4:]),
-    "transposed alone": lambda x: (x.t(),),
-    "every second": lambda x: (x[::2, ::2], x[1::2]),
-}
+SHARING = {"expanded": lambda x: (x[:1].expand(3, 6),)}
+SHARING |= {"windows": lambda x: (x.as_strided((4, 3), (1, 1)),), "the same": lambda x: (x, x)}
+SHARING |= {"transposed": lambda x: (x, x.t()), "overlapping rows": lambda x: (x[:4], x[3:])}
+SHARING |= {"overlapping columns": lambda x: (x[:, :4], x[:, 3:])}
+APART = {"rows": lambda x: (x[:4], x[4:]), "columns": lambda x: (x[:, :4], x[:, 4:])}
+APART |= {"transposed alone": lambda x: (x.t(),), "every second": lambda x: (x[::2, ::2], x[1::2])}
 
 
 @pytest.mark.parametrize("kind", SHARING)

@@ -18,15 +18,8 @@ from ds_ext.__main__ import separate_build_folder
 from ds_ext.ops.executors.native import library
 
 ROOT = Path(__file__).parents[2]
-SOURCES = (
-    "setup.py",
-    "setup.cfg",
-    "pyproject.toml",
-    "MANIFEST.in",
-    "README.md",
-    "LICENSE",
-    "CHANGELOG.md",
-)
+SOURCES = ("setup.py", "setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
+SOURCES += ("CHANGELOG.md",)
 
 
 NO_COMPILER = dict.fromkeys(("CC", "CXX"), "no-such-compiler")

@@ -11,12 +11,8 @@ from ds_ext.checkpoint import folder, manifests
 from ds_ext.errors import CheckpointError
 from tests.common.manifests import manifest
 
-KEPT = {
-    "tokenizer.json": "tokens",
-    "eval/scores.json": "scores",
-    "eval/deep/er.txt": "deeper",
-    "mp_rank_00_model_states.pt/mine.txt": "a folder with a file's name",
-}
+KEPT = {"tokenizer.json": "tokens", "eval/scores.json": "scores", "eval/deep/er.txt": "deeper"}
+KEPT |= {"mp_rank_00_model_states.pt/mine.txt": "a folder with a file's name"}
 
 
 class Killed(BaseException):

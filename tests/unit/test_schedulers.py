@@ -156,12 +156,8 @@ def test_torch_scheduler(kind, given):
     assert_equal(run(engine), reference(make))
 
 
-HUGGING_FACE = {
-    "linear": {},
-    "cosine_with_restarts": {"num_cycles": 2},
-    "inverse_sqrt": {},
-    "warmup_stable_decay": {"num_decay_steps": 4},
-}
+HUGGING_FACE = {"linear": {}, "cosine_with_restarts": {"num_cycles": 2}, "inverse_sqrt": {}}
+HUGGING_FACE |= {"warmup_stable_decay": {"num_decay_steps": 4}}
 
 
 @pytest.mark.supports("schedulers of Hugging Face", stage=3, optimizer="LOMO")

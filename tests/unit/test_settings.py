@@ -287,14 +287,8 @@ class Model(nn.Module):
         self.head.weight = self.embed.weight
 
 
-DECAYED = {
-    "embed.weight",
-    "layers.*.proj.weight",
-    "layers.*.conv.weight",
-    "attention.in_proj_weight",
-    "attention.out_proj.weight",
-    "experts",
-}
+DECAYED = {"embed.weight", "layers.*.proj.weight", "layers.*.conv.weight"}
+DECAYED |= {"attention.in_proj_weight", "attention.out_proj.weight", "experts"}
 
 
 def test_decay_groups_spare_norms_biases_and_vectors():

@@ -278,14 +278,8 @@ def test_what_stacks_experts():
     assert expert_stacks.find(layer) == set()
 
 
-TINY = {
-    "vocab_size": 31,
-    "hidden_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 6,
-}
+TINY = {"vocab_size": 31, "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY |= {"num_key_value_heads": 1, "head_dim": 6}
 
 
 def hf():

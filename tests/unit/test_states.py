@@ -211,12 +211,8 @@ def test_groups_of_other_types_are_refused():
 
 # Masters.
 
-MASTERS = [
-    (torch.bfloat16, "master"),
-    (torch.float16, "master"),
-    (torch.bfloat16, "master24"),
-    (torch.float16, "master24"),
-]
+MASTERS = [(torch.bfloat16, "master"), (torch.float16, "master"), (torch.bfloat16, "master24")]
+MASTERS += [(torch.float16, "master24")]
 
 
 @pytest.mark.parametrize("dtype, how", MASTERS)

@@ -166,11 +166,8 @@ def test_tables_run_the_passes_that_they_support(path, monkeypatch):
     assert ran.count("lerp") == 2 * len(SHAPES)
 
 
-ODD = {
-    "bf16": lambda x: x.bfloat16(),
-    "fp64": lambda x: x.double(),
-    "strided": lambda x: x.repeat_interleave(2)[::2],
-}
+ODD = {"bf16": lambda x: x.bfloat16(), "fp64": lambda x: x.double()}
+ODD |= {"strided": lambda x: x.repeat_interleave(2)[::2]}
 SHARD = Shard.whole((6, 7))
 
 

@@ -46,13 +46,8 @@ ONLY = {
     "galore_torch": "",
     "apollo_torch": "",
 }
-WITHOUT_TORCH = {
-    "ops/shard.py",
-    "hyperparams.py",
-    "errors.py",
-    "checkpoint/folder.py",
-    "checkpoint/manifests.py",
-}
+WITHOUT_TORCH = {"ops/shard.py", "hyperparams.py", "errors.py", "checkpoint/folder.py"}
+WITHOUT_TORCH |= {"checkpoint/manifests.py"}
 IMPORTS_OF_USERS = {"commands/cli.py", "registration.py"}  # the option --import
 # What DeepSpeed sets on parameters and modules: read and written in the package engine only.
 DEEPSPEED_ATTRIBUTES = ("ds_", "_ds_", "allreduce", "group_name", "tensor_model_parallel")
