@@ -44,19 +44,11 @@ class Textbook:
     """
 
     def __init__(
-        self,
-        p: Tensor,
-        rank: int | None,
-        gap: int,
-        lr: float = 1e-3,
-        scale: float = 0.25,
-        weight_decay: float = 0.0,
-        eps: float = 1e-6,
-        betas: tuple[float, float] = (0.9, 0.999),
-        proj_type: str = "std",
-        correct_bias: bool = True,
-        quantized: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
-    ) -> None:
+        self, p: Tensor, rank: int | None, gap: int, lr: float = 1e-3, scale: float = 0.25,
+        weight_decay: float = 0.0, eps: float = 1e-6, betas: tuple[float, float] = (0.9, 0.999),
+        proj_type: str = "std", correct_bias: bool = True,
+        quantized: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    ) -> None:  # fmt: skip
         self.p, self.rank, self.gap, self.lr = p.detach().double(), rank, gap, lr
         self.scale, self.weight_decay, self.eps, self.betas = scale, weight_decay, eps, betas
         self.proj_type, self.correct_bias, self.quantized = proj_type, correct_bias, quantized

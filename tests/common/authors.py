@@ -84,17 +84,9 @@ def lomo(p, g, s, lr=1e-3, weight_decay=0.0):
 
 
 def lamb(
-    p,
-    g,
-    s,
-    lr=1e-3,
-    betas=(0.9, 0.999),
-    eps=1e-6,
-    weight_decay=0.0,
-    bias_correction=True,
-    min_coeff=0.0,
-    max_coeff=math.inf,
-):
+    p, g, s, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, bias_correction=True,
+    min_coeff=0.0, max_coeff=math.inf
+):  # fmt: skip
     """Algorithm 2 of arXiv 1904.00962, with bounds of the ratio."""
     t = s["t"] = s.get("t", 0) + 1
     m = s["m"] = betas[0] * s.get("m", 0) + (1 - betas[0]) * g
@@ -109,19 +101,9 @@ def lamb(
 
 
 def sinkgd(
-    p,
-    g,
-    s,
-    lr=1e-3,
-    iterations=5,
-    alpha=0.05,
-    eps=1e-8,
-    weight_decay=0.0,
-    base_width=0,
-    width_exponent=1.0,
-    spectral="none",
-    spectral_iterations=1,
-):
+    p, g, s, lr=1e-3, iterations=5, alpha=0.05, eps=1e-8, weight_decay=0.0, base_width=0,
+    width_exponent=1.0, spectral="none", spectral_iterations=1
+):  # fmt: skip
     """Algorithms 3 and 4 of arXiv 2502.06742 -> the parameter after a step by ``g``.
 
     With what axolotl's optimizer adds: a rate for the width, and an estimate of each matrix's norm
@@ -150,17 +132,9 @@ def sinkgd(
 
 
 def scale(
-    p,
-    g,
-    s,
-    lr=1e-3,
-    norm_axis="row",
-    momentum=0.0,
-    eps=1e-8,
-    weight_decay=0.0,
-    base_width=0,
-    width_exponent=1.0,
-):
+    p, g, s, lr=1e-3, norm_axis="row", momentum=0.0, eps=1e-8, weight_decay=0.0, base_width=0,
+    width_exponent=1.0
+):  # fmt: skip
     """Algorithm 1 of arXiv 2506.16659, with the layouts and the floor of its authors' code.
 
     With a rate for the width, as ``sinkgd``.

@@ -108,15 +108,9 @@ class Alone(NamedTuple):
 
 
 def alone(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss_of: Loss,
-    steps: int,
-    world: int = 2,
-    max_norm: float = 0.0,
-    accumulation: int = 1,
-    edit: Edit = unedited,
-) -> Alone:
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Loss, steps: int, world: int = 2,
+    max_norm: float = 0.0, accumulation: int = 1, edit: Edit = unedited
+) -> Alone:  # fmt: skip
     """The same in one process, by the mean over the ranks of ``world`` and the micro-batches."""
     before, norms = {n: p.detach().clone() for n, p in model.named_parameters()}, []
     for step in range(steps):

@@ -143,12 +143,9 @@ def unclipped(folder: str) -> list[str]:
 
 
 def _trainer(
-    folder: str,
-    arguments: dict[str, Any],
-    model: torch.nn.Module | None = None,
-    is_named: bool = True,
-    **given: Any,
-) -> Sequential:
+    folder: str, arguments: dict[str, Any], model: torch.nn.Module | None = None,
+    is_named: bool = True, **given: Any
+) -> Sequential:  # fmt: skip
     """A Trainer of one step at stage 2 whose config names LOMO, or no optimizer."""
     made = config("lomo", 2)
     if not is_named:

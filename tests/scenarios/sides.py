@@ -207,15 +207,9 @@ class Side:
         return self.model.get_parameter(name)
 
     def loss(
-        self,
-        seed: int,
-        forwards: int = 1,
-        head: bool = False,
-        inputs: bool = False,
-        penalty: bool = False,
-        how: str = "",
-        scores: bool = False,
-    ) -> Tensor:
+        self, seed: int, forwards: int = 1, head: bool = False, inputs: bool = False,
+        penalty: bool = False, how: str = "", scores: bool = False
+    ) -> Tensor:  # fmt: skip
         """The mean over this side's ranks of the loss of a batch."""
         losses, dtype = [], next(self.model.parameters()).dtype
         for rank in self.ranks:

@@ -35,18 +35,9 @@ SETTINGS = {
 
 
 def textbook(
-    p,
-    grads,
-    rank=256,
-    scale=1.0,
-    scale_type="channel",
-    lr=1e-3,
-    betas=(0.9, 0.999),
-    eps=1e-6,
-    weight_decay=0.0,
-    seed=0,
-    gap=GAP,
-):
+    p, grads, rank=256, scale=1.0, scale_type="channel", lr=1e-3, betas=(0.9, 0.999), eps=1e-6,
+    weight_decay=0.0, seed=0, gap=GAP
+):  # fmt: skip
     """The parameter after ``grads``, by the paper's formulas on the whole matrix in fp64."""
     tall = p.shape[0] >= p.shape[1]
     m = v = before = 0.0

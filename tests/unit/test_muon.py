@@ -184,15 +184,6 @@ def test_a_tall_matrix_sends_half_of_its_short_sides_square_twice(world):
     assert sent == [32 * 96, 16 * 33]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 8, 33])
-def test_a_packed_matrix_is_what_it_was(n):
-    x = torch.randn(3, n, n, generator=torch.Generator().manual_seed(n))
-    x = x + x.mT
-    packed = newton_schulz.pack(x)
-    assert packed.shape == (3, (n + 1) // 2, n + 1)
-    assert torch.equal(newton_schulz.unpack(packed), x)
-
-
 def iterated(x, coefficients, safety=1.0):
     """The usual iteration on the whole matrix: [rows, cols] -> the same."""
     x = x / (x.norm() * safety + 1e-7)

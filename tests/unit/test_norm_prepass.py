@@ -56,17 +56,6 @@ def test_a_loss_that_writes_its_saved_gradients_in_place_is_refused_before_a_wei
     assert_updates_equal(model, plain, before)
 
 
-def test_such_a_loss_is_clipped_exactly_where_gradients_are_kept():
-    model, plain = fused_losses.make("saved", 2.0), fused_losses.make(None, 2.0)
-    before = state(plain)
-    optimizer, fused = fuse(model, gradient_policy="sharded")
-    for step in range(3):
-        fused.backward(model(*fused_losses.batch(step)))
-        optimizer.step()
-        ordinary_step(plain, plain(*fused_losses.batch(step)))
-    assert_updates_equal(model, plain, before)
-
-
 class Normed(nn.Module):
     """Batch norms, one of them in a checkpointed segment."""
 
@@ -85,23 +74,6 @@ class Normed(nn.Module):
     def forward(self, x):
         h = checkpoint(self.segment, self.first(x), use_reentrant=self.reentrant)
         return self.last(h).square().sum()
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_the_buffers_of_a_checkpointed_segment_end_as_without_clipping(reentrant):
-    torch.manual_seed(5)
-    model, plain = Normed(reentrant), Normed(reentrant)
-    plain.load_state_dict(model.state_dict())
-    before = state(plain)
-    optimizer, fused = fuse(model)
-    for step in range(3):
-        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
-        fused.backward(model(x))
-        optimizer.step()
-        ordinary_step(plain, plain(x))
-    assert_updates_equal(model, plain, before)
-    assert model.second[1].num_batches_tracked == 6 and model.calls == 6
-    assert model.first[1].num_batches_tracked == 3
 
 
 class Segmented(nn.Module):

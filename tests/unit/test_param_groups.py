@@ -40,47 +40,6 @@ MIXED = [
 ]
 
 
-def by_hand(model):
-    """The optimizer of each kind of parameter, alone."""
-    named = dict(model.named_parameters())
-    ends = [n for n in named if "embed" in n or "lm_head" in n]
-    vectors = [n for n in named if "norm" in n or n.endswith("bias")]
-    layers = [n for n in named if n not in ends and n not in vectors]
-    return [
-        ds_ext.AdaLomo([named[n] for n in layers], lr=0.02),
-        ds_ext.GaLoreAdamW([named[n] for n in ends], rank=None, lr=3e-3),
-        ds_ext.LOMO([named[n] for n in vectors], lr=0.1),
-    ]
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_each_parameter_is_stepped_by_its_own_rule(fused):
-    torch.manual_seed(0)
-    model = Net()
-    start = copy.deepcopy(model)
-    alone = copy.deepcopy(model)
-    optimizer = ds_ext.AdaLomo.for_model(model, lr=0.02, param_groups=MIXED)
-    others = by_hand(alone)
-    handle = ds_ext.fuse_into_backward(model, optimizer) if fused else None
-    for step in range(5):
-        loss_of(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss_of(alone, step).backward()
-        for other in others:
-            other.step()
-            other.zero_grad()
-    if handle is not None:
-        handle.remove()
-    for (name, p), q, before in zip(
-        model.named_parameters(), alone.parameters(), start.parameters(), strict=True
-    ):
-        assert not torch.equal(p, before), name
-        assert (p - q).norm() <= 1e-5 * (q - before).norm(), name
-    kinds = [g.get("type") for g in optimizer.param_groups]
-    assert kinds == [None, "GaLoreAdamW", "LOMO"]
-
-
 def test_groups_have_the_keys_of_their_own_rule():
     optimizer = ds_ext.AdaLomo.for_model(
         Net(), lr=0.02, weight_decay=0.1, seed=3, param_groups=MIXED
@@ -120,13 +79,6 @@ def test_a_state_of_mixed_rules_is_restored():
         optimizer.step()
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(p, q)
-
-
-def test_schedulers_set_the_rate_of_every_group():
-    optimizer = ds_ext.AdaLomo.for_model(Net(), lr=0.02, param_groups=MIXED)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
-    assert [g["lr"] for g in optimizer.param_groups] == [0.01, 1.5e-3, 0.05]
-    assert scheduler.base_lrs == [0.02, 3e-3, 0.1]
 
 
 ILL = [

@@ -8,7 +8,6 @@ from torch import nn
 from ds_ext import settings
 from ds_ext.backward import gradient_config
 from ds_ext.config import config_checks, parsing
-from ds_ext.engine.parameters import unpartitioned_shape
 from ds_ext.optimizer import param_groups
 from ds_ext.optimizer.model_view import ModelView, summary
 
@@ -171,16 +170,9 @@ def test_auto_is_as_if_the_key_were_absent():
 
 
 CONTRADICTIONS = [
-    ({"ds_ext": {"gradient_polcy": "fused"}}, ["ds_ext.gradient_polcy", '"gradient_policy"']),
     ({"ds_ext": {"gradient_policy": "kept"}}, ["ds_ext.gradient_policy", '"sharded"']),
     ({"ds_ext": {"clip_mode": "last"}}, ["ds_ext.clip_mode", '"previous"']),
-    ({"ds_ext": {"clip_value": "auto"}}, ["ds_ext.clip_value", '"auto" is filled in by nobody']),
     ({"ds_ext": {"clip_value": -1.0}}, ["ds_ext.clip_value", ">= 0"]),
-    ({"gradient_clipping": -1.0}, ["gradient_clipping", ">= 0"]),
-    (
-        {"gradient_clipping": 1.0, "ds_ext": {"clip_value": 1.0}},
-        ["gradient_clipping = 1.0", "ds_ext.clip_value = 1.0"],
-    ),
     ({"ds_ext": {"clip_mode": "previous"}}, ["clip_mode", "gradient_clipping > 0"]),
     (
         {
@@ -189,10 +181,6 @@ CONTRADICTIONS = [
             "ds_ext": {"clip_mode": "previous"},
         },
         ["clip_mode", "exactly at no cost"],
-    ),
-    (
-        {"gradient_accumulation_steps": 4, "ds_ext": {"gradient_policy": "fused"}},
-        ["gradient_policy", "gradient_accumulation_steps = 4"],
     ),
     (
         {"managed_gradient_accumulation": False, "ds_ext": {"gradient_policy": "fused"}},
@@ -305,21 +293,6 @@ def test_decay_groups_spare_norms_biases_and_vectors():
     orders = [[ids[id(p)] for p in group["params"]] for group in (decayed, spared)]
     assert sorted(orders[0] + orders[1]) == list(range(len(params)))
     assert all(order == sorted(order) for order in orders)
-
-
-def test_decay_groups_follow_the_shape_before_partitioning():
-    """Under zero.Init every parameter is flat and empty, and its shape is in ds_shape."""
-    linear = nn.Linear(3, 2)
-    shapes = {name: p.shape for name, p in linear.named_parameters()}
-    for name, p in linear.named_parameters():
-        p.data = torch.empty(0)
-        p.ds_shape = shapes[name]
-    params = list(linear.parameters())
-    decayed, spared = param_groups.decay_groups(
-        ModelView(linear, shape=unpartitioned_shape), params, 0.1
-    )
-    assert [p is linear.weight for p in decayed["params"]] == [True]
-    assert [p is linear.bias for p in spared["params"]] == [True]
 
 
 def test_decay_groups_keep_to_the_parameters_given():
