@@ -118,14 +118,9 @@ def changed(chance: random.Random, x: Tensor) -> Tensor:
     """A tensor of another size, dtype or order in memory."""
     size = chance.randrange(0, 2 * x.numel() + 2)
     dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.int16, torch.int64]
-    ways = [
-        torch.zeros(size, dtype=x.dtype),
-        x.to(chance.choice(dtypes)),
-        x.flatten()[: max(1, x.numel() // 2)].clone(),
-        torch.stack([x, x], dim=-1)[..., 0],
-        torch.zeros((), dtype=x.dtype).expand(x.shape),
-        x.clone(),
-    ]
+    ways = [torch.zeros(size, dtype=x.dtype), x.to(chance.choice(dtypes))]
+    ways += [x.flatten()[: max(1, x.numel() // 2)].clone(), torch.stack([x, x], dim=-1)[..., 0]]
+    ways += [torch.zeros((), dtype=x.dtype).expand(x.shape), x.clone()]
     return chance.choice(ways)
 
 

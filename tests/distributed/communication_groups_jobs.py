@@ -28,11 +28,8 @@ def model() -> torch.nn.Module:
 def trained(stage: int) -> dict[str, torch.Tensor]:
     """Weights after three steps of CAME, whose rules take rounds."""
     zero = {"stage": stage, "reduce_bucket_size": 50, "overlap_comm": True}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": zero,
-        "optimizer": {"type": "CAME", "params": {"lr": 0.1}},
-    }
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    config |= {"optimizer": {"type": "CAME", "params": {"lr": 0.1}}}
     engine, *_ = deepspeed.initialize(model=model(), config=config)
     for step in range(3):
         torch.manual_seed(10 * step + dist.get_rank())

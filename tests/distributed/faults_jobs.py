@@ -304,12 +304,9 @@ def _json(begin, config, optimizer) -> None:
 def endure(steps_: int) -> dict[str, Any]:
     """Many steps: tensors alive and memory resident on the way."""
     model = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.Tanh(), torch.nn.Linear(50, 30))
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 30},
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "CAME", "params": {"lr": 1e-4}},
-    }
+    config = {"train_micro_batch_size_per_gpu": 1}
+    config |= {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 30}}
+    config |= {"gradient_clipping": 1.0, "optimizer": {"type": "CAME", "params": {"lr": 1e-4}}}
     engine = deepspeed.initialize(model=model, config=config)[0]
     seen = []
     for step in range(steps_):

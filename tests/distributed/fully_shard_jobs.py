@@ -136,13 +136,8 @@ def accumulate(
         optimizer.step()
         norms.append(fused.norm)
     after = whole(model)
-    told = {
-        "held twice": twice,
-        "norms": norms,
-        "moved in backward": moved,
-        "identical": identical(after),
-        "told": by_role.told(optimizer, model),
-    }
+    told = {"held twice": twice, "norms": norms, "moved in backward": moved}
+    told |= {"identical": identical(after), "told": by_role.told(optimizer, model)}
     return {"before": before, "after": after, **told}
 
 
@@ -192,11 +187,8 @@ def resume(
     weights, states = get_state_dict(model, optimizer)
     checkpoint.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
     spread = numbers(states, of=lambda x: isinstance(x, DTensor))
-    told = {
-        "spread": any(x is True for x in spread.values()),
-        "loaded": loaded,
-        "saved": numbers(states),
-    }
+    told = {"spread": any(x is True for x in spread.values()), "loaded": loaded}
+    told |= {"saved": numbers(states)}
     return {"before": before, "after": whole(model)} | told
 
 

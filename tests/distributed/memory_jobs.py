@@ -49,13 +49,9 @@ def measure(kind, stage, dtype):
     module = network()
     zero = {"stage": stage, "reduce_bucket_size": REAL_BUCKET}
     params = {"lr": 1e-3, "torch_adam": True} if kind == "adamw" else {}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0,
-        "bf16": {"enabled": dtype == "bf16"},
-        "zero_optimization": zero,
-        "optimizer": {"type": kind, "params": params},
-    }
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0}
+    config |= {"bf16": {"enabled": dtype == "bf16"}, "zero_optimization": zero}
+    config |= {"optimizer": {"type": kind, "params": params}}
     engine, *_ = deepspeed.initialize(
         model=module, model_parameters=list(module.parameters()), config=config
     )
@@ -119,12 +115,8 @@ def frozen_in_backward(reentrant):
     hypers = {"lr": 1e-2, "weight_decay": 0.0}
     zero = {"stage": 3, "stage3_param_persistence_threshold": 16}
     zero |= {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0,
-        "zero_optimization": zero,
-        "optimizer": {"type": "ds_ext.AdamW", "params": hypers},
-    }
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0}
+    config |= {"zero_optimization": zero, "optimizer": {"type": "ds_ext.AdamW", "params": hypers}}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=trained(model), config=config)
     optimizer = torch.optim.AdamW(trained(single), **hypers)
     seen, before = [], [p.detach().clone() for p in trained(single)]

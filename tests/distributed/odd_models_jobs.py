@@ -139,11 +139,8 @@ def in_pipeline() -> None:
     """Resizes a weight of the first of two stages; the second raises when the first is gone."""
     layers = [LayerSpec(nn.Linear, 4, 8), LayerSpec(nn.Linear, 8, 3)]
     net = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
-    config = {
-        "train_micro_batch_size_per_gpu": 5,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdaLomo", "params": {"lr": 0.05}},
-    }
+    config = {"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 2}
+    config |= {"optimizer": {"type": "AdaLomo", "params": {"lr": 0.05}}}
     engine = deepspeed.initialize(model=net, config=config)[0]
     data = [(torch.randn(5, 4), torch.randn(5, 3))]
     engine.train_batch(iter(data * 2))

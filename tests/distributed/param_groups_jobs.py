@@ -22,12 +22,9 @@ CLIP = 0.5
 
 def start(stage: int, optimizer: dict[str, Any] = OPTIMIZER) -> deepspeed.DeepSpeedEngine:
     torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": CLIP,
-        "optimizer": optimizer,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 200},
-    }
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": CLIP}
+    config |= {"optimizer": optimizer}
+    config |= {"zero_optimization": {"stage": stage, "reduce_bucket_size": 200}}
     return deepspeed.initialize(model=models.Zoo(), config=config)[0]
 
 

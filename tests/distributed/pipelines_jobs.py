@@ -70,13 +70,9 @@ def linears() -> list[Any]:
 def without_parameters() -> list[float]:
     """The losses of a pipeline of three stages with nothing to train on the second."""
     net = PipelineModule(linears(), num_stages=3, loss_fn=F.mse_loss, partition_method="uniform")
-    config = {
-        "train_micro_batch_size_per_gpu": 5,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdaLomo", "params": {"lr": 0.05}},
-        "zero_optimization": {"stage": 1},
-    }
+    config = {"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 2}
+    config |= {"gradient_clipping": 1.0, "optimizer": {"type": "AdaLomo", "params": {"lr": 0.05}}}
+    config |= {"zero_optimization": {"stage": 1}}
     engine = deepspeed.initialize(model=net, config=config)[0]
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(5, 4, generator=generator), torch.randn(5, 3, generator=generator)

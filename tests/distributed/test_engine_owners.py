@@ -31,12 +31,6 @@ def test_the_newer_engine_takes_over_and_the_older_ends(stage, ours, begun):
         assert got["unmoved"] and not got["held"]
 
 
-@pytest.mark.parametrize("stage", params(range(4), (0, 3)))
-def test_the_older_of_two_engines_that_share_a_layer_says_so(stage):
-    for told in worlds.run(WORLD, engine_owners_jobs.shared_trunk, stage):
-        assert not told["newer"] and "If the two models share layers, freeze" in told["older"]
-
-
 def test_a_partitioned_model_that_was_scored_in_inference_mode_is_trained():
     for got in worlds.run(WORLD, engine_owners_jobs.scored_before, 3):
         check(got, ours=True)
@@ -76,15 +70,7 @@ def test_partitions_of_another_engine_are_refused_below_stage_3(second):
 
 
 def test_a_second_trainer_takes_over():
-    for got in worlds.run(WORLD, engine_owners_jobs.trainers, "ours", "trainer"):
-        assert got == {"moved": [True, True], "error": ""}
-
-
-def test_train_called_twice_fails_as_it_does_with_adamw():
-    ours, adamw = (
-        worlds.run(WORLD, engine_owners_jobs.trainers, kind, "train") for kind in ("ours", "adamw")
-    )
-    assert ours == adamw
+    assert worlds.run(WORLD, engine_owners_jobs.trainers) == [[True, True]] * WORLD
 
 
 # At stage 3, DeepSpeed's nodes in a graph that a module keeps hold the module.

@@ -118,11 +118,8 @@ def means(name: str, micro: int, checkpointing: str | None) -> list[str]:
     """What a way to clip, over so many micro-batches, is called."""
     if checkpointing is not None:
         return [f"{checkpointing} activation checkpointing"]
-    said = {
-        "clipped": "clipping to a norm, gradients not kept",
-        "sharded": "clipping to a norm, gradients kept",
-        "by value": "clipping by value",
-    }
+    said = {"clipped": "clipping to a norm, gradients not kept"}
+    said |= {"sharded": "clipping to a norm, gradients kept", "by value": "clipping by value"}
     if micro == 1:
         return [said[name]] if name in said else []
     return ["gradient accumulation" + (" with clipping" if name in ("clipped", "sharded") else "")]

@@ -36,8 +36,11 @@ SOME += [("engine", stage, "sharded", "exact") for stage in (1, 2, 3)]
 SOME += [("engine", 2, "fused", "none"), ("fsdp2", "fsdp2", "fused", "exact")]
 
 
+FEATURES = ["layers frozen and unfrozen on the way", "own settings for a parameter group"]
+
+
 @pytest.mark.supports(
-    lambda way: "layers frozen and unfrozen on the way" if way == "engine" else [],
+    lambda way: FEATURES if way == "engine" else [],
     stage="stage",
     optimizer="AdaLomo",
 )

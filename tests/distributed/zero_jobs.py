@@ -19,7 +19,7 @@ from tests.common import by_role, engines, models
 from tests.common.by_role import MATRICES
 from tests.common.hypers import FOR_ALL, TRAINED, changed
 from tests.common.plain import FusedEngine
-from tests.common.ranks import identical, message, whole
+from tests.common.ranks import identical, whole
 
 STEPS = 4
 
@@ -98,7 +98,6 @@ for _stage in range(4):
     CASES[f"adalomo-bf16-stage{_stage}"] = Case(
         "adalomo", HYPERS["adalomo"], stage=_stage, dtype="bf16", tensors=False, odd=False
     )
-CASES["adalomo-groups"] = Case("adalomo", HYPERS["adalomo"])
 for _rule in MATRICES:  # by the roles of parameters, as a JSON config says
     _decay = HYPERS[_rule] | {"weight_decay": 0.1}
     CASES[f"{_rule}-plain"] = Case(_rule, _decay, stage=None, plain_backward=True)
@@ -131,18 +130,6 @@ def build(case: Case) -> models.Zoo:
         with deepspeed.zero.GatheredParameters([p], modifier_rank=0), torch.no_grad():
             p.copy_(w)
     return model
-
-
-def groups(name: str, model: models.Zoo) -> list[dict[str, Any]]:
-    """One group of all parameters, or for the case of several groups three that differ."""
-    params = list(model.parameters())
-    if not name.endswith("-groups"):
-        return [{"params": params}]
-    return [
-        {"params": params[0::3], "lr": 0.02},
-        {"params": params[1::3], "weight_decay": 0.2},
-        {"params": params[2::3], "clip_threshold": 0.5, "lr": 0.005},
-    ]
 
 
 def most_alive(case: Case, ranks: int) -> int:
@@ -242,7 +229,7 @@ def train(name: str) -> dict[str, Any]:
     if case.client and case.rule in MATRICES:
         optimizer = by_role.made(case.rule, model, case.hypers)
     elif case.client:
-        optimizer = OPTIMIZERS[case.rule](groups(name, model), **case.hypers)
+        optimizer = OPTIMIZERS[case.rule](model.parameters(), **case.hypers)
     watch = Watch(most_alive(case, world))
     with watch.hook():
         if case.stage is None:
@@ -289,19 +276,6 @@ def train(name: str) -> dict[str, Any]:
     result |= by_role.told(engine.optimizer, model)
     engine.destroy()
     return result
-
-
-def second_backward(stage: int, one_forward: bool) -> str:
-    """The error of a second backward before engine.step(), of the same forward pass or another."""
-    case = CASES["adalomo"]
-    model = build(case)
-    optimizer = ds_ext.AdaLomo(model.parameters())
-    made = config(case) | {"zero_optimization": {"stage": stage}}
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=made)
-    loss = engine(models.batch(0, 1)[0])
-    engine.backward(loss, retain_graph=True)
-    second = loss * 2 if one_forward else engine(models.batch(1, 1)[0])
-    return message(lambda: engine.backward(second), RuntimeError)
 
 
 def outside() -> dict[str, Any]:

@@ -143,11 +143,8 @@ def grouped(name: str, config: dict[str, Any], load) -> dict[str, Any]:
     """This rank's part of an engine's loop with an optimizer object."""
     model = load()
     optimizer = OPTIMIZERS[name](groups(model, name))
-    made = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.0,
-        "zero_optimization": config["zero_optimization"],
-    }
+    made = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
+    made |= {"zero_optimization": config["zero_optimization"]}
     engine = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=lambdas(optimizer), config=made
     )[0]

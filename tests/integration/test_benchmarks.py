@@ -117,13 +117,9 @@ def test_a_call_is_noted_with_the_whole_that_is_summed_or_gathered():
 def test_a_steps_figures():
     theirs = [comm.Call("lomo_optim", comm.ALL_REDUCE, n) for n in (400, 4)]
     gathering = comm.Call("deepspeed", comm.ALL_GATHER, 10**6)
-    ours = [
-        comm.Call("ds_ext", comm.REDUCE_SCATTER, 404),
-        comm.Call("ds_ext", comm.ALL_REDUCE, 8),
-        comm.Call("ds_ext", comm.ALL_REDUCE, 4),
-        comm.Call("ds_ext", comm.ALL_GATHER, 400),
-        gathering,
-    ]
+    ours = [comm.Call("ds_ext", comm.REDUCE_SCATTER, 404), comm.Call("ds_ext", comm.ALL_REDUCE, 8)]
+    ours += [comm.Call("ds_ext", comm.ALL_REDUCE, 4), comm.Call("ds_ext", comm.ALL_GATHER, 400)]
+    ours += [gathering]
     upstream = comm.Step([*theirs, gathering], 400, [])
     assert comm.figures(comm.Step(ours, 400, [2, 1]), upstream, 2) == {
         "sent by the optimizer, bytes": 202 + 12 + 200,

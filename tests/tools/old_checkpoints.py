@@ -92,11 +92,8 @@ def engine(name: str, kind: str, stage: int, seed: int = 5) -> Any:
     model = Whole(seed)
     if name == "int8":
         model = Whole(seed, SHAPES | {"matrix": (256, 256)}).bfloat16()
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20},
-    }
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
+    config |= {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20}}
     made = optimizer(rule, model, **own)
     with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
         return deepspeed.initialize(model=model, optimizer=made, config=config | extra)[0]

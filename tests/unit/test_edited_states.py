@@ -196,20 +196,6 @@ def test_a_hyper_parameter_that_another_state_belongs_to_is_refused(name, hypers
     assert same(before, picture(params, optimizer)[:2])
 
 
-def test_a_parameter_that_was_frozen_goes_on_with_its_state():
-    (params, optimizer), (twins, twin) = stepped("came"), stepped("came")
-    params[0].requires_grad_(False)
-    params[0].grad = None
-    step(params[1:], optimizer, seed=1)
-    params[0].requires_grad_(True)
-    twins[0].grad = None
-    step(twins[1:], twin, seed=1)
-    step(params, optimizer, seed=2)
-    step(twins, twin, seed=2)
-    assert all(map(torch.equal, params, twins))
-    assert [optimizer.state[p]["step"] for p in params] == [3, 4]
-
-
 # In backward.
 
 

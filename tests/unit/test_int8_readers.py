@@ -343,11 +343,8 @@ def test_threads_share_a_model():
                     for x in read(model):
                         assert x.isfinite().all()
 
-        readers = [
-            lambda m: [m(batch(0))],
-            lambda m: m.state_dict().values(),
-            lambda m: copy.deepcopy(m).parameters(),
-        ]
+        readers = [lambda m: [m(batch(0))], lambda m: m.state_dict().values()]
+        readers += [lambda m: copy.deepcopy(m).parameters()]
         with ThreadPoolExecutor(len(readers)) as pool:
             others = [pool.submit(evaluate, read) for read in readers]
             try:

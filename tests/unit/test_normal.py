@@ -53,16 +53,8 @@ def test_numbers_of_a_sequence_are_independent(lag):
 
 
 def test_sequences_are_independent():
-    keys = [
-        (0, 0, 0),
-        (1, 0, 0),
-        (2, 0, 0),
-        (0, 1, 0),
-        (0, 0, 1),
-        (1, 0, 1),
-        (0, 1, 1),
-        (7, 2**40, 9),
-    ]
+    keys = [(0, 0, 0), (1, 0, 0), (2, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1)]
+    keys += [(7, 2**40, 9)]
     n = 2**16
     x = torch.stack([drawn(*key, n=n) for key in keys])
     correlations = x @ x.T / n - torch.eye(len(keys), dtype=x.dtype)

@@ -120,11 +120,8 @@ DEEPSPEED = {
 @pytest.mark.parametrize("name", DEEPSPEED)
 def test_deepspeed_scheduler_of_the_config(name, stage, accumulation):
     kind, params = DEEPSPEED[name]
-    config = {
-        "scheduler": {"type": kind, "params": params},
-        "zero_optimization": {"stage": stage},
-        "gradient_accumulation_steps": accumulation,
-    }
+    config = {"scheduler": {"type": kind, "params": params}, "zero_optimization": {"stage": stage}}
+    config |= {"gradient_accumulation_steps": accumulation}
     expected = reference(lambda o: getattr(lr_schedules, kind)(o, **params), None, accumulation)
     assert_equal(run(start(config=config), accumulation), expected)
 

@@ -35,13 +35,8 @@ def test_examples_can_be_read_by_a_machine(document):
 
 def _texts() -> list[Path]:
     """Files that may name a document."""
-    kinds = (
-        "ds_ext/**/*.py",
-        "tests/**/*.py",
-        "benchmarks/*.py",
-        "examples/*.py",
-        "configs/**/*.json",
-    )
+    kinds = ("ds_ext/**/*.py", "tests/**/*.py", "benchmarks/*.py", "examples/*.py")
+    kinds += ("configs/**/*.json",)
     own = ("Makefile", "setup.cfg", "pyproject.toml", ".ci/run", "README.md", "docs/**/*.md")
     found = {path for kind in (*kinds, *own) for path in snippets.ROOT.glob(kind)}
     return sorted(found - {Path(__file__)})
