@@ -50,7 +50,6 @@ def enter() -> None:
 
 
 def leave() -> None:
-    """Takes the rule out of the registry."""
     del REGISTRY[NAME]
 
 

@@ -100,8 +100,6 @@ def trained(engine: Any, loss_of: Loss, steps: int, *how: Any, **more: Any) -> d
 
 
 class Alone(NamedTuple):
-    """Training in one process."""
-
     before: Weights
     after: Weights
     norms: list[float]

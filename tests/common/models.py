@@ -79,6 +79,5 @@ def batch(step: int, world: int) -> torch.Tensor:
 
 
 def make(checkpointing: str | None = None, tensors: bool = True, dropout: float = 0.0) -> Zoo:
-    """The model with weights from a fixed seed."""
     torch.manual_seed(7)
     return Zoo(checkpointing, tensors, dropout)

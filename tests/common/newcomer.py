@@ -36,5 +36,4 @@ def enter(is_broken: bool = False) -> None:
 
 
 def leave() -> None:
-    """Takes the rule out of the registry."""
     del REGISTRY[NAME]

@@ -97,7 +97,6 @@ def made(
 
 
 def step(params: list[nn.Parameter], optimizer: RuleOptimizer) -> None:
-    """Steps by random gradients."""
     for p in params:
         p.grad = torch.randn(p.shape).to(p.dtype)
     optimizer.step()
@@ -159,7 +158,6 @@ def copied(state: Any) -> Any:
 
 
 def cast(chance: random.Random, params: list[nn.Parameter], optimizer: RuleOptimizer) -> None:
-    """Casts some weights."""
     for p in chance.sample(params, chance.randrange(len(params) + 1)):
         dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
         p.grad, p.data = None, p.data.to(chance.choice(dtypes))

@@ -105,10 +105,8 @@ MANY = 1024  # ranks: more than most parameters have elements
 
 
 def weights(shapes=SHAPES, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """See ``simulation.weights``."""
     return simulation.weights(shapes, dtype)
 
 
 def gradients(steps: int, shapes=SHAPES, dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
-    """See ``simulation.gradients``."""
     return simulation.gradients(steps, shapes, dtype)

@@ -46,7 +46,6 @@ def loss_of(model, number: int, rank: int, name: str) -> torch.Tensor:
 
 @functools.cache
 def alone(name: str, rule: str) -> engines.Alone:
-    """One process with both ranks' data."""
     model = make(name)
     loss = functools.partial(loss_of, name=name)
     return engines.alone(model, by_role.made(rule, model, HYPERS[rule]), loss, STEPS)

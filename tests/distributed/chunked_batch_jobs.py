@@ -38,8 +38,6 @@ ROUTERS = {"num_local_experts": 4, "output_router_logits": True, "router_aux_los
 
 @dataclass(frozen=True)
 class Case:
-    """One run."""
-
     stage: int | str = 3  # "fsdp2": fuse_into_backward on parts of fully_shard
     splits: int = 3
     rule: str = "adalomo"
@@ -50,7 +48,6 @@ class Case:
 
 
 def make(kind: str) -> nn.Module:
-    """A small model with weights from a fixed seed."""
     torch.manual_seed(3)
     if kind == "mixtral":
         return MixtralForCausalLM(MixtralConfig(**SIZES, **ROUTERS))

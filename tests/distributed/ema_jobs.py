@@ -39,7 +39,6 @@ def model_of(dtype: torch.dtype = torch.float32) -> Net:
 
 
 def batch(step: int) -> Tensor:
-    """This rank's rows."""
     return engines.rows(step, dist.get_rank(), 4, 6)
 
 

@@ -48,7 +48,6 @@ def train(folder: str, stage: int, fault: str = "", tag: str | None = None) -> d
 
 
 def unbroken() -> dict[str, Any]:
-    """The same without a fault."""
     with shared_folder() as folder:
         return train(folder, 3)
 
@@ -125,7 +124,6 @@ FAULTS += ("latest",)
 
 
 def stage_of(fault: str) -> int:
-    """The ZeRO stage at which a fault is tried."""
     return (3, 1, 2)[FAULTS.index(fault) % 3]
 
 

@@ -59,7 +59,6 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the whole weights by name."""
     return {n: full(p).clone() for n, p in model.named_parameters()}
 
 

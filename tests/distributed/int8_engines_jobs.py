@@ -111,7 +111,6 @@ def run(stage: int, folder: str) -> tuple:
 
 
 def loaded(stage: int, folder: str) -> dict[str, Any]:
-    """Loads a checkpoint."""
     engine = engine_of(stage, made(seed=6))
     engine.load_checkpoint(folder)
     return stored(engine)
@@ -204,7 +203,6 @@ def gathered_bytes():
 
 
 def refusal(stage: int) -> str:
-    """What an engine says."""
     return message(lambda: engine_of(stage, made()))
 
 

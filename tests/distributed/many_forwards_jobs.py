@@ -56,7 +56,6 @@ def train(stage: int, policy: str, accumulation: int, max_norm: float, how: str)
 
 
 def alone(accumulation: int, max_norm: float, lrs: list[float]) -> engines.Alone:
-    """SGD with the rates of the steps, in one process."""
 
     def schedule(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
         optimizer.param_groups[0]["lr"] = lrs[step]

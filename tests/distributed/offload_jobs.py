@@ -87,7 +87,6 @@ def steps(engine: deepspeed.DeepSpeedEngine, numbers: range) -> list[float]:
 
 
 def weights(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
-    """The whole weights by name, on the host."""
     return {n: p.cpu() for n, p in whole(engine.module).items()}
 
 

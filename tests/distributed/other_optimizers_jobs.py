@@ -119,7 +119,6 @@ def of_object() -> list[float]:
 
 
 def of_function() -> list[float]:
-    """Of a function that makes the optimizer."""
     return train(1, lambda params: sgd)
 
 
@@ -140,7 +139,6 @@ def rank_0_alone() -> list[float]:
 
 
 def pipeline() -> list[float]:
-    """Of two stages."""
     layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]
     torch.manual_seed(0)
     model = PipelineModule(layers, num_stages=2, loss_fn=lambda out, label: (out - label).mean())
@@ -201,8 +199,6 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
 
 
 class OwnEngine:
-    """An engine of ours."""
-
     def __init__(self) -> None:
         config = _config(3) | {"optimizer": {"type": "AdaLomo", "params": {"lr": 0.1}}}
         self.engine, *_ = deepspeed.initialize(model=_model(), config=config)
@@ -216,7 +212,6 @@ class OwnEngine:
         _resume(self.engine)
 
     def alone(self, steps: int) -> list[float]:
-        """Weights after some steps."""
         for _ in range(steps):
             self.step()
         return self.weights()
@@ -226,7 +221,6 @@ class OwnEngine:
 
 
 def _resume(engine: Any) -> None:
-    """Saves and loads a checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         path = [folder]
         dist.broadcast_object_list(path)

@@ -88,7 +88,6 @@ def by_role(stage: int, kind: str) -> dict[str, Any]:
 
 
 def refused(stage: int, entry: dict[str, Any]) -> str:
-    """What an engine says of an entry."""
     params = {"lr": 0.02, "param_groups": [entry]}
     return message(lambda: start(stage, {"type": "AdaLomo", "params": params}))
 

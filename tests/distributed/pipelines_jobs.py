@@ -129,8 +129,6 @@ def rows(step: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Run:
-    """How a pipeline is trained."""
-
     rule: str
     hypers: dict[str, Any] = field(default_factory=dict)
     stages: int = 2

@@ -63,7 +63,6 @@ def step(stage: int, is_penalized: bool, accumulation: int) -> dict[str, Any]:
 
 
 def alone(is_penalized: bool) -> engines.Alone:
-    """The same in one process."""
     model = penalized() if is_penalized else make()
     loss = penalized_loss if is_penalized else loss_of
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -325,7 +325,6 @@ def load_over(stage: int) -> list[tuple[bool, list[str]]]:
 
 
 def message(action: Callable[[], Any]) -> str:
-    """The error of an action, or ""."""
     return ranks.message(action, ds_ext.CheckpointError, ValueError, RuntimeError)
 
 

@@ -50,7 +50,6 @@ def step(engine: deepspeed.DeepSpeedEngine, number: int) -> None:
 
 
 def getters(param: nn.Parameter) -> list[Any]:
-    """What each of DeepSpeed's getters returns of a parameter."""
     return [
         utils.safe_get_full_fp32_param(param),
         utils.safe_get_full_optimizer_state(param, "exp_avg"),

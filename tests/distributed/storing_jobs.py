@@ -58,7 +58,6 @@ class Quantized(nn.Module):
 
 
 def held(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All values of a model, gathered."""
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         return {n: v.detach().clone() for n, v in model.state_dict().items()}
 

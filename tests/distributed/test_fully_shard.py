@@ -35,7 +35,6 @@ AUTHORS = "fp32, each optimizer against its authors' code"
 
 
 def shown(name: str) -> list[str]:
-    """The features that a case shows."""
     own = [AUTHORS] if CASES[name].rule in INDEPENDENT else []
     if (kind := CASES[name].checkpointing) is not None:
         own.append(f"{kind} activation checkpointing")

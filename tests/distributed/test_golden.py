@@ -15,7 +15,6 @@ FP32 = {"flashadamw": 5e-3, "scale": 1e-2, "sinkgd": 1e-2, "apollomini": 5e-2}
 
 
 def tolerance(rule: str, dtype: str) -> float:
-    """The tolerance of a rule's losses."""
     return FP32.get(rule, CLOSE[dtype]) if dtype == "fp32" else CLOSE[dtype]
 
 

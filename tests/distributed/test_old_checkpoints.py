@@ -29,7 +29,6 @@ def folder(tmp_path_factory):
 
 
 def compare(path, found):
-    """Compares with the weights that were written beside the checkpoints."""
     for (rule, kind), (loaded, after) in found.items():
         record = torch.load(path / rule / f"{kind}.weights.pt")
         assert all(torch.equal(loaded[name], w) for name, w in record["saved"].items()), rule

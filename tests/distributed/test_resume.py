@@ -23,7 +23,6 @@ QUICK_BITS += [("clipped by the step before", "lamb", 3), ("loss scale", "lamb",
 
 
 def optimizer(kind: str) -> str:
-    """The optimizer of a kind of run, for the support matrix."""
     return KINDS[kind][0]
 
 

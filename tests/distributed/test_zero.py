@@ -69,7 +69,6 @@ def test_each_rule_is_quick_and_each_stage_with_rules_of_several_kinds():
 
 
 def shown(name: str) -> list[str]:
-    """The features that a case shows."""
     case = CASES[name]
     usual = case.checkpointing is None and not case.zero_init
     has_authors = case.rule in INDEPENDENT or case.rule in MATRICES

@@ -19,7 +19,6 @@ LR = 0.1
 
 
 def make() -> tuple[nn.Module, nn.Module]:
-    """A generator and a discriminator."""
     torch.manual_seed(0)
     generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5))
     return generator, nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))

@@ -102,7 +102,6 @@ def clip_of(rule: str) -> float:
 
 
 def whole(rule: str, pairs: int, told: by_role.Told) -> engines.Alone:
-    """One process that has whole sequences."""
     model = make()
     names = {p: n for n, p in model.named_parameters()}
     optimizer_of = by_role.optimizer(names, r"(qkv|out|up|down)\.weight", told["streams"])

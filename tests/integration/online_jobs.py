@@ -53,7 +53,6 @@ JOBS = {
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word."""
     words = {word: i for i, word in enumerate(["<pad>", "<end>", "<unknown>", *WORDS])}
     made = Tokenizer(models.WordLevel(words, unk_token="<unknown>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -28,8 +28,6 @@ WARMUP = {"total_num_steps": 20, "warmup_num_steps": 3}
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop of accelerate."""
-
     config: str
     lr: float
     max_norm: float = 0.0

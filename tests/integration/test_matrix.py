@@ -112,7 +112,6 @@ def test_answers_alone_are_learnt(data):
 
 
 def tiny():
-    """A Llama over bytes."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=256,

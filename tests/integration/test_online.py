@@ -15,7 +15,6 @@ pytest.importorskip("trl", reason="TRL, which needs Python 3.11, is not installe
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the model."""
     made = tmp_path_factory.mktemp("online")
     trainer_runs.model().save_pretrained(made / "model")
     return str(made)

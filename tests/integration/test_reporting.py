@@ -11,7 +11,6 @@ from tests.integration import trainer_jobs, trainer_runs
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the model."""
     made = tmp_path_factory.mktemp("reporting")
     trainer_runs.model().save_pretrained(made / "model")
     return str(made)

@@ -80,13 +80,11 @@ def _train(folder: str, name: str, job: Job) -> dict[str, Any]:
 
 
 def accelerate(folder: str, name: str) -> dict[str, Any]:
-    """A loop of accelerate's."""
     loop = own_loops.LOOPS[name]
     return own_loops.accelerated(loop, config(loop.config), lambda: load(folder))
 
 
 def grouped(folder: str, name: str) -> dict[str, Any]:
-    """An engine's loop with an optimizer of several parameter groups."""
     return own_loops.grouped(name, config(name), lambda: load(folder))
 
 

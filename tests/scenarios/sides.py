@@ -97,7 +97,6 @@ class Side:
         self.start(3, setup["groups"])
 
     def start(self, seed: int, groups: list[Group]) -> None:
-        """Makes model and optimizer."""
         torch.manual_seed(seed)
         self.model = Net(self.rows).to(getattr(torch, self.setup["dtype"]))
         self.spread()
@@ -144,7 +143,6 @@ class Side:
             self.zero_grad()
 
     def lists(self) -> list[list[Any]]:
-        """The parameters of each group."""
         return [group["params"] for group in self.optimizer.param_groups]
 
     def clip(self) -> None:
@@ -168,7 +166,6 @@ class Side:
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, gamma)
 
     def whole(self) -> dict[str, Tensor]:
-        """Copies of the whole weights."""
         return {n: p.detach().clone() for n, p in self.model.named_parameters()}
 
     def editable(self, p: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -340,7 +337,6 @@ def walk(states: Any, found: Callable[[Tensor], Any]) -> Any:
 
 
 def tensors(states: dict[Any, Any]) -> Iterator[Tensor]:
-    """All tensors of a nested state."""
     for value in states.values():
         if isinstance(value, dict):
             yield from tensors(value)

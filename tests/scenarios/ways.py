@@ -211,7 +211,6 @@ WAYS: dict[str, type[Plain]] = {"plain": Plain, "fused": Fused, "fsdp2": FSDP2, 
 
 
 def go_on_with_copies(side: Side) -> None:
-    """Takes deep copies of model and optimizer in their place."""
     copies = copy.deepcopy((side.model, side.optimizer))
     side.detach()
     side.model, side.optimizer = copies

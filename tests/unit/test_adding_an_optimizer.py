@@ -33,7 +33,6 @@ SHAPE, LR, MOMENTUM, DECAY, STEPS = (7, 5), 0.03, 0.6, 0.1, 4
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """The module that the page's code is."""
     codes = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
     file = tmp_path_factory.mktemp("page") / "signsgd.py"
     file.write_text("\n".join(codes))

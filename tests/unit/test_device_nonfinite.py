@@ -50,8 +50,6 @@ class Member(test_nonfinite.Member):
 
 
 class Simulated(test_nonfinite.Simulated):
-    """An optimizer on each of some ranks, which steps by kernels."""
-
     def __init__(self, name, world, shapes, dtype, **how):
         weights, hypers = table.weights(shapes, dtype), SETTINGS[name] | how
         self.ranks = [Member(name, rank, world, weights, hypers) for rank in range(world)]

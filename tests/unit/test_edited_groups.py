@@ -17,7 +17,6 @@ def network():
 
 
 def groups_of(model):
-    """Two groups with settings of their own."""
     return [
         {"params": [*model[0].parameters(), model[2].weight], "lr": 0.02, "weight_decay": 0.1},
         {"params": [model[2].bias, *model[4].parameters()], "lr": 0.01},

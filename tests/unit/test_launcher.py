@@ -41,7 +41,6 @@ WORDS = 2**21  # of each of three buffers
 
 
 def at(address, count, dtype):
-    """Numbers at an address."""
     size = count * np.dtype(dtype).itemsize
     return np.frombuffer((ctypes.c_char * size).from_address(address), dtype).copy()
 

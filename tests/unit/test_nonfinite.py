@@ -50,7 +50,6 @@ class Member:
         self.optimizer = OPTIMIZERS[name](self.params, **hypers)
 
     def cut(self, tensors):
-        """Its runs of whole tensors."""
         pairs = zip(tensors, self.shards, strict=True)
         return [x.flatten()[shard.start : shard.stop].clone() for x, shard in pairs]
 
@@ -75,8 +74,6 @@ class Member:
 
 
 class Simulated:
-    """An optimizer on each of some ranks."""
-
     def __init__(self, name, world, shapes, dtype=torch.float32, **how):
         weights, hypers = table.weights(shapes, dtype), SETTINGS[name] | how
         self.ranks = [Member(name, rank, world, weights, hypers) for rank in range(world)]

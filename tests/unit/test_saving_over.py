@@ -45,7 +45,6 @@ def put(path: Path, files: dict[str, str] = KEPT) -> None:
 
 
 def texts(path: Path) -> set[str]:
-    """What all files below a folder hold."""
     return {file.read_text() for file in path.rglob("*") if file.is_file()}
 
 

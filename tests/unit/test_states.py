@@ -30,7 +30,6 @@ FORMS = {name: (name, {}) for name in OPTIMIZERS} | MORE
 
 
 def made(form, shapes=SHAPES, dtype=torch.float32, **hypers):
-    """Parameters and an optimizer of them by name."""
     name, own = FORMS[form]
     params = [nn.Parameter(p) for p in table.weights(shapes, dtype)]
     named = [(f"layers.{i}", p) for i, p in enumerate(params)]
@@ -80,7 +79,6 @@ def mapped(state, change):
 
 
 def tensors(state, *above):
-    """The tensors of a state, with what leads to them."""
     for key, x in state.items():
         if isinstance(x, dict):
             yield from tensors(x, *above, key)

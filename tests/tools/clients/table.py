@@ -49,7 +49,7 @@ CLIENTS = (
     Client(
         "axolotl",
         ("axolotl==0.21.0 transformers==5.20.1 trl==1.14.1 peft==0.21.2 accelerate==1.15.0",),
-        (Run("axolotl", "full SFT, plugin", "python {here}/run_axolotl.py"),),
+        (Run("axolotl", "full SFT, plugin", "python {here}/run_command.py axolotl"),),
         minutes=15,
         python="3.12",
     ),
@@ -61,12 +61,12 @@ CLIENTS = (
             "torchdata==0.11.0 tyro==0.8.14 av==16.0.0 matplotlib fire omegaconf pandas scipy",
             "sentencepiece tiktoken protobuf",
         ),
-        (Run("llamafactory", "full SFT, YAML", "python {here}/run_llama_factory.py"),),
+        (Run("llamafactory", "full SFT, YAML", "python {here}/run_command.py llamafactory"),),
     ),
     Client(
         "ms-swift",
         ("ms-swift==4.6.0 transformers==5.19.0 trl==0.29.1 peft==0.20.0 datasets==4.8.4",),
-        (Run("ms-swift", "full SFT, plugin", "python {here}/run_ms_swift.py"),),
+        (Run("ms-swift", "full SFT, plugin", "python {here}/run_command.py swift"),),
     ),
     Client(  # --no-deps: without what its trainers need of CUDA
         "verl",
