@@ -37,9 +37,9 @@ def dropping(number):
     return simulate
 
 
-def stepped(rule, shapes, world, steps, dtype=torch.float64, shift=0, **how):
+def stepped(rule, shapes, world, steps, dtype=torch.float64, **how):
     """Steps the table's weights by its gradients -> the ranks, and the reductions of a step."""
-    ranks = Ranks(rule, table.weights(shapes, dtype), world, shift)
+    ranks = Ranks(rule, table.weights(shapes, dtype), world)
     return ranks, {ranks.step(g, **how) for g in table.gradients(steps, shapes, dtype)}
 
 
@@ -75,12 +75,9 @@ class Formula:
         shapes: Shapes of the parameters of a bucket.
         steps: The number of steps.
         quick: Settings and numbers of ranks that `make test` runs.
-        missing: Settings, numbers of ranks and shapes with which each reduction of the first step
-            is dropped.
         misplaced: A setting, a number of ranks, shapes and the elements by which rank 0 is off.
         blocks: A setting and shapes that are stepped in blocks of any size.
         gradients: Returns the gradients of all steps by their number and the shapes.
-        broken: What the error of a run that is broken on purpose exceeds.
     """
 
     rule: Callable[[str], Any]
@@ -89,22 +86,15 @@ class Formula:
     shapes: tuple[Any, ...]
     steps: int
     quick: Callable[[tuple[str, int]], bool]
-    missing: Sequence[tuple[str, int, tuple[Any, ...]]] = ()
     misplaced: Sequence[tuple[str, int, tuple[Any, ...], int]] = ()
     blocks: Sequence[tuple[str, tuple[Any, ...]]] = ()
     gradients: Callable[[int, tuple[Any, ...]], Any] = table.gradients
-    broken: float = BROKEN
 
-    def error(self, setting, world, shapes=None, shift=0, simulate=lockstep.simulate):
+    def error(self, setting, world, shapes=None, shift=0):
         """Returns the largest error of a simulated run, relative to a parameter's update."""
         shapes = shapes or self.shapes
         before = table.weights(shapes)
         ranks = Ranks(self.rule(setting), before, world, shift)
         for grads in self.gradients(self.steps, shapes):
-            ranks.step(grads, simulate)
+            ranks.step(grads)
         return max(errors(ranks.params, self.expected(setting, shapes), before))
-
-    def rounds(self, setting, world, shapes):
-        """Returns the number of reductions of the first step."""
-        ranks = Ranks(self.rule(setting), table.weights(shapes), world)
-        return ranks.step(self.gradients(1, shapes)[0])

@@ -79,7 +79,6 @@ FORMULA = Formula(
     SHAPES,
     STEPS,
     QUICK.__contains__,
-    missing=list(itertools.product(("channel", "tensor"), (2, 3), (TALL, FLAT))),
     misplaced=[("channel", 3, TALL, 1), ("channel", 3, FLAT, 1)],
     blocks=[("decay", FLAT + TALL)],
 )

@@ -40,7 +40,7 @@ def expected(rule, setting, shapes):
     return authors.by_formula(formula, before, steps, **settings[setting])
 
 
-def formula(name, missing):
+def formula(name):
     rule, _, settings = RULES[name]
     return Formula(
         lambda setting: rule(**settings[setting]),
@@ -49,11 +49,10 @@ def formula(name, missing):
         (*SHAPES, *WIDE),
         STEPS,
         lambda case: ((name, case[0]), case[1]) in QUICK,
-        missing=[(missing, 7, WIDE)],
     )
 
 
-FORMULAS = {"flashadamw": formula("flashadamw", "decay"), "lion": formula("lion", "8 bits")}
+FORMULAS = {name: formula(name) for name in RULES}
 
 
 def test_rounds_are_for_groups_that_cuts_go_through():

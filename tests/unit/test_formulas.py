@@ -12,7 +12,7 @@ from ds_ext.ops import block_sizes
 from ds_ext.ops.shard import Shard
 from tests.common import table
 from tests.common.choose import params
-from tests.common.simulated import BROKEN, EXACT, dropping, errors
+from tests.common.simulated import BROKEN, EXACT, errors
 from tests.common.table import WORLDS
 from tests.unit import (
     test_adamw,
@@ -32,7 +32,6 @@ FORMULAS = {
     "adamw": test_adamw.FORMULA,
     "lamb": test_lamb.FORMULA,
     "galore": test_galore.FORMULA,
-    "galore within a period": test_galore.WITHIN_A_PERIOD,
     "apollo": test_apollo.FORMULA,
     "muon": test_muon.FORMULA,
 }
@@ -41,7 +40,6 @@ ALL = [
     for name, formula in FORMULAS.items()
     for setting in formula.settings
     for world in WORLDS
-    if name != "galore within a period"
 ]
 
 
@@ -63,17 +61,6 @@ def test_the_settings_matter(name):
     results = [formula.expected(setting, formula.shapes) for setting in formula.settings]
     for a, b in itertools.combinations(results, 2):
         assert max(errors(a, b, table.weights(formula.shapes))) > BROKEN
-
-
-@pytest.mark.parametrize("name, setting, world, shapes", cases("missing"))
-def test_a_missing_reduction_is_seen(name, setting, world, shapes):
-    formula = FORMULAS[name]
-    assert formula.error(setting, world, shapes, simulate=dropping(None)) <= EXACT
-    rounds = formula.rounds(setting, world, shapes)
-    assert rounds
-    for number in range(rounds):
-        error = formula.error(setting, world, shapes, simulate=dropping(number))
-        assert not error <= formula.broken
 
 
 @pytest.mark.parametrize("name, setting, world, shapes, shift", cases("misplaced"))

@@ -8,7 +8,7 @@ import torch
 import ds_ext
 from ds_ext.rules import all_rules
 from tests.common import authors, table
-from tests.common.simulated import Formula, Ranks
+from tests.common.simulated import Formula, Ranks, stepped
 from tests.common.table import SHAPES, WORLDS
 
 STEPS = 10
@@ -33,13 +33,12 @@ FORMULA = Formula(
     SHAPES,
     STEPS,
     lambda case: case[1] == 3 or case[0] == "decay",
-    missing=[("decay", 3, SHAPES)],
 )
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_step_takes_one_round(world):
-    assert FORMULA.rounds("decay", world, SHAPES) == 1
+    assert stepped(all_rules.LAMB(), SHAPES, world, 1)[1] == {1}
 
 
 @pytest.mark.parametrize("p", [0.0, 2.0])

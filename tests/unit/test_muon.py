@@ -56,7 +56,6 @@ FORMULA = Formula(
     SHAPES,
     STEPS,
     QUICK.__contains__,
-    missing=[("decay", 3, TALL), ("decay", 3, FLAT)],
     misplaced=[("decay", 3, FLAT, 1)],
 )
 

@@ -21,8 +21,8 @@ from tests.common.table import RULES, SHAPES, VECTORS
 STEPS = 6
 
 
-def ranks_of(name, params, world, shift=0, **hypers):
-    return Ranks(RULES[name].rule(**hypers), params, world, shift)
+def ranks_of(name, params, world, **hypers):
+    return Ranks(RULES[name].rule(**hypers), params, world)
 
 
 @functools.cache
@@ -44,7 +44,6 @@ def formula(name):
         STEPS,
         # all settings on three ranks, some on one and on many
         lambda case: case[1] == 3 or (name, *case) in QUICK,
-        missing=[("decay", world, SHAPES) for world in (2, 7)] if row.rounds else (),
         blocks=[("decay", SMALL)],
     )
 
