@@ -25,8 +25,6 @@ RULES |= {"apollomini": 1e-2, "lomo": 3.0, "lion": 5e-3}
 
 
 class Net(nn.Module):
-    """A convolution, a linear layer, and a stack of experts."""
-
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(2, 6, 3)
