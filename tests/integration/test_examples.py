@@ -35,27 +35,16 @@ def options(model, steps=STEPS):
     return ["--model", str(model), "--steps", str(steps)]
 
 
-def test_a_loop_of_plain_pytorch(model, tmp_path):
-    printed, other = worlds.run(
-        2, examples_jobs.run, "plain_pytorch.py", str(tmp_path), *options(model)
-    )
-    found = losses(printed)
-    assert len(found) == STEPS and found[-1] < found[0] - 0.1 and not losses(other)
-    assert (tmp_path / "out" / "config.json").is_file()
+LOOPS = {"plain_pytorch.py": "config.json", "fsdp2.py": ".metadata"}
+LOOPS["pipeline.py"] = f"global_step{STEPS}/layer_05-model_states.pt"
 
 
-def test_a_loop_with_fsdp2(model, tmp_path):
-    printed, other = worlds.run(2, examples_jobs.run, "fsdp2.py", str(tmp_path), *options(model))
-    found = losses(printed)
-    assert len(found) == STEPS and found[-1] < found[0] - 0.1 and not losses(other)
-    assert (tmp_path / "out" / ".metadata").is_file()
-
-
-def test_a_pipeline(model, tmp_path):
-    printed, other = worlds.run(2, examples_jobs.run, "pipeline.py", str(tmp_path), *options(model))
-    found = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
-    assert len(found) == STEPS and found[-1] < found[0] - 0.1 and "step 0: loss" not in other
-    assert (tmp_path / "out" / f"global_step{STEPS}" / "layer_05-model_states.pt").is_file()
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop(name, model, tmp_path):
+    ranks = worlds.run(2, examples_jobs.run, name, str(tmp_path), *options(model))
+    found, of_other = (re.findall(r"step \d+: loss ([\d.]+)", printed) for printed in ranks)
+    assert len(found) == STEPS and float(found[-1]) < float(found[0]) - 0.1 and not of_other
+    assert (tmp_path / "out" / LOOPS[name]).is_file()
 
 
 @pytest.mark.slow
