@@ -272,13 +272,6 @@ def master_parts(s: State, n: int) -> dict[str, Part]:
     return {"master": Part.of(slice(0, n), n, dtype)}
 
 
-def has_fitting_master(p: Tensor, s: State) -> bool:
-    """Returns whether the master of a 16-bit run has the run's size."""
-    held = s["master"]
-    is_alike = held.dtype in MASTERS and held.device == p.device
-    return is_alike and held.numel() == p.numel() and held.is_contiguous()
-
-
 def part(p: Weight, run: slice) -> Weight:
     """Some elements of a run in the same form."""
     return p[run] if isinstance(p, Tensor) else p.part(run)

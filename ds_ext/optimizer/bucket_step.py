@@ -47,20 +47,13 @@ class BatchedStep:
         self.states = [states[i] for i in plan.positions]
         self.params, runs, grads, *_ = map(list, zip(*self.updates, strict=True))
         self.t, self.state = self.states[0]["step"], plan.state(self.states)
-        self.runs, self.masters = plan.runs(runs), self._masters()
+        self.runs, self.masters = plan.runs(runs), None
+        if plan.master_dtype is not None:
+            self.masters = plan.runs([s["master"] for s in self.states])
         self.gradients = _gradients(plan, grads)
         self.sums: list[Tensor] = []  # of the update statistics, for each piece
         self.totals: Tensor | None = None  # [2 n], on a GPU what to add to them
         self.restarted: BatchedStep | None = None  # the step of the good parameters alone
-
-    def _masters(self) -> Runs | None:
-        """The masters of the weights; creates, drops or converts them if the rule needs others."""
-        needed = self.plan.master_dtype
-        for u, s in zip(self.updates, self.states, strict=True):
-            master = s.get("master")
-            if (master if master is None else master.dtype) != needed:
-                sixteen_bit.prepare(u.p, s, self.rule)
-        return None if needed is None else self.plan.runs([s["master"] for s in self.states])
 
     def begin(self) -> StepGenerator:
         """Returns the generator of the rule, which steps all parameters of the batch."""

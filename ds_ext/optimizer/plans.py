@@ -92,7 +92,8 @@ class BatchPlan:
         self.norm_cache = self.batch.passes.new_norm_cache() if reads_norm else None
         self._are_whole = all(x.run is None for x in pieces)
         self._state: State | None = None  # of the step in progress
-        self._layouts = _layouts(self.state([states[i] for i in self.positions]))
+        own = [states[i] for i in self.positions]
+        self._layouts = [*_layouts(self.state(own)), self._master_layout(own)]
         assert None not in self._layouts, "a batch of states that were not checked"
 
     def fits(self, states: Sequence[State]) -> bool:
@@ -103,16 +104,20 @@ class BatchPlan:
         self._state = None  # left by a step that raised an error
         own = [states[i] for i in self.positions]
         try:
-            state, step = self.state(own), own[0]["step"]
+            state, step, master = self.state(own), own[0]["step"], self._master_layout(own)
             for s in own:
                 if s["step"] != step:
                     return False
         except (KeyError, AttributeError, TypeError):  # something else was put there
             return False
-        if _layouts(state) != self._layouts:
+        if [*_layouts(state), master] != self._layouts:
             return False
         self._state = state
         return True
+
+    def _master_layout(self, states: Sequence[State]) -> object:
+        """The layout of the masters of the pieces' parameters; () without masters."""
+        return () if self.master_dtype is None else Runs([s["master"] for s in states]).layout
 
     def state(self, states: Sequence[State]) -> State:
         """Returns the states of the pieces' parameters as one state of the batch."""
@@ -192,6 +197,7 @@ class BucketPlan:
                 self.alone.append(i)
                 continue
             self.batched.append(i)
+            sixteen_bit.prepare(u.p, state, rule)
             is_stack = u.param in table.stacks  # its gradient is checked as a whole
             in_round = not is_stack and rules.entry_of(type(rule)).sums_first(rule, u.shard)
             common = group, u.p.dtype, u.g.dtype, is_stack, in_round, state["step"]
@@ -217,12 +223,6 @@ class BucketPlan:
                 return False
         for batch in self.batches:
             if not batch.fits(states):
-                return False
-            if batch.master_dtype is not None and not all(
-                sixteen_bit.has_fitting_master(updates[i].p, states[i])
-                for i in batch.positions
-                if "master" in states[i]
-            ):
                 return False
         return True
 

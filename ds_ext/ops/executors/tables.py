@@ -73,7 +73,8 @@ class BatchTables:
 
     def detach(self) -> None:
         """Ends the batch's part in a bucket's step."""
-        self.arrays.end()
+        if self.arrays.memory is not None:
+            self.arrays.end()
         self.gradients = self.square_parts = None
 
     def added_up(self) -> Tensor | None:
