@@ -6,6 +6,7 @@ in the cache folder, for each GPU and its software.
 """
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import itertools
@@ -115,7 +116,9 @@ class Stepped:
     ) -> None:
         _, hypers, dtype = case
         shapes = MATRICES + OTHER_SHAPES if rules.entry_of(kind.rule).any_shape else MATRICES
-        self._random = torch.Generator("cpu").manual_seed(0)
+        numbers = torch.Generator("cpu").manual_seed(0)
+        like = {"generator": numbers, "dtype": torch.float32, "device": "cpu"}
+        self._normal = functools.partial(torch.randn, **like)
         weights = [0.1 * self._normal(s) for s in shapes]
         self.params = [nn.Parameter(w.to(device, DTYPES[dtype])) for w in weights]
         self.optimizer = kind(self.params, **hypers)
@@ -125,10 +128,6 @@ class Stepped:
         in_batches = self.optimizer.in_batches(self.shards, device)
         # Kernels can check the gradients of batches.
         self.is_checked = devices.supports(device) and in_batches == self.shards.keys()
-
-    def _normal(self, shape: Sequence[int]) -> Tensor:
-        """The next random numbers."""
-        return torch.randn(shape, generator=self._random, dtype=torch.float32, device="cpu")
 
     def run_of(self, p: Tensor, values: Tensor) -> Tensor:
         """Returns this rank's run of the values of a parameter."""
@@ -271,7 +270,6 @@ def _is_near(
 
 
 def _norm(a: Tensor, b: Tensor | float = 0.0) -> float:
-    """The norm of a difference, in fp64."""
     return float((a.double() - b).norm())
 
 
