@@ -31,8 +31,8 @@ MIN_FILL = 1 / 16
 # are so small: a batch of a bucket's few vectors takes the host as long as one of its matrices.
 SMALL = 1 / 2**12
 # Events that ``Buckets.note`` notes: an error has ended a pass in which the ranks had agreed on
-# gradients; a pass begins that measures the norm; an engine's step ends.
-LEFT, MEASURED, ENDED = range(3)
+# gradients; a pass begins that measures the norm; the norm is read; an engine's step ends.
+LEFT, MEASURED, READ, ENDED = range(4)
 
 
 def has_room(elements: int, more: int, size: int) -> bool:

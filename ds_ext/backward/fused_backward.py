@@ -24,7 +24,7 @@ from ds_ext.backward import (
     receivers,
     torch_calls,
 )
-from ds_ext.backward.buckets import Buckets
+from ds_ext.backward.buckets import READ, Buckets
 from ds_ext.backward.gradient_config import GradientConfig
 from ds_ext.backward.norm_prepass import NormPrepass
 from ds_ext.backward.reduced_grad import GradientReader, Receiver, ReducedGrad
@@ -314,6 +314,7 @@ class FusedBackward:
 
         All ranks call it.
         """
+        self.buckets.note(READ)  # a rank that has skipped backward is here before others
         self.finish()
         self._rollback_skipped()
         return self.state.norm_so_far()

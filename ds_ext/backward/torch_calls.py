@@ -81,9 +81,9 @@ def _clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
                 "gradients inside backward, so there is nothing left to clip. Instead, set "
                 f"{names.clips}. The norm of all gradients is {names.norm}."
             )
+        norm = by.norm_so_far()
         if by.layout.any(any(p.grad is not None for p in params if p not in trained)):
             raise RuntimeError(error_texts.CLIPPED_TOGETHER)
-        norm = by.norm_so_far()
         if asked.get("error_if_nonfinite") and not math.isfinite(norm):
             raise RuntimeError(error_texts.NOT_FINITE)
         return torch.tensor(norm, dtype=torch.float64, device=by.layout.device)

@@ -25,7 +25,6 @@ from ds_ext.engine import (
     hook_cleanup,
     pipeline,
     safe_access,
-    unsupported_api,
 )
 from ds_ext.engine.checkpoint_contents import Contents, stepped
 from ds_ext.engine.layouts import layout_of, share_time_limit
@@ -127,7 +126,10 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
 
     def __getattr__(self, name: str) -> Any:
         """Raises AttributeError, which names the page that lists what an engine offers."""
-        raise unsupported_api.attribute(name)
+        raise AttributeError(
+            f"engine.optimizer of ds_ext has no {name}: docs/engine-api.md lists what it has, and "
+            "what to use instead."
+        )
 
     def get_lr(self) -> float:
         """Returns the learning rate of the first param group."""
@@ -140,7 +142,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
 
     def backward(self, loss: Tensor, **_: Any) -> None:
         """Raises RuntimeError. Call ``engine.backward`` instead."""
-        raise RuntimeError(unsupported_api.BACKWARD)
+        raise RuntimeError("engine.optimizer.backward(loss): call engine.backward(loss).")
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
         """Does nothing in ``engine.allreduce_gradients()``: backward has reduced gradients."""

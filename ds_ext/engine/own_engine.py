@@ -28,7 +28,6 @@ from ds_ext.engine import (
     saving,
     schedulers,
     trainer_checks,
-    unsupported_api,
 )
 from ds_ext.engine.adapter import ZeroAdapter
 from ds_ext.optimizer import RuleOptimizer
@@ -176,11 +175,18 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
 
     def coalesce_grad_reduction(self) -> Any:
         """Raises RuntimeError, because ds_ext keeps no full gradients on a rank."""
-        raise RuntimeError(unsupported_api.COALESCE)
+        raise RuntimeError(
+            "engine.coalesce_grad_reduction(): gradients are reduced inside each backward. To add "
+            "up several backward passes, call engine.set_gradient_accumulation_boundary(False) "
+            'before all of them but the last, or set "gradient_accumulation_steps".'
+        )
 
     def clip_fp32_gradients(self) -> None:
         """Raises RuntimeError, because backward has already used the gradients."""
-        raise RuntimeError(unsupported_api.CLIP)
+        raise RuntimeError(
+            "engine.clip_fp32_gradients(): gradients are clipped inside backward: set "
+            '"gradient_clipping" in the config.'
+        )
 
     @functools.wraps(DeepSpeedEngine.compile)
     def compile(self, *args: Any, **kwargs: Any) -> None:

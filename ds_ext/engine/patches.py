@@ -36,13 +36,32 @@ from ds_ext.engine import (
     optimizers,
     own_engine,
     trainer_checks,
-    unsupported_api,
 )
 from ds_ext.engine.adapter import ZeroAdapter
 from ds_ext.engine.parameters import as_vectors, deepspeed_parameter
 from ds_ext.optimizer import RuleOptimizer
 
 Method: TypeAlias = Callable[..., Any]
+
+# Errors.
+_NO_OPTIMIZER = (
+    'this engine cannot train: its config has a section "ds_ext" and names no optimizer. Name one '
+    'in optimizer.type, such as "AdaLomo", or pass one to deepspeed.initialize.'
+)
+_MEASURED_BESIDE = (
+    "gradient_clipping: this loss also reaches an engine with an optimizer of DeepSpeed's own, "
+    "which would count the backward pass that measures the norm as one of its steps. Set "
+    '"ds_ext": {"gradient_policy": "sharded"} for the engine whose backward is called, which needs '
+    "no such pass; or freeze the other model meanwhile (requires_grad_(False))."
+)
+_TILED_LOSS = (
+    "TiledFusedLogitsLoss computes gradients inside the forward pass, and ds_ext uses them inside "
+    'backward: call the model\'s own loss, with "ds_ext": {"chunked_loss": true} in the config.'
+)
+_TILED_PENALTY = (
+    "DeepSpeed's tiled functions: their gradients cannot be differentiated, as a gradient penalty "
+    "does (create_graph=True). Compute the penalty with layers that are not tiled."
+)
 
 
 class Patch(NamedTuple):
@@ -160,10 +179,10 @@ def _backward_prologue(original: Method, engine: DeepSpeedEngine) -> None:
     Also rejects one of an engine without an optimizer, if its config was meant for ds_ext.
     """
     if foreign_grads.measured() is not None and not isinstance(engine.optimizer, ZeroAdapter):
-        raise RuntimeError(unsupported_api.MEASURED_BESIDE)
+        raise RuntimeError(_MEASURED_BESIDE)
     is_inference = isinstance(engine.optimizer, DeepSpeedZeRoOffload)
     if is_inference and "ds_ext" in engine._config._param_dict:
-        raise RuntimeError(unsupported_api.NO_OPTIMIZER)
+        raise RuntimeError(_NO_OPTIMIZER)
     original(engine)
 
 
@@ -172,7 +191,7 @@ def _backward_prologue(original: Method, engine: DeepSpeedEngine) -> None:
 def refuse_gradients_in_forward(original: Method, ctx: Any, *args: Any) -> Any:
     """Rejects DeepSpeed's tiled loss with weights that ds_ext steps."""
     if owners.of(_weights(args)):
-        raise RuntimeError(unsupported_api.TILED_LOSS)
+        raise RuntimeError(_TILED_LOSS)
     return original(ctx, *args)
 
 
@@ -182,7 +201,7 @@ def refuse_gradients_in_forward(original: Method, ctx: Any, *args: Any) -> Any:
 def refuse_gradient_penalty(original: Method, ctx: Any, *grads: Any) -> Any:
     """Rejects ``autograd.grad(…, create_graph=True)`` through tiles with weights of ds_ext."""
     if torch.is_grad_enabled() and owners.of(ctx.compute_params):
-        raise RuntimeError(unsupported_api.TILED_PENALTY)
+        raise RuntimeError(_TILED_PENALTY)
     return original(ctx, *grads)
 
 

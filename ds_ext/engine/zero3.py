@@ -280,10 +280,6 @@ def _secondary_group(engine: DeepSpeedEngine) -> Group:
             f"zero_optimization.zero_hpz_partition_size = {size}: DeepSpeed's hpZ groups ignore "
             "model parallelism: remove one of them."
         )
-    if world % min(size, world):
-        raise ValueError(
-            f"zero_optimization.zero_hpz_partition_size = {size} does not divide the {world} ranks."
-        )
     if groups._get_zero_param_intra_parallel_group() is None:
         groups._create_zero_param_parallel_group(size)
     there = groups._get_zero_param_intra_parallel_group_world_size()

@@ -1,5 +1,6 @@
 """Backward passes that fail at different layers of the ranks, and are caught or left out."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +52,7 @@ class Case(NamedTuple):
     policy: str = "fused"
     clip: float = 0.0
     zero_grad: bool = True  # whether a rank that has caught an error calls it
+    reads_norm: bool = False  # by torch's function, before each step
     ahead: bool = False  # as on a GPU, whose ranks read an answer when the next bucket is full
 
 
@@ -91,6 +93,8 @@ def train(case: Case) -> tuple[list[tuple[int, str]], dict[str, Tensor]]:
                 if case.zero_grad:
                     model.zero_grad()
                 continue
+            if case.reads_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), math.inf)
             engine.step()
         except RuntimeError as error:
             errors.append((step, str(error)))

@@ -29,6 +29,8 @@ WITHOUT_BATCH = [
     Case(2, (NO_BATCH, WELL), clip=1.0),
     Case(0, (WELL, NO_BATCH), "sharded"),
     Case(None, (NO_BATCH, WELL), clip=1.0),
+    Case(1, (NO_BATCH, WELL), reads_norm=True),
+    Case(None, (NO_BATCH, WELL), reads_norm=True),
 ]
 ALIKE = [
     Case(1, (2, 2), "sharded"),
@@ -42,6 +44,7 @@ ALIKE = [
 def name(case):
     """The stage and the ends of a case, and what else it sets."""
     more = ["clipped"] * bool(case.clip) + ["goes_on"] * (not case.zero_grad)
+    more += ["reads_norm"] * case.reads_norm
     return "-".join([f"stage{case.stage}", *map(str, case.ends), case.policy, *more])
 
 
