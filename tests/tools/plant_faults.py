@@ -1,4 +1,4 @@
-"""Whether the tests still find faults: each of tests/tools/faults is planted in a copy of the tree.
+"""Whether the tests still find faults: each of faults.txt is planted in a copy of the tree.
 
     python -m tests.tools.plant_faults            # all, against the tests that should see each
     python -m tests.tools.plant_faults came zero  # those with one of the words in place or line
@@ -19,14 +19,34 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from tests.tools.faults import FAULTS
-from tests.tools.faults.fault import Fault
-
 ROOT = Path(__file__).parents[2]
 LIMIT = 900  # seconds that a run of tests takes at most: a hang is seen too
+
+
+class Fault(NamedTuple):
+    """One line of a file, what it is turned into, and the tests that should see it."""
+
+    file: str  # below ds_ext
+    line: str
+    wrong: str
+    tests: str  # what pytest is given: files below tests, and -k
+
+
+def read(text: str) -> list[Fault]:
+    """The faults of a text like faults.txt."""
+    found = []
+    for head, *lines in (x.splitlines() for x in re.split(r"^@ ", text, flags=re.M)[1:]):
+        file, _, tests = head.partition(" ")
+        old, new = ("\n".join(x[1:] for x in lines if x[:1] == sign) for sign in "-+")
+        found.append(Fault(file, old, new, tests))
+    return found
+
+
+FAULTS = read((ROOT / "tests/tools/faults.txt").read_text())
 
 
 def main() -> None:

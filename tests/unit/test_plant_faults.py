@@ -1,4 +1,4 @@
-"""Each fault of `tests/tools/faults` can be planted in today's code, and its tests exist."""
+"""Each fault of `tests/tools/faults.txt` can be planted in today's code, and its tests exist."""
 
 import shlex
 
