@@ -30,8 +30,8 @@ MIN_FILL = 1 / 16
 # A parameter of at most this fraction of a bucket waits for the end of backward, with others that
 # are so small: a batch of a bucket's few vectors takes the host as long as one of its matrices.
 SMALL = 1 / 2**12
-# Events that ``Buckets.note`` notes: an error has ended a pass in which the ranks had agreed on
-# gradients; a pass begins that measures the norm; the norm is read; an engine's step ends.
+# Events that ``Buckets.note`` notes: an error has ended a pass in which gradients had come, or the
+# pass was dropped; a pass begins that measures the norm; the norm is read; an engine's step ends.
 LEFT, MEASURED, READ, ENDED = range(4)
 
 
@@ -86,7 +86,6 @@ class Buckets:
         self.deferred: dict[Tensor, int] = {}  # those of them that wait for the end: see SMALL
         self.asked: Callable[[], Agreement] | None = None  # waits for their answer
         self.history = 0  # a hash of events, in order: see ``note``
-        self.has_asked = False  # whether the ranks have agreed on gradients of this pass
         self.unread: Callable[[], Agreement] | None = None  # an answer to a pass that was dropped
         self.asks_ahead = self.streams.are_used and not layout.agrees_at_once
         self.parts: dict[Tensor, ReducedGrad] = {}  # of parameters whose gradient comes in parts
@@ -239,7 +238,6 @@ class Buckets:
         if ended or elements >= MIN_FILL * self.size:
             self.deferred, elements = {}, 0
         more = {p: self.uses.in_parts(p) for p in self.waiting if p not in self.deferred}
-        self.has_asked = True
         self.asked, self.elements = self.layout.agree(more, ended, self.history), elements
         return (ended or not self.asks_ahead) and self._reduce_ready()
 
@@ -290,7 +288,7 @@ class Buckets:
             with self.streams.stepping():
                 self._find_receiver().receive(parts)
         self.receiver = None
-        self.has_followed = self.has_asked = False
+        self.has_followed = False
         self.streams.make_current_wait()
 
     def discard(self, params: Collection[Tensor] | None = None) -> None:
@@ -315,17 +313,16 @@ class Buckets:
         """
         if self.sent is not None:
             self.streams.hold(self.sent, is_stepped=False)
-        self.sent = self.receiver = None
         self.leave_pass()
+        self.sent = self.receiver = None
         self.asked, self.unread = None, self.asked or self.unread
         self.waiting, self.elements, self.parts = {}, 0, {}
         self.deferred = {}
 
     def leave_pass(self) -> None:
         """Notes that an error has ended this backward pass, perhaps not on all ranks."""
-        if self.has_asked:
+        if self.receiver is not None:
             self.note(LEFT)
-        self.has_asked = False
 
     def note(self, event: int) -> None:
         """Notes an event of all ranks. ``Layout.agree`` finds ranks whose events differ."""

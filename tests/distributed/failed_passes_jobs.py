@@ -21,11 +21,11 @@ class Failure(Exception):
 
 
 class Model(nn.Module):
-    """A stack of layers, each of which fills a bucket."""
+    """A stack of layers, each of which needs a bucket: the next layer's gradient sends it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
 
     def forward(self, x: Tensor, fails_after: int = WELL) -> Tensor:
         for i, layer in enumerate(self.layers):
@@ -78,13 +78,16 @@ def _is_well(engine: Any, *of: int) -> bool:
 def train(case: Case) -> tuple[list[tuple[int, str]], dict[str, Tensor]]:
     """The error of each step that had one, and the weights unless the last one had."""
     model, optimizer = make()
-    zero = {"reduce_bucket_size": 40, "stage3_param_persistence_threshold": 10**4}
-    engine = engines.start(
-        model, optimizer, case.stage, case.policy, gradient_clipping=case.clip, zero=zero
-    )
     rank, errors = dist.get_rank(), []
     if case.ahead:
-        engine.optimizer.fused.buckets.asks_ahead = True
+        how = {"bucket_size": 40, "group": dist.new_group(), "gradient_policy": case.policy}
+        engine: Any = engines.Fused(model, optimizer, 1, **how)
+        engine.fused.layout.host_group = dist.new_group()  # where no sums of gradients wait
+        engine.fused.buckets.asks_ahead = True
+    else:
+        zero = {"reduce_bucket_size": 40, "stage3_param_persistence_threshold": 10**4}
+        how = {"gradient_clipping": case.clip, "zero": zero}
+        engine = engines.start(model, optimizer, case.stage, case.policy, **how)
     for step in range(STEPS):
         fails_after = case.ends[rank] if step == 1 else WELL
         try:

@@ -22,6 +22,9 @@ FAILED = [
     Case(None, (1, 3)),
     Case(None, (2, 1), zero_grad=False),
     Case(None, (1, 3), clip=1.0),
+    Case(None, (1, 2), ahead=True),
+    Case(None, (2, 3), ahead=True),
+    Case(None, (2, WELL), "sharded", ahead=True),
     Case(1, (1, 3, 2)),
 ]
 WITHOUT_BATCH = [
@@ -35,7 +38,7 @@ WITHOUT_BATCH = [
 ALIKE = [
     Case(1, (2, 2), "sharded"),
     Case(2, (2, 2), clip=1.0),
-    Case(1, (3, 3), "sharded", ahead=True),
+    Case(None, (3, 3), "sharded", ahead=True),
     Case(3, (2, 2), "sharded"),
     Case(None, (2, 2), "sharded"),
 ]
@@ -44,7 +47,7 @@ ALIKE = [
 def name(case):
     """The stage and the ends of a case, and what else it sets."""
     more = ["clipped"] * bool(case.clip) + ["goes_on"] * (not case.zero_grad)
-    more += ["reads_norm"] * case.reads_norm
+    more += ["reads_norm"] * case.reads_norm + ["ahead"] * case.ahead
     return "-".join([f"stage{case.stage}", *map(str, case.ends), case.policy, *more])
 
 
