@@ -71,6 +71,8 @@ def source_of(x: object) -> Source | None:
     """Returns the description of a run for native code and kernels; None if they cannot read it."""
     if isinstance(x, Tensor | Runs):
         return Source("IS_RUN", {"x": x})
+    if isinstance(x, Source):
+        return x
     of: Any = x
     kind = type(x)  # of the class, because instances explain what they lack
     if hasattr(kind, "storage"):

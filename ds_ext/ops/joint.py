@@ -84,17 +84,6 @@ def answers(joints: Sequence[Joint]) -> Results:
     return joints[0].answers(joints)
 
 
-@dataclass(frozen=True)
-class _Described:
-    """The inputs of equal runs, as one input of a batch."""
-
-    described: Source
-
-    def source(self) -> Source:
-        """Returns the description."""
-        return self.described
-
-
 class JointPass(Joint):
     """A pass over the run of a matrix, which runs once over the equal runs of a bucket.
 
@@ -130,7 +119,7 @@ class JointPass(Joint):
         scalars = {
             name: x.repeat(n) if isinstance(x, Tensor) else x for name, x in source.scalars.items()
         }
-        read = _Described(Source(source.form, tensors, scalars))
+        read = Source(source.form, tensors, scalars)
         numbers = [x.repeat(n) if isinstance(x, Tensor) else x for x in self.numbers]
         results = self.operation(self.passes.repeated(n), read, numbers, joints)
         return list(zip(*(x.view(n, -1).unbind() for x in results), strict=True)) or [()] * n
@@ -190,7 +179,7 @@ def row_square_sums(u: Readable, x: Tensor) -> Generator[Any, Any, tuple[Tensor,
 def _row_square_sums(
     passes: Any, u: Readable, _: object, joints: Sequence[JointPass]
 ) -> tuple[Tensor, ...]:
-    both, like = (u, cast(_Described, u).described.tensors["x"]), joints[0][0]
+    both, like = (u, cast(Source, u).tensors["x"]), joints[0][0]
     return tuple(passes.row_col_square_sums(some, like)[0] for some in both)
 
 

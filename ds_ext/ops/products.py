@@ -106,9 +106,8 @@ class Operand:
     """
 
     def __init__(self, g: Gradient) -> None:
-        self._x = cast(Tensor, g.x) if isinstance(g, Scaled) else g
-        self._factor, self._bound = (g.factor, g.bound) if isinstance(g, Scaled) else (1.0, None)
-        is_bf16 = g.dtype == BF16 and most_products(g.device) > 0 and self._bound is None
+        self._g = g = g if isinstance(g, Scaled) else Scaled(g)
+        is_bf16 = g.dtype == BF16 and most_products(g.device) > 0 and g.bound is None
         self.dtype = BF16 if is_bf16 else accumulator(g.dtype)
 
     def summed(
@@ -130,27 +129,19 @@ class Operand:
         is_read = self.dtype == BF16 and terms == 1 and q.device.type == "cpu"
         is_one = is_read and len(shard) == shard.numel > 0
         made = torch.empty if is_one else torch.zeros
-        total = made((len(q), *shape), dtype=accumulator(self._x.dtype), device=q.device)
+        total = made((len(q), *shape), dtype=accumulator(self._g.dtype), device=q.device)
+        factor, runs = self._g.factor, cast(Tensor, self._g.x)
+        factor = factor.view(-1, 1, 1) if isinstance(factor, Tensor) else factor
         limit = block_sizes.product_limit(q.device)
         for b in shard.blocks(max(limit, len(shard)) if is_read else limit):
-            x = self._x[:, b.run].view(-1, *b.shape[1:])
-            (rows, cols), left, right = of(shard, b, self._read(x), q)
+            x = runs[:, b.run].view(-1, *b.shape[1:])
+            if self.dtype != BF16:
+                x = x.to(self.dtype) * factor
+                x = x if self._g.bound is None else x.clamp_(-self._g.bound, self._g.bound)
+            (rows, cols), left, right = of(shard, b, x, q)
             _product_(total[:, rows, cols], left, right, terms, float(not is_one))
-        return self._multiplied(total) if self.dtype == BF16 else total
-
-    def _read(self, x: Tensor) -> Tensor:
-        """A block's values, [n, rows, cols], in the dtype of products."""
-        if self.dtype == BF16:
-            return x
-        x = self._multiplied(x.to(self.dtype))
-        return x if self._bound is None else x.clamp(-self._bound, self._bound)
-
-    def _multiplied(self, x: Tensor) -> Tensor:
-        """Matrices times their factors."""
-        factor = self._factor
-        if isinstance(factor, Tensor):
-            return x * factor.view(-1, 1, 1)
-        return x if factor == 1 else x * factor
+        is_done = self.dtype != BF16 or isinstance(factor, float) and factor == 1
+        return total if is_done else total.mul_(factor)
 
 
 @dataclass(frozen=True)

@@ -167,8 +167,9 @@ class Muon:
         whole = x.new_zeros(shard.rows, shard.cols)
         if shard.split is None:
             whole.view(-1)[shard.start : shard.stop] = x
-        for b in ops.blocks(shard, x) if shard.split is not None else ():
-            whole[b.rows, b.cols] = ops.read(x, b)[0]
+        else:
+            for b in ops.blocks(shard, x):
+                whole[b.rows, b.cols] = ops.read(x, b)[0]
         (whole,) = yield (whole,)
         own, wide = shard.touched, shard.rows < shard.cols
         q = yield from self.shared(self.factor_of_wholes, whole, shard)
@@ -176,10 +177,11 @@ class Muon:
 
     def shared(self, factor: Operation, of: Tensor, shard: Shard) -> Generator[Sums, Sums, Tensor]:
         """Returns ``factor`` of a tensor, [short, short], which one rank computes for all."""
-        short = min(shard.rows, shard.cols)
-        packed = of.new_zeros((short + 1) // 2, short + 1)
         if shard.has_turn:
             (packed,) = yield Joint(factor, of)
+        else:
+            short = min(shard.rows, shard.cols)
+            packed = of.new_zeros((short + 1) // 2, short + 1)
         (packed,) = yield (packed,)
         (q,) = yield Joint(_unpack, packed)
         return q
