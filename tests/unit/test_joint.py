@@ -116,7 +116,7 @@ def test_a_pass_over_equal_matrices_writes_the_bits_of_passes_over_each(
         assert few.count(name) * 3 <= many.count(name)
 
 
-@pytest.mark.parametrize("name, most", [("muon", 12), ("apollo", 7), ("galoreadamw", 3)])
+@pytest.mark.parametrize("name, most", [("muon", 1), ("apollo", 3), ("galoreadamw", 0)])
 def test_another_matrix_of_a_bucket_takes_few_operations_of_torch(name, most):
     few, many = (calls_of(name, (32, 48), n) for n in (2, 22))
     assert (many - few) / 20 <= most
