@@ -263,19 +263,13 @@ class Buckets:
         if sent is None:
             return
         with self.streams.stepping():
-            self._deliver(sent.reducing.arrived(), sent.in_parts)
+            grads = sent.reducing.arrived()
+            if not self._find_receiver().accepts_parts:
+                for param in [p for p in grads if p in sent.in_parts]:  # in the order of all ranks
+                    self._hold(param, grads.pop(param))
+            if grads:
+                self._find_receiver().receive(grads)
         self.streams.hold(sent)
-
-    def _deliver(self, grads: dict[Tensor, ReducedGrad], in_parts: set[Tensor]) -> None:
-        """Passes a reduced bucket to the receiver, without partial gradients if more may come."""
-        if not grads:
-            return
-        receiver = self._find_receiver()
-        if not receiver.accepts_parts:
-            for param in [p for p in grads if p in in_parts]:  # in the order of all ranks
-                self._hold(param, grads.pop(param))
-        if grads:
-            receiver.receive(grads)
 
     @torch.no_grad()
     def finish(self) -> None:

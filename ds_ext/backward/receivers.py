@@ -24,6 +24,7 @@ from ds_ext.backward.reduced_grad import (
     compact_copy,
 )
 from ds_ext.backward.step_state import StepState
+from ds_ext.distributed.groups import communicates
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement
 from ds_ext.logs import logger
@@ -173,10 +174,9 @@ class Stepper:
         found: dict[object, Any] = {}
         for placement, some in self.layout.by_placement(params):
             # without an all-reduce, partial sums are not copied
-            all_reduce = placement.all_reduce if placement.has_partial_sums else None
-            found.setdefault(placement.statistics_group, (all_reduce, []))[1].append(
-                (placement, some)
-            )
+            group = placement.statistics_group
+            all_reduce = placement.all_reduce if communicates(group) else None
+            found.setdefault(group, (all_reduce, []))[1].append((placement, some))
         return list(found.values())
 
 

@@ -149,11 +149,6 @@ class Placement:
         """
         return list(flats), lambda: None
 
-    @property
-    def has_partial_sums(self) -> bool:
-        """Whether sums of this rank's runs are added up over other ranks."""
-        return communicates(self.statistics_group)
-
     def all_reduce(self, sums: Tensor) -> None:
         """Adds up partial sums [n] in place, over the ranks that share a parameter."""
         if communicates(self.statistics_group):

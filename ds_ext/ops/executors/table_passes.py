@@ -330,13 +330,9 @@ class TablePasses(BatchTables, Reference):
         **columns: object,
     ) -> None:
         """Runs a pass that reads ``source``, and writes ``p`` if it is given."""
-        batch = self.batch
-        filled: Columns = {**source.scalars, **columns, **inputs(batch, source)}
+        filled: Columns = {**source.scalars, **columns, **inputs(self.batch, source, p)}
         weights = p or source.storage
-        storage = None
-        if weights is not None:
-            storage = weights.format, weights.run.dtype
-            filled |= weight_columns(batch, weights)
+        storage = None if weights is None else (weights.format, weights.run.dtype)
         dtype = source.tensors["x"].dtype if "x" in source.tensors else None
         is_decayed = decays or "decay" in source.scalars
         self.own.run(name, filled, source.form, dtype, storage, is_decayed)

@@ -116,8 +116,11 @@ def supports(device: torch.device) -> bool:
     return devices.supports(device) or device == CPU and native_table.is_available()
 
 
-def inputs(batch: Batch, source: Source) -> Columns:
-    """The tensors of an input by column; raises Unsupported if a table cannot read them."""
+def inputs(batch: Batch, source: Source, written: WeightStorage | None = None) -> Columns:
+    """The tensors of an input, and of the weights that a pass writes, by column.
+
+    Raises Unsupported if a table cannot read and write them.
+    """
     found, is_8bit = {}, "m_scale" in source.tensors
     for column, x in source.tensors.items():
         dtypes = CODES[column] if is_8bit and column in CODES else DTYPES.get(column, FP32)
@@ -130,9 +133,8 @@ def inputs(batch: Batch, source: Source) -> Columns:
     if "row" in found:
         found["row"] = found["row"].shifted(batch.row_offsets)
         found["col"] = found["col"].shifted(batch.col_offsets)
-    if source.storage is not None:
-        weight_columns(batch, source.storage)
-    return found
+    weights = written or source.storage
+    return found if weights is None else found | weight_columns(batch, weights)
 
 
 def weight_columns(batch: Batch, weights: WeightStorage) -> Columns:
