@@ -3,28 +3,19 @@
 import argparse
 import difflib
 import importlib
-from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import ds_ext
 from ds_ext.commands import check, config, plan, run, selftest
 
-
-class Command(NamedTuple):
-    """A command: its help texts, its options, and its function."""
-
-    help: str
-    description: str
-    add_options: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], Any]  # -> exit code, None for 0; ValueError: a wrong option
-
-
-COMMANDS = {
-    "plan": Command(plan.HELP, plan.DESCRIPTION, plan.add_options, plan.run),
-    "config": Command(config.HELP, config.DESCRIPTION, config.add_options, config.run),
-    "check": Command(check.HELP, check.DESCRIPTION, check.add_options, check.run),
-    "run": Command(run.HELP, run.DESCRIPTION, run.add_options, run.run),
-    "selftest": Command(selftest.HELP, selftest.DESCRIPTION, selftest.add_options, selftest.run),
+# Each module has HELP, DESCRIPTION, ``add_options`` and ``run``, which returns the exit code (None
+# for 0) and raises ValueError for a wrong option.
+COMMANDS: dict[str, Any] = {
+    "plan": plan,
+    "config": config,
+    "check": check,
+    "run": run,
+    "selftest": selftest,
 }
 
 
@@ -68,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     parsers = {}
     for name, command in COMMANDS.items():
         parsers[name] = commands.add_parser(
-            name, help=command.help, description=command.description
+            name, help=command.HELP, description=command.DESCRIPTION
         )
         command.add_options(parsers[name])
         parsers[name].add_argument(
