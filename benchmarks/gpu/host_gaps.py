@@ -4,13 +4,14 @@ torch.profiler notes when each kernel and copy runs, on all streams, in one step
 that is stepped inside backward. A rehearsal takes torch's operations on the CPU for kernels.
 """
 
+import gc
 from collections.abc import Iterable
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.setting import RIGHT, WRONG, Row, Rows, Setting, separately
+from benchmarks.gpu.setting import RIGHT, WRONG, Row, Rows, Setting
 from benchmarks.memory import ADAMW, fine_tuning, llama
 
 OPTIMIZERS = ("AdaLomo", "LOMO", "FlashAdamW", "GaLoreAdamW", "Muon", ADAMW)
@@ -21,7 +22,9 @@ LONG = 20.0  # microseconds: more than a launch takes
 def rows(on: Setting) -> Rows:
     """Measures a step of each optimizer."""
     for name in on.some(OPTIMIZERS):
-        yield "One training step", separately(on, measured, on, name)
+        yield "One training step", measured(on, name)
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def measured(on: Setting, name: str) -> Row:

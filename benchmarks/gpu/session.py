@@ -55,12 +55,18 @@ STAGES = (
         "launch_order",
         "Training has the same bits if each kernel launch waits for the one before "
         "(CUDA_LAUNCH_BLOCKING=1), so no kernel reads memory that another stream still writes.",
-        150,
+        120,
     ),
     Stage(
         "training_memory",
         "The memory and speed of fine-tuning a model of 7B on this GPU.",
-        270,
+        180,
+    ),
+    Stage(
+        "planned_memory",
+        "The peak memory of fine-tuning Llama 3.1 8B under ZeRO-3 is what `plan` says, and at most "
+        "the weights that ZeRO-3 gathers more.",
+        120,
     ),
     Stage(
         "timing",

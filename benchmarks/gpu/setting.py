@@ -66,8 +66,8 @@ class Setting:
         """
         return None if self.is_rehearsal else self.device.type
 
-    def some(self, names: Sequence[str]) -> Sequence[str]:
-        """Returns all names; for a rehearsal, the first."""
+    def some(self, names: Sequence[Result]) -> Sequence[Result]:
+        """Returns all of some names or runs; for a rehearsal, the first."""
         return names[:1] if self.is_rehearsal else names
 
     def sync(self) -> None:
@@ -88,7 +88,7 @@ GPU = Setting(
     optimizers=None,
     sides=(16384, 4096),
 )
-TINY: Sizes = (64, 16, 24, 1, 2, 2, False)
+TINY: Sizes = (64, 16, 24, 2, 2, 2, False)
 REHEARSAL = Setting(
     torch.device("cpu"),
     TINY,

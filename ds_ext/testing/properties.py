@@ -167,9 +167,10 @@ def works_in(rule: Any, dtype: torch.dtype, shapes: Sequence[Shape], most: float
 
 
 def _values(p: Tensor, optimizer: RuleOptimizer) -> Tensor:
-    """The values of a weight with its master."""
+    """The values of a weight with its master, on the weight's device."""
     flat = Shard.whole((p.numel(),))
-    return sixteen_bit.values(p.detach().view(-1), optimizer.state[p], flat).view(p.shape)
+    values = sixteen_bit.values(p.detach().view(-1), optimizer.state[p], flat)
+    return values.to(p.device).view(p.shape)
 
 
 def endures_zeros(rule: Any, shapes: Sequence[Shape]) -> None:

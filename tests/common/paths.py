@@ -8,7 +8,7 @@ from ds_ext.ops.executors.native import library, native_table
 from ds_ext.ops.executors.triton import devices
 
 # Where kernels run: on a GPU if there is one, else in Triton's interpreter on the CPU.
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 HOST = torch.device("cpu")
 
 
