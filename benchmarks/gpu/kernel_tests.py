@@ -65,7 +65,7 @@ def pytest(
 ) -> Row:
     """Runs pytest; returns the numbers of tests, and the first failure."""
     done = subprocess.run(
-        [*under, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options],
+        [*under, sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *options],
         cwd=ROOT,
         env=os.environ | dict(env),
         stdout=subprocess.PIPE,

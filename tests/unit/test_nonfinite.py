@@ -43,6 +43,8 @@ def simulate(ranks):
 class Member:
     """One of the ranks that step the runs of a bucket."""
 
+    DEVICE = CPU
+
     def __init__(self, name, rank, world, weights, hypers):
         self.shards = [Shard.of_rank(tuple(w.shape), rank, world) for w in weights]
         self.params = [nn.Parameter(w.clone()) for w in weights]
@@ -62,7 +64,7 @@ class Member:
 
     def checked(self, shards):
         """The parameters whose gradients rounds check."""
-        batched = self.optimizer.in_batches(shards, CPU)
+        batched = self.optimizer.in_batches(shards, self.DEVICE)
         assert batched == shards.keys()
         return self.optimizer.first_round_checks(shards)
 
