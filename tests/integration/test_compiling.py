@@ -24,6 +24,7 @@ from tests.common.kernel_constants import plain
 from tests.unit.test_kernels import SETTINGS
 
 pytestmark = needs.nvidia
+OLDEST = Path(sys.prefix) / "oldest" / "triton_alone"
 MODES = {torch.float32: ("nearest",)}
 MODES |= {torch.bfloat16: ("stochastic", "nearest", "master", "master24")}
 MODES |= {torch.float16: ("stochastic", "nearest", "master", "master24")}
@@ -130,9 +131,10 @@ def test_kernels_compile_and_read_vectors_where_runs_are_aligned(monkeypatch, tm
     compiling(tmp_path, "-m", "tests.integration.compiling_jobs", given=json.dumps(written))
 
 
-def compiling(cache, *args, given=None):
-    """Runs Python without Triton's interpreter -> what it prints."""
+def compiling(cache, *args, given=None, path=""):
+    """Runs Python without Triton's interpreter, with a folder of packages -> what it prints."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(path), env.get("PYTHONPATH", ""))))
     done = subprocess.run(
         [sys.executable, *args],
         cwd=Path(__file__).parents[2],
@@ -143,6 +145,17 @@ def compiling(cache, *args, given=None):
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not OLDEST.is_dir(), reason="Triton 3.5 is installed by `make test-all`")
+def test_the_oldest_triton_compiles_vectors(tmp_path):
+    """Triton before 3.9 loses hints to alignment that a function returns."""
+    told = compiling(tmp_path, "-c", COUNTS, path=OLDEST)
+    of = {row["pass"]: row for row in json.loads(told.splitlines()[-1])}
+    applied = of["apply_and_cache_norm IS_QUOTIENT"]
+    assert applied["scalars"] <= 24 and applied["per element"] <= 36 and not applied["spilled"]
+    assert of["square_lerp IS_RUN"]["per element"] <= 25  # of single elements: 41
 
 
 COUNT = """
