@@ -23,6 +23,7 @@ FILES += ("unseen_rule", "edited_weights", "split", "convolutions")
 CHOSEN = "kernel or device_nonfinite or bad_gradients or advance_once or launch"
 SANITIZED = "test_a_step_is_that_of_the_ops or test_16_bits"
 WORKERS = 14
+SHORT = ("-q", "--tb=short", "-p", "no:cacheprovider")
 PATIENCE = 90  # seconds for compute-sanitizer
 
 
@@ -65,7 +66,7 @@ def pytest(
 ) -> Row:
     """Runs pytest; returns the numbers of tests, and the first failure."""
     done = subprocess.run(
-        [*under, sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *options],
+        [*under, sys.executable, "-m", "pytest", *SHORT, *options],
         cwd=ROOT,
         env=os.environ | dict(env),
         stdout=subprocess.PIPE,
