@@ -98,8 +98,8 @@ def test_all_stages_exist_and_take_20_minutes_at_most():
     assert max(stage.limit for stage in STAGES) < 10 * 60
     for stage in STAGES:
         assert callable(child.importlib.import_module(f"benchmarks.gpu.{stage.name}").rows)
-    names = ["selftest", "kernel_tests", "launch_order", "training_memory", "timing", "host_gaps"]
-    assert [stage.name for stage in STAGES][:6] == names  # right before fast
+    names = ["selftest", "kernel_tests", "launch_order", "training_memory", "planned_memory"]
+    assert [stage.name for stage in STAGES][:5] == names  # right before fast
 
 
 # A stage's own process.
