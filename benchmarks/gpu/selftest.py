@@ -5,7 +5,8 @@ checks native code.
 """
 
 from benchmarks.gpu.setting import Rows, Setting
-from ds_ext.optimizer import OPTIMIZERS, selftest
+from ds_ext.commands import selftest
+from ds_ext.optimizer import OPTIMIZERS
 
 
 def rows(on: Setting) -> Rows:

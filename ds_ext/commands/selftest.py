@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     print(", ".join(f"{key} {value}" for key, value in selftest.versions(device).items()))
     print("\n| optimizer | dtype | cases | largest error | verdict |\n" + 5 * "| --- " + "|")
     wrong = []
-    for rows in _rows(kinds, device, options.imports):
+    for rows in rows_of(kinds, device, options.imports):
         for dtype in selftest.DTYPES:
             some = [row for row in rows if row["dtype"] == dtype]
             bad = [row for row in some if row["verdict"] != selftest.RIGHT]
@@ -61,8 +61,8 @@ def run(options: argparse.Namespace) -> int:
     return int(bool(wrong))
 
 
-def _rows(
-    kinds: Sequence[type[Any]], device: torch.device, imports: Sequence[str]
+def rows_of(
+    kinds: Sequence[type[Any]], device: torch.device, imports: Sequence[str] = ()
 ) -> Iterator[list[selftest.Row]]:
     """Yields the rows of all cases of each optimizer class: see ``selftest.in_child``."""
     with ThreadPoolExecutor(max(1, min(PROCESSES, (os.cpu_count() or 1) // 2))) as pool:
