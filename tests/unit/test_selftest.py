@@ -219,7 +219,7 @@ def test_a_rule_of_yours_is_checked_in_a_process_that_imports_it(monkeypatch, tm
     rows = selftest.in_child([["ownsgd", {"lr": 0.1}, "fp32"]], CPU, ["own_rules"])
     assert [row["verdict"] for row in rows] == [RIGHT] * len(selftest.RANKS)
     found = []
-    monkeypatch.setattr(command, "_rows", lambda *of: found.append(of) or [])
+    monkeypatch.setattr(command, "rows_of", lambda *of: found.append(of) or [])
     assert main(["selftest", "--import", "json", "--device", "cpu"]) == 0
     assert found[0][2] == ["json"]
 
