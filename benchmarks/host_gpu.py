@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ds_ext
 from benchmarks.memory import LLAMAS, shapes_of
 from ds_ext.backward import gradient_config
+from ds_ext.ops.executors import unbatched
 from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.triton import devices, launch_memory, launches
 from ds_ext.ops.shard import Shard
@@ -197,4 +198,6 @@ def doing_nothing() -> Iterator[Counter[str]]:
         mock.patch.object(torch, "full", empty),  # states, of tens of gigabytes
         mock.patch.object(launch_memory.Memory, "_made", made if DEVICE.type == "cpu" else make),
     ):
+        unbatched._kept.cache_clear()
         yield counts
+    unbatched._kept.cache_clear()
