@@ -72,8 +72,8 @@ def symmetric_product(a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
         _check_shapes(out, a, b)
         native.product_(out, a, b, 0.0, symmetric=True)
         return out
-    step = max(1, n // 4)
-    is_upper = torch.ones(step, step, dtype=torch.bool, device=out.device).triu()
+    step = max(32, n // 4)
+    is_upper = torch.ones(min(step, n), min(step, n), dtype=torch.bool, device=out.device).triu()
     for start in range(0, n, step):
         stop = min(start + step, n)
         cols = slice(start, stop)
