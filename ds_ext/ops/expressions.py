@@ -189,19 +189,16 @@ class Scaled(ReadByPasses):
     @property
     def dtype(self) -> torch.dtype:
         """Returns the dtype of the stored run."""
-        assert isinstance(self.x, Tensor)
-        return self.x.dtype
+        return cast(Tensor, self.x).dtype
 
     @property
     def device(self) -> torch.device:
         """Returns the device of the run."""
-        assert isinstance(self.x, Tensor)
-        return self.x.device
+        return cast(Tensor, self.x).device
 
     def numel(self) -> int:
         """Returns the number of elements of the run."""
-        assert isinstance(self.x, Tensor)
-        return self.x.numel()
+        return cast(Tensor, self.x).numel()
 
 
 Gradient: TypeAlias = Tensor | Scaled  # has a dtype and a device too

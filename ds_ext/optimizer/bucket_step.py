@@ -23,7 +23,6 @@ from ds_ext.optimizer.host_offload import OffloadedBucket
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.plans import BatchItem, BatchPlan, BucketPlan
-from ds_ext.optimizer.update_stats import MeasuredWeight
 from ds_ext.optimizer.updates import ProjectedGrads, RunUpdate
 from ds_ext.rules import State
 
@@ -294,15 +293,10 @@ def begin_rules(
     before = table.elements_before(u.param, u.shard)
     p = sixteen_bit.weight(u.p, state, rule, number, u.shard, before)
 
-    def measured(p: sixteen_bit.Weight) -> ops.Writable:
-        """A weight, wrapped if updates are measured."""
-        if table.update_stats is None:
-            return p
-        run = p if isinstance(p, Tensor) else p.run
-        squares = table.update_stats.sums_of(number, group_index, run, u.num_replicas)
-        return MeasuredWeight(p, squares)
-
-    group_index = table.group_index_of[u.param]
+    squares: Tensor | None = None
+    if table.update_stats is not None:
+        group_index = table.group_index_of[u.param]
+        squares = table.update_stats.sums_of(number, group_index, u.p, u.num_replicas)
     first = before + u.shard.start
     begun = []
     for i, (run, shard, s) in enumerate(expert_stacks.matrices(u.shard, state)):
@@ -311,7 +305,7 @@ def begin_rules(
         if isinstance(g, Tensor) and not rules.entry_of(type(rule)).is_own:
             g = ops.Scaled(g)  # torch operations on it raise an error here too
         e = ema.average(s, rule, number, t, first + run.start)
-        begun += sections.steps(rule, own, g, s, t, shard, measured, e)
+        begun += sections.steps(rule, own, g, s, t, shard, squares, e)
     return begun
 
 

@@ -5,7 +5,7 @@ state has one number per element of the whole parameter, so it does not depend o
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from ds_ext.ops.shard import Section, Shard, StridedRange
 from ds_ext.ops.sixteen_bit import StochasticWeight, Weight
 from ds_ext.ops.state import Part, State
 from ds_ext.optimizer import ema
+from ds_ext.optimizer.update_stats import measured
 
 Shape = tuple[int, ...]
 
@@ -32,13 +33,12 @@ class SectionConfig:
     split_dim: Dim = 0  # 1: columns instead of rows
 
 
+_UNSET = (None, None, 0)
+
+
 def are_set(rule: Any) -> bool:
     """Returns whether a rule's hyper-parameters name sections."""
-    return isinstance(rule, SectionConfig) and (rule.split, rule.heads, rule.split_dim) != (
-        None,
-        None,
-        0,
-    )
+    return isinstance(rule, SectionConfig) and (rule.split, rule.heads, rule.split_dim) != _UNSET
 
 
 def of(rule: Any, shape: Shape) -> tuple[Section, ...]:
@@ -131,7 +131,7 @@ def steps(
     s: State,
     t: int,
     whole: Shard,
-    wrap: Callable[[Weight], ops.Writable],
+    squares: Tensor | None,
     average: Any,
 ) -> list[StepGenerator]:
     """Returns the generators that step a run: one, or one for each section.
@@ -143,12 +143,12 @@ def steps(
         s: the state of the run.
         t: the number of this step.
         whole: which elements the run is.
-        wrap: returns what the rule gets instead of a weight.
+        squares: the sums of update statistics, if updates are measured.
         average: as ``ema.average`` returns it.
     """
     sections = of(rule, whole.shape)
     if not sections:
-        step = rule.step(wrap(p), g, s, t, whole)
+        step = rule.step(measured(p, squares), g, s, t, whole)
         return [ema.averaged(step, rule, p, average, t, whole)]
     made = []
     for shift, places, shard in _divided(sections, whole):
@@ -156,7 +156,7 @@ def steps(
         kept = {key: own.of(s[key]) for key in rule.state_spec(shard) if key != ema.EMA}
         part = _weight(p, own, shift)
         e = None if average is None else _weight(average, own, shift)
-        step = rule.step(wrap(part), _gradient(g, own), kept, t, shard)
+        step = rule.step(measured(part, squares), _gradient(g, own), kept, t, shard)
         made.append(own.step(ema.averaged(step, rule, part, e, t, shard)))
     return made
 

@@ -77,6 +77,11 @@ def rms(totals: Tensor) -> list[dict[str, float]]:
     ]
 
 
+def measured(p: Weight, squares: Tensor | None) -> ops.Writable:
+    """Returns a weight, wrapped if its updates are measured."""
+    return p if squares is None else MeasuredWeight(p, squares)
+
+
 class MeasuredWeight(ReadByPasses):
     """A weight that measures its new values, and how far they moved, when it is written.
 

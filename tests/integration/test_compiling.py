@@ -44,7 +44,7 @@ def asked_for(monkeypatch) -> list:
         shown = {*pairs_of(launch.kind)}
         if not shown <= seen:
             seen.update(shown)
-            found.append([launch.kind.name, launch.warps, launch.named])
+            found.append([launch.kind.name, launch.warps, launches.constants(launch.kind, 16)])
 
     monkeypatch.setattr(launches, "launch_kernel", note)
     paths.use(monkeypatch, "kernels")

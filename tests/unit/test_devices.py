@@ -2,6 +2,7 @@
 
 import contextlib
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -48,7 +49,7 @@ class Compiled:
 class Function:
     """A kernel that Triton compiles when it is launched."""
 
-    arg_names = ("rows", "count", "COUNT", "FORM", "TC")
+    arg_names = ("rows", "count", "COUNT", "P")
 
     def __init__(self):
         self.made = []
@@ -67,10 +68,10 @@ def test_compiled_kernels_are_kept(monkeypatch):
     function = Function()
     monkeypatch.setattr(launches._kernels(), "run", function)
     monkeypatch.setattr(launches, "_compiled", {})
-    named, other = ({"TC": 128, "COUNT": count, "FORM": "IS_RUN"} for count in (16, 32))
+    kind = launches.KernelConstants(name="apply", TC=128)
     one, two, four = (
-        launches.Launch(None, None, 7, warps, of)
-        for warps, of in ((4, named), (4, other), (8, named))
+        launches.Launch(kind, np.zeros((n, 1), dtype=np.int64), 7, warps)
+        for warps, n in ((4, 1), (4, 17), (8, 16))
     )
     for _ in range(2):
         for rows, launch, device in ((1, one, HERE), (16, one, HERE), (2, two, HERE)):
@@ -80,9 +81,7 @@ def test_compiled_kernels_are_kept(monkeypatch):
     assert [made.given[1] for made in function.made] == [1, 2, 3, 4]
     again = [call for made in function.made for call in made.calls]
     assert all(len(call) == 1 + len(Function.arg_names) for call in again) and len(again) == 6
-    assert function.made[0].calls == [
-        ((7, 1, 1), rows, 0, 16, "IS_RUN", 128) for rows in (16, 1, 16)
-    ]
+    assert function.made[0].calls == [((7, 1, 1), rows, 0, 16, kind) for rows in (16, 1, 16)]
 
 
 def test_a_step_of_several_devices_is_a_step_of_each(monkeypatch):

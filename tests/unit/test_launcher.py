@@ -155,7 +155,7 @@ class Twice:
         mapped(dict(self.optimizer.state), tensors.append)
         ranges = [(x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes()) for x in tensors]
         for (a, reads_a), (b, reads_b) in zip(known, fresh, strict=True):
-            assert a.named is b.named and a.warps == b.warps and a.programs == b.programs
+            assert a.kind == b.kind and a.warps == b.warps and a.programs == b.programs
             assert reads_a.keys() == reads_b.keys(), a.kind.name
             for name, x in reads_a.items():
                 if not np.array_equal(x, reads_b[name]):  # what rules have allocated anew

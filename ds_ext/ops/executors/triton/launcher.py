@@ -213,9 +213,8 @@ def _launches(at: Tiles, members: Int64s, kind: KernelConstants, warps: int) -> 
         rows, programs = at.rows[some], at.programs[some]
         rows[:, AT["index"]] = some
         rows[:, AT["program"]] = np.cumsum(programs) - programs
-        named = launches.constants(kind, launches.padded(len(some)))
         if programs.any():
-            yield Launch(kind, rows, int(programs.sum()), warps, named)
+            yield Launch(kind, rows, int(programs.sum()), warps)
 
 
 def _words(numbers: NDArray[np.float32]) -> bytes:

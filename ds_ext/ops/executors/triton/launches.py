@@ -54,14 +54,12 @@ class Launch:
         rows: the tiles of the launch's parameters, [count, columns].
         programs: their number.
         warps: of each program.
-        named: the constants of the kernel.
     """
 
     kind: KernelConstants
     rows: Int64s
     programs: int
     warps: int
-    named: Named
 
     @functools.cached_property
     def contents(self) -> bytes:
@@ -79,23 +77,22 @@ def launch_kernel(launch: Launch, arguments: Sequence[int], device: torch.device
         arguments: the kernel's arguments that are no constants.
         device: the GPU.
     """
-    named = launch.named
-    key = id(named), launch.warps, device
+    count = padded(len(launch.rows))
+    key = launch.kind, count, launch.warps, device
     with current(device):
         if key in _compiled:
-            handle, values, _ = _compiled[key]
+            handle, values = _compiled[key]
             handle[launch.programs, 1, 1](*arguments, *values)
             return
-        function = _kernels().run
+        function, named = _kernels().run, constants(launch.kind, count)
         handle = function[(launch.programs,)](*arguments, **named, **options(launch.warps))
         if handle is not None:  # the interpreter returns None
             values = [named[name] for name in function.arg_names[len(arguments) :]]
-            _compiled[key] = handle, values, named
+            _compiled[key] = handle, values
 
 
-# Compiled kernels, and their constants in the order of the arguments. The dict of the constants is
-# kept too: while it is alive, no other dict has its id.
-_compiled: dict[tuple[object, ...], tuple[Any, Sequence[object], Named]] = {}
+# Compiled kernels, and their constants in the order of the arguments.
+_compiled: dict[tuple[object, ...], tuple[Any, Sequence[object]]] = {}
 
 
 def options(warps: int) -> Named:
@@ -119,7 +116,6 @@ def padded(count: int) -> int:
     return max(16, 1 << (count - 1).bit_length())
 
 
-@functools.cache
 def constants(kind: KernelConstants, count: int) -> Named:
     """The constants of a launch over ``count`` parameters, padded."""
     return {"COUNT": count, "P": kind}
