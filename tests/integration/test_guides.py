@@ -84,18 +84,3 @@ def test_hf_trainer(tmp_path):
     batch = "args.per_device_train_batch_size = 2"
     script = "\n".join([arguments, MODEL, batch, run, END])
     falls(script, "torchrun --nproc_per_node 2 script.py", tmp_path)
-
-
-def test_other_guides_of_clients_say_how_to_try_them_on_a_cpu():
-    clients = (
-        "accelerate axolotl fsdp2 hf-trainer llama-factory ms-swift plain-pytorch torchtune trl"
-    )
-    for guide in clients.split():
-        text = (ROOT / "docs/guides" / f"{guide}.md").read_text()
-        assert "\n## On a CPU, or with random weights\n" in text, guide
-
-
-def test_guides_of_clients_that_need_a_gpu_begin_with_it():
-    for guide in ("lightning", "verl"):
-        first = (ROOT / "docs/guides" / f"{guide}.md").read_text().splitlines()[2]
-        assert first.startswith("Needs a GPU: ")
