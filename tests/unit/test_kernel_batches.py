@@ -1,6 +1,6 @@
 """Batches by kernels: a parameter's bits are its own, and the host copies once and reads nothing.
 
-That they step as the ops do is in test_kernels.py.
+That they step as the ops do is in test_kernels.py. The statistics of runs by kernels.
 """
 
 import math
@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from benchmarks.host_gpu import Calls
+from ds_ext import ops
+from ds_ext.ops.block_sizes import WIDEST
 from ds_ext.ops.executors.triton import devices, launch_memory, launches, sizes, tiles
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
@@ -19,9 +21,12 @@ from ds_ext.optimizer.updates import RunUpdate
 from tests.common import needs, paths, plain, table
 from tests.common.choose import params, spread
 from tests.common.hypers import SIMULATED
+from tests.common.simulated import cut
+from tests.unit import test_kernels
 from tests.unit.test_native import BATCHED, optimizers_of
 
 pytestmark = needs.triton
+DEVICE, kernels, launched = test_kernels.DEVICE, test_kernels.kernels, test_kernels.launched
 # Vectors and matrices, of which some have aligned rows, and rows of two widths of tiles.
 SHAPES = ((48,), (5,), (20, 32), (9, 30), (3, 1040))
 HALVES = ((20, 32), (9, 30), (5,))  # of which a rank holds a half that cuts rows
@@ -211,3 +216,100 @@ def test_sizes_of_updates_are_measured_as_they_are_written(name, way, monkeypatc
     found, expected = totals
     assert found[:, 2].equal(expected[:, 2])
     assert ((found - expected).abs() <= 2e-3 * expected).all() and (expected > 0).all()
+
+
+# Statistics of runs.
+
+
+@pytest.mark.parametrize("shape", [(3, 33, 40), (130, 300), (5, 700)])
+def test_statistics_of_a_run(shape, kernels, launched):
+    (whole,) = table.gradients(1, [shape])[0]
+    for start, stop in ((0, whole.numel()), (17, 1500), (1320, 2640), (7, 8), (9, 9)):
+        shard = Shard(shape, start, stop, 1)
+        x = cut(whole, shard).to(DEVICE, torch.float32)
+        exact = torch.zeros(whole.numel(), dtype=torch.float64)
+        exact[start:stop] = x.cpu().double().square()
+        exact = exact.view(shard.mats, shard.rows, shard.cols)
+        row, col = ops.row_col_square_sums(x, shard, x)
+        (total,) = ops.square_sums((x,), shard, x)
+        for found, expected in ((row, exact.sum(-1)), (col, exact.sum(-2)), (total, exact.sum())):
+            assert (found.cpu() - expected).norm() <= 1e-6 * expected.norm()
+    assert set(launched) == {"row_col_sums", "square_sums", "fold"}
+
+
+@pytest.mark.parametrize("shape", [(3, 33, 40), (130, 300), (50, 700), (42, 1040)])
+def test_weighted_statistics_of_whole_rows(shape, kernels, launched, monkeypatch):
+    if shape == (130, 300):
+        monkeypatch.setattr(sizes, "PROGRAMS", 2)  # strips of 64 rows instead of 16
+    (whole,) = table.gradients(1, [shape])[0]
+    rows, cols = math.prod(shape[:-1]), shape[-1]
+    before = torch.rand(shape[:-1], dtype=torch.float64).view(-1, shape[-2]) + 0.5
+    for first, last in ((0, rows), (1, rows - 2), (35, 36), (40, 40)):
+        shard = Shard(shape, first * cols, last * cols, cols)
+        x = cut(whole, shard).to(DEVICE, torch.float32)
+        args = before.to(DEVICE, torch.float32) / 0.9, 0.0, 0.9, shard, x
+        found = ops.weighted_square_sums(x, *args)
+        exact = torch.zeros(rows, cols, dtype=torch.float64)
+        exact[first:last] = x.cpu().double().square().view(-1, cols)
+        exact = exact.view(shard.mats, shard.rows, shard.cols)
+        row = exact.sum(-1)
+        divided = exact / (before + 0.1 / shard.cols * row).unsqueeze(-1)
+        for a, b in zip(found, (row, exact.sum(-2), divided.sum(-2)), strict=True):
+            assert (a.cpu() - b).norm() <= 1e-6 * b.norm()
+    assert set(launched) == {"weighted_sums", "fold"}
+
+
+@pytest.mark.parametrize("shape", [(3, 33, 40), (130, 300), (42, 1040)])
+def test_normalized_whole_rows(shape, kernels, launched):
+    (whole,) = table.gradients(1, [shape])[0]
+    rows, cols = math.prod(shape[:-1]), shape[-1]
+    row, col = (torch.rand(math.prod(shape[:-2]), n) + 0.5 for n in shape[-2:])
+    for first, last in ((0, rows), (1, rows - 2), (35, 36), (40, 40)):
+        shard = Shard(shape, first * cols, last * cols, cols)
+        x = ops.Scaled(cut(whole, shard).to(DEVICE, torch.float32), 0.5, 0.7)
+        x = ops.Quotient(x, row.unsqueeze(-1).to(DEVICE), col.unsqueeze(-2).to(DEVICE))
+        made = []
+        for on in (True, False):
+            kernels(on)
+            found, sums = ops.normalize_whole_rows(x, 20.0, shard, x.row)
+            made.append((found.row.flatten()[first:last], sums))
+        for a, b in zip(*made, strict=True):
+            assert (a - b).norm() <= 1e-6 * b.norm()
+    assert set(launched) == {"normalize_whole_rows", "fold"}
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.9])
+@pytest.mark.parametrize("shape", [(3, 33, 40), (2, 5000, 7), (5, 4100)])
+def test_factors(shape, beta, kernels, launched):
+    shard = Shard.whole(shape)
+    sizes = (shard.rows, shard.cols, shard.rows, shard.cols, shard.cols)
+    given = [torch.rand(shard.mats, n, dtype=torch.float64) + 0.1 for n in sizes]
+    for n, clip in ((2, math.inf), (3, math.inf), (3, 1e-3)):
+        found = [x.to(DEVICE, torch.float32) for x in given]
+        expected = [x.clone() for x in given]
+        for x in (found, expected):
+            x += ops.factors_(*x[:2], tuple(x[2 : 2 + n]), 1e-3, beta, clip, shard)
+        for a, b in zip(found, expected, strict=True):
+            assert a.shape == b.shape
+            assert (a.cpu() - b).norm() <= 1e-6 * b.norm()
+    assert launched == ["factors", "clipped_factors", "clipped_factors"]
+
+
+@pytest.mark.slow
+def test_rows_wider_than_a_tile_are_read_twice(kernels, launched):
+    (g,) = table.gradients(1, [(5, WIDEST + 16)])[0]
+    shard = Shard(tuple(g.shape), g.shape[1], 4 * g.shape[1], g.shape[1])
+    before = torch.arange(1.0, 6.0).view(1, 5)
+    by_col = torch.rand(1, 1, g.shape[1], generator=torch.Generator().manual_seed(0)) + 0.5
+    made = []
+    for on, dtype in ((True, torch.float32), (False, torch.float64)):
+        kernels(on)
+        x = ops.Scaled(cut(g.float(), shard).to(DEVICE, dtype), 0.5, 0.75)
+        row, col = before.to(DEVICE, dtype), by_col.to(DEVICE, dtype)
+        weighted = ops.weighted_square_sums(x, row, 1e-3, 0.9, shard, x)
+        rows = ops.Quotient(x, row.unsqueeze(-1), col)
+        rows, sums = ops.normalize_whole_rows(rows, 1e3, shard, x)
+        made.append((*weighted, rows.row[:, 1:4], sums))  # of the rows of this rank
+    for a, b in zip(*made, strict=True):
+        assert (a - b).norm() <= 1e-6 * b.norm() and b.norm() > 0
+    assert set(launched) == {"row_col_sums", "fold"}

@@ -23,7 +23,7 @@ from ds_ext.rules import REGISTRY
 from tests.common import needs, paths, plain, table
 from tests.common.choose import params, spread
 from tests.common.hypers import SIMULATED, changed
-from tests.unit.test_kernels import trained
+from tests.unit.test_kernels import trained, worst
 
 SHAPES = (
     (),
@@ -51,14 +51,6 @@ ALONE_SHAPES = ((40, 150), (150, 40), (70, 1100), (600, 400))
 CASES = list(itertools.product(REGISTRY, WAYS, [1, 3]))
 QUICK = [(name, WAYS[0], 3) for name in BATCHED] + [(name, WAYS[1], 3) for name in ALONE]
 QUICK += [("adalomo", way, 1) for way in WAYS[1:]] + [("lamb", WAYS[3], 3), ("came", WAYS[1], 3)]
-
-
-def worst(found, expected, before):
-    """The largest error of a parameter relative to its update, which nearest may round to 0."""
-    return max(
-        (a.double() - b.double()).norm() / (b.double() - w.double().flatten()).norm().clamp(1e-30)
-        for a, b, w in zip(found, expected, before, strict=True)
-    )
 
 
 def test_the_rules_of_the_table_are_batched():
