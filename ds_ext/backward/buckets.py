@@ -317,6 +317,7 @@ class Buckets:
         """Notes that an error has ended this backward pass, perhaps not on all ranks."""
         if self.receiver is not None:
             self.note(LEFT)
+            self.layout.has_failed = True
 
     def note(self, event: int) -> None:
         """Notes an event of all ranks. ``Layout.agree`` finds ranks whose events differ."""

@@ -80,6 +80,7 @@ class Layout:
         for placement in self.placements:
             placement.connect(functools.partial(groups.with_own_queue, device=self.device))
         self.shards = with_turns({p: of.shard(p) for p, of in self.placement_of.items()})
+        self.has_failed = False  # whether an error has ended a backward pass: ZeRO-3 reads it
         self.everyone = everyone()  # the ranks that hold a part of the model
         self.bytes_sent = 0
         self.shapes = [p.shape for p in self.params]

@@ -86,9 +86,20 @@ class Zero3Layout(Layout):
         self.updated: set[Tensor] = set()  # weights that this step has updated
 
     def hook(self) -> list[RemovableHandle]:
-        """Registers a check of shapes before DeepSpeed's gather, which hides resized parameters."""
-        hook = Hook(lambda *_: self.refuse_resized() if torch.is_grad_enabled() else None)
-        return [self.offload.module.register_forward_pre_hook(hook, prepend=True)]
+        """Registers checks before DeepSpeed's gather, which hides resized parameters."""
+
+        def check(*_: object) -> None:
+            if torch.is_grad_enabled():
+                self.refuse_resized()
+            if self.has_failed:
+                self._check_dropped()
+
+        return [self.offload.module.register_forward_pre_hook(Hook(check), prepend=True)]
+
+    def _check_dropped(self) -> None:
+        """Raises RuntimeError on all ranks if some are still in a pass that others have left."""
+        self.has_failed = False
+        self.order.check_dropped()
 
     def has_valid_shape(self, param: Tensor, shape: torch.Size) -> bool:
         """Returns whether a parameter is partitioned (empty) or has its gathered shape."""
@@ -149,7 +160,7 @@ class Zero3Layout(Layout):
         Raises:
             RuntimeError: on all ranks, if other ranks are still in backward.
         """
-        self.order.check_dropped()
+        self._check_dropped()
         for m in self.offload.module.modules():
             m.__dict__.update({k: 0 for k in _COUNTS if k in m.__dict__})
         self.offload.release_backward_leftovers()

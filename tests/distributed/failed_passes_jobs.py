@@ -85,7 +85,7 @@ def train(case: Case) -> tuple[list[tuple[int, str]], dict[str, Tensor]]:
         engine.fused.layout.host_group = dist.new_group()  # where no sums of gradients wait
         engine.fused.buckets.asks_ahead = True
     else:
-        zero = {"reduce_bucket_size": 40, "stage3_param_persistence_threshold": 10**4}
+        zero = {"reduce_bucket_size": 40, "stage3_param_persistence_threshold": 10}
         how = {"gradient_clipping": case.clip, "zero": zero}
         engine = engines.start(model, optimizer, case.stage, case.policy, **how)
     for step in range(STEPS):
