@@ -26,21 +26,10 @@ from ds_ext.ops.schema import ARGUMENTS
 # "alu" is the half-rate pipe of integers, logic, comparisons, selections and packing conversions.
 # "imad", on half of the lanes for fp32, counts a product of 64 bits twice. Others are "fp32" if
 # they begin with F or HF, else "rest": branches, barriers, loads, stores, shuffles.
-ALU = {"IADD3", "IADD", "LOP3", "PLOP3", "SHF", "LEA", "ISETP", "FSETP", "FSEL", "SEL", "FMNMX"}
-ALU |= {
-    "IMNMX",
-    "VIMNMX",
-    "PRMT",
-    "IABS",
-    "F2FP",
-    "I2FP",
-    "F2IP",
-    "VABSDIFF",
-    "MOV",
-    "SGXT",
-    "BMSK",
-}
-ALU |= {"FMNMX3", "VIMNMX3", "FCHK", "CS2R", "P2R", "R2P"}
+ALU = set(
+    "IADD3 IADD LOP3 PLOP3 SHF LEA ISETP FSETP FSEL SEL FMNMX FMNMX3 IMNMX VIMNMX VIMNMX3 PRMT "
+    "IABS F2FP I2FP F2IP VABSDIFF MOV SGXT BMSK FCHK CS2R P2R R2P".split()
+)
 SLOW = {"MUFU", "I2F", "F2I", "F2F", "I2I", "FRND", "POPC", "FLO", "BREV"}
 FP32 = {"FADD", "FMUL", "FFMA", "FSWZADD", "HFMA2", "HADD2", "HMUL2"}
 LANES = {"all": 128, "alu": 64, "imad": 64, "slow": 16}

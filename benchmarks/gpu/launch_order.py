@@ -55,17 +55,17 @@ def train(on: Setting, indices: tuple[int, ...]) -> list[dict[str, Trained]]:
     found = []
     for index in indices:
         device = torch.device("cpu" if on.is_rehearsal else f"cuda:{index}")
-        with deterministic(torch.bfloat16):
+        with deterministic():
             found.append({name: trained(name, on, device) for name in on.some(OPTIMIZERS)})
     return found
 
 
 @contextlib.contextmanager
-def deterministic(default: torch.dtype) -> Iterator[None]:
-    """A context with deterministic algorithms, TF32, and a default dtype."""
+def deterministic() -> Iterator[None]:
+    """A context with deterministic algorithms, TF32, and bf16 as the default dtype."""
     held = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     was_filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.set_default_dtype(default)
+    torch.set_default_dtype(torch.bfloat16)
     torch.set_float32_matmul_precision("high")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # which would hide early reads

@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from benchmarks.gpu.setting import RIGHT, WRONG, Row, Rows, Setting, separately
+from benchmarks.gpu.zero3 import join_alone
 from benchmarks.memory import config_keys
-from benchmarks.train import join_world_of_one
 from ds_ext.planner import models, options
 from ds_ext.planner.rows import GIB, MemoryPlan
 
@@ -34,9 +34,7 @@ def measured(on: Setting, count: int, storage: str | None) -> Row:
     """Returns the planned and the measured peak in GiB (2^30 bytes), and tokens per second."""
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
-    join_world_of_one()
-    deepspeed.init_distributed("gloo" if on.is_rehearsal else "nccl", verbose=False)
+    join_alone(on)
     keys = transformers.LlamaConfig(**config_keys(on.large))
     config = keys if on.is_rehearsal else models.config(MODEL)
     with torch.device(on.device):
@@ -69,16 +67,17 @@ def measured(on: Setting, count: int, storage: str | None) -> Row:
     seconds = time.perf_counter() - began
     total = planned(config, count, on.length, storage)
     stats = {} if on.is_rehearsal else torch.cuda.memory_stats(on.device)
-    peaks = {kind: stats.get(f"{kind}_bytes.all.peak", 0) / GIB for kind in ("allocated", "active")}
+    peaks = {
+        f"{kind}, GiB": stats.get(f"{kind}_bytes.all.peak", 0) / GIB
+        for kind in ("allocated", "active", "reserved")
+    }
     engine.destroy()
-    fits = peaks["allocated"] <= total + GATHERED
+    fits = peaks["allocated, GiB"] <= total + GATHERED
     return {
         "rows × tokens": f"{count} × {on.length}",
         "weights": storage or "bf16",
         "planned, GiB": total,
-        "allocated, GiB": peaks["allocated"],
-        "active, GiB": peaks["active"],
-        "reserved, GiB": stats.get("reserved_bytes.all.peak", 0) / GIB,
+        **peaks,
         "tokens/s": count * on.length * (on.steps // 2) / seconds,
         "losses": f"{losses[0]:.2f} → {losses[-1]:.2f}",
         "verdict": RIGHT if fits and losses[-1] != losses[0] else WRONG,

@@ -23,13 +23,18 @@ def rows(on: Setting) -> Rows:
         yield "ZeRO-3 on one rank", row
 
 
-def train_all(on: Setting) -> list[Row]:
-    """Trains by each optimizer."""
+def join_alone(on: Setting) -> None:
+    """Begins DeepSpeed on one rank."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
     join_world_of_one()
     deepspeed.init_distributed("gloo" if on.is_rehearsal else "nccl", verbose=False)
+
+
+def train_all(on: Setting) -> list[Row]:
+    """Trains by each optimizer."""
+    join_alone(on)
     found = []
     with (
         mock.patch.dict(os.environ, {"DS_EXT_COMMUNICATE_ALONE": "1"}),
