@@ -68,7 +68,7 @@ class Stepper:
             votes: votes by which kernels check other gradients.
         """
         state.use_up(grads.keys())
-        check = GradCheck(checked, votes, state.begin_flags() if self._by_kernels else None)
+        check = GradCheck(checked, votes, state.flags if self._by_kernels else None)
         with int8.expanded(grads) as in_int8:
             for all_reduce, found in self._by_statistics_group(grads):
                 updates: list[RunUpdate] = []

@@ -60,7 +60,7 @@ class StepState:
     stepped: int = 0  # number of parameters
     bad: list[str] = field(default_factory=list)  # names of the parameters of bad gradients
     suspects: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameter, is bad []
-    flags: DeviceGradFlags | None = None  # what kernels find, until the host reads it
+    flags: DeviceGradFlags = field(default_factory=DeviceGradFlags)  # what the host has not read
     flagged_square: float = 0.0  # over all ranks, of gradients that kernels have checked
 
     @property
@@ -101,12 +101,6 @@ class StepState:
         return self.kept | {
             p: ReducedGrad(x.values[0][:0], square=x.square()) for p, x in self.projected.items()
         }
-
-    def begin_flags(self) -> DeviceGradFlags:
-        """Returns the flags of this step."""
-        if self.flags is None:
-            self.flags = DeviceGradFlags()
-        return self.flags
 
     def use_up(self, params: Collection[Tensor]) -> None:
         """Records that the gradients of ``params`` were taken.
@@ -232,7 +226,7 @@ class StepState:
 
     def _read(self, squares: list[Tensor]) -> tuple[list[Tensor], float]:
         """Reads the flags; returns the parameters that kernels skipped, and Σ ``squares``."""
-        flags, self.flags = self.flags, None
+        flags, self.flags = self.flags, DeviceGradFlags()
         if not flags:
             return [], sum(map(Tensor.item, squares))
         found, numbers = flags.read(*squares)
