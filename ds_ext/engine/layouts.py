@@ -43,18 +43,13 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
     Raises:
         ValueError: the model or the combination of parallelism is not supported.
     """
-    if pipeline.is_pipeline(engine):
-        kind = _BY_STAGE[int(engine.zero_optimization_stage())]
-        return pipeline.layout_of(engine, kind)
-    return _of_whole_model(engine)
-
-
-def _of_whole_model(engine: DeepSpeedEngine) -> Layout:
-    """The layout of a model that is not a pipeline."""
-    names = expert_parallel.global_names(engine.param_names, engine.module)
     group, stage = engine.seq_data_parallel_group, int(engine.zero_optimization_stage())
+    kind = _BY_STAGE[stage]
+    if pipeline.is_pipeline(engine):
+        return pipeline.layout_of(engine, kind)
+    names = expert_parallel.global_names(engine.param_names, engine.module)
     offload = zero3.partition(engine, group) if stage == 3 else None
-    kind, losses = _BY_STAGE[stage], _num_mean_losses(engine)
+    losses = _num_mean_losses(engine)
     tensor_group = groups.get_tensor_model_parallel_group() if engine.autotp_size() > 1 else None
     if tensor_group is not None:
         dense = _with_tensor_parallelism(kind, group, tensor_group, losses, names)
