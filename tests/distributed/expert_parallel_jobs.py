@@ -293,7 +293,7 @@ def refusals() -> list[str]:
         lambda: start(Run("lomo", 1, 2, 2), 1, 2, **divided),
         lambda: start(Run("lomo", 1, 2, 2), 1, 2, mpu=sequences),
     )
-    return [message(attempt, ValueError) for attempt in attempts]
+    return [message(attempt, ValueError, AssertionError) for attempt in attempts]
 
 
 def not_finite(stage: int, tensor: int) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def test_equals_one_process_that_has_all_experts(name):
 
 def test_what_is_not_supported_is_refused_on_every_rank():
     for stage3, fused, divided, mpu in worlds.once(2, expert_parallel_jobs.refusals):
-        assert "zero_optimization.stage = 3" in stage3 and "expert_parallel" in stage3
+        assert "Native DeepSpeed MoE is not supported with ZeRO Stage 3" in stage3
         assert "fuse_into_backward" in fused and "deepspeed.initialize" in fused
         assert "leave out mpu" in mpu and "tensor_parallel.autotp_size" in mpu
         assert divided.startswith("tensor_parallel.partition_config")

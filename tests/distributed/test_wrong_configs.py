@@ -27,7 +27,6 @@ MISTAKES = {  # the error; or "" and the one warning
     "function": (FUNCTION, ""),
     "function_with_section": (FUNCTION, ""),
     "fused_at_stage_3": ("ValueError: fuse_into_backward: ZeRO-3 has partitioned", ""),
-    "experts_at_stage_3": ("AssertionError: Native DeepSpeed MoE is not supported with ZeRO", ""),
     "no_optimizer": (
         'RuntimeError: this engine cannot train: its config has a section "ds_ext"',
         "",

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.moe.layer import MoE
 from torch import nn
 
 import ds_ext
@@ -224,10 +223,6 @@ class Mistakes:
         engine = _engine(model, _zero(3))
         assert engine.module is model
         ds_ext.fuse_into_backward(model, ds_ext.AdaLomo(model.parameters()))
-
-    def experts_at_stage_3(self) -> None:
-        """Experts of DeepSpeed, which it does not partition."""
-        _engine(nn.ModuleList([MoE(4, nn.Linear(4, 4), num_experts=2)]), _zero(3))
 
     def no_optimizer(self) -> None:
         """A section for ds_ext in a config that names no optimizer."""
