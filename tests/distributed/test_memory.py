@@ -15,7 +15,7 @@ from tests.unit.test_memory import close, shapes_of
 RANKS = 2
 KINDS = ["adamw", "adalomo", "came", "flashadamw"]  # the first is DeepSpeed's
 CASES = list(itertools.product(KINDS, range(4), DTYPES))
-QUICK = [("adamw", 2, "bf16"), ("adalomo", 0, "fp32"), ("came", 1, "fp32")]
+QUICK = [("adamw", 2, "bf16"), ("adamw", 3, "bf16"), ("adalomo", 0, "fp32"), ("came", 1, "fp32")]
 QUICK += [("flashadamw", 3, "bf16")]
 
 
