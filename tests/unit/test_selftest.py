@@ -20,8 +20,11 @@ from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.triton import devices, launches
 from ds_ext.optimizer import OPTIMIZERS, nonfinite, selftest
 from ds_ext.optimizer.selftest import RIGHT
+from ds_ext.rules import REGISTRY
+from ds_ext.testing import check_rule
 from tests import worlds
-from tests.common import needs, paths
+from tests.common import needs, paths, pretend
+from tests.common.choose import params
 from tests.common.cli import refused
 
 CPU = torch.device("cpu")
@@ -355,3 +358,22 @@ def test_a_model_that_kernels_have_stepped_goes_on_without_them(kernels, monkeyp
         step(i)
         monkeypatch.setattr(launches, "launch_kernel", None)  # nothing launches from now on
     step(0)
+
+
+@pytest.mark.parametrize("name", params(OPTIMIZERS, ["lomo"]))
+def test_tensors_of_a_device_do_not_meet_those_of_the_host(name):
+    """Weights with masters are read on the host. Nothing steps batches on the pretended device."""
+    kind = OPTIMIZERS[name]
+    with pretend.device():
+        for case in selftest.all_cases(kind):
+            verdict = selftest.check(kind, case, selftest.RANKS[1], pretend.DEVICE)["verdict"]
+            assert verdict == f"{selftest.WRONG}: native code and kernels are disabled or missing"
+
+
+def test_a_rule_of_yours_is_checked_on_a_device():
+    with pretend.device():
+        torch.set_default_device(pretend.DEVICE)
+        try:
+            check_rule(REGISTRY["lomo"].rule)
+        finally:
+            torch.set_default_device(CPU)
