@@ -164,7 +164,7 @@ def bytes_of(asked: Asked) -> float:
     if one.name == "cached_norm":
         return 8.0 * asked.elements
     each = sum(traffic.STATE.get(form, (0, 0))) + 2 * traffic.MOMENTS.get(one.name, 0)
-    is_apply = one.name.endswith("apply")
+    is_apply = "apply" in one.name
     reads_weights = is_apply or form == "IS_WEIGHT" or one.fields.get("DECAYS")
     each += 2 * ((form not in ("IS_WEIGHT", "IS_ADAM")) + bool(reads_weights) + is_apply)
     return float(each * asked.elements)
