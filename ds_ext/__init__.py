@@ -3,6 +3,8 @@
 Importing ds_ext registers its optimizers with DeepSpeed by name.
 """
 
+import difflib
+
 from ds_ext import contract as contract  # first: reports an old torch in one sentence
 from ds_ext.backward.fuse import fuse_into_backward
 from ds_ext.backward.int8_weights import expand_int8, restore_bf16, store_int8
@@ -41,13 +43,16 @@ def __getattr__(name: str) -> type:
         return getattr(hf, name)  # type: ignore[no-any-return]
     optimizer = OPTIMIZERS.get(name.lower())
     if optimizer is None or optimizer.__name__ != name:
-        raise AttributeError(f"module 'ds_ext' has no attribute {name!r}")
+        near = difflib.get_close_matches(name, __dir__(), n=1)
+        guess = f". Did you mean {near[0]}?" if near else ""
+        raise AttributeError(f"module 'ds_ext' has no attribute {name!r}{guess}")
     return optimizer
 
 
 def __dir__() -> list[str]:
-    """Returns the names of the module, with those that ``__getattr__`` finds."""
-    return sorted({*globals(), *__all__, "FuseCallback", "MetricsCallback"})
+    """Returns the public names, with those that ``__getattr__`` finds."""
+    special = {name for name in globals() if name.startswith("__")}
+    return sorted({*special, *__all__, "FuseCallback", "MetricsCallback"})
 
 
 register()

@@ -159,8 +159,10 @@ def _check_gradients(optimizer: RuleOptimizer, layout: Layout) -> None:
                 f"{layout.name(param)} has a gradient that did not come from backward, or that "
                 "backward computed before the parameter was in param_groups. After "
                 "fuse_into_backward, ds_ext uses gradients inside backward: do not assign .grad, "
-                "and set .grad to None before you add a parameter to a group. To step as usual, "
-                "call .remove() on the object that fuse_into_backward returned."
+                "and set .grad to None before you add a parameter to a group. "
+                "DistributedDataParallel writes .grad too: do not wrap the model in it; ds_ext "
+                "averages gradients over the ranks. To step as usual, call .remove() on the object "
+                "that fuse_into_backward returned."
             )
     if layout.has_kept():
         raise RuntimeError(

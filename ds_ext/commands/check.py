@@ -38,6 +38,7 @@ class Report:
     problems: list[str] = field(default_factory=list)  # settings that a run would refuse or ignore
     notes: list[str] = field(default_factory=list)  # facts about the run
     unchecked: list[str] = field(default_factory=list)  # settings that need more information
+    autos: list[str] = field(default_factory=list)  # keys that HF Trainer and accelerate fill in
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +62,11 @@ def run(options: argparse.Namespace) -> int:
         print(f"error: {problem}")
     n = len(report.problems)
     right = "nothing is wrong" + " in what was checked" * bool(report.unchecked)
+    if report.autos:
+        right += (
+            " for HF Trainer and accelerate; deepspeed.initialize needs numbers "
+            "(python -m ds_ext config OPTIMIZER --numbers)"
+        )
     print(f"{options.config}: " + (f"{n} problem{'s'[: n > 1]}" if n else right))
     return int(n > 0)
 
@@ -75,14 +81,19 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
     """
     report = Report()
     config, autos = parsing.filled(config)
+    report.autos = autos
+    if "optimizer" not in config:
+        without = '; without one, the section "ds_ext" has no effect' * ("ds_ext" in config)
+        report.notes.append(
+            "no optimizer is named: name one of ds_ext in optimizer.type, or pass one in the "
+            f"script{without}"
+        )
     if autos:
         report.notes.append(f'"auto", which HF Trainer and accelerate fill in: {", ".join(autos)}')
     report.problems += parsing.malformed(config)
     known = normalized(config)
     named = Named() if report.problems else _named(known, model, report)
-    if "optimizer" not in config:
-        report.notes.append("no optimizer is named: the script has to give one")
-    elif named.other:
+    if named.other:
         report.notes.append(
             f"optimizer.type {named.other} is DeepSpeed's or torch's own; those of ds_ext can have "
             'the prefix "ds_ext."'

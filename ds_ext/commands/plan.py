@@ -52,6 +52,8 @@ def _fit(given: argparse.Namespace, path: Path, options: PlanOptions) -> None:
         print(f"\nIn the memory of the host: {on_host:.2f} {unit} per rank.")
     print("\n" + memory_plan.not_counted(last, plan.n, unit))
     print(f"\nThe counted memory fits in {last.cards[0]:g} GiB. Config: {path}")
+    if last.own.batch_splits > 1 and last.batch is not None and last.batch.rows == 1:
+        print('"batch_splits" in it means checkpointing: a row is not split, and layers run again.')
     print(config.rate_source(last.optimizers[0].__name__, plan.n))
     if given.hf:
         arguments = config.trainer_arguments(last, plan.n)

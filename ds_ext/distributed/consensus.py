@@ -37,20 +37,27 @@ def is_first() -> bool:
 
 
 @contextlib.contextmanager
-def announced(function: str) -> Iterator[None]:
+def announced(function: str, group: Group = None) -> Iterator[None]:
     """Context of a function that all ranks call: warns if some have not called it after a while.
 
     A rank that is late may still come, so this is no error. Ranks count their calls in the store of
     the default process group, because the next collective of a rank that is late may be another.
     Of the ranks that wait, the first one reads all counts and warns.
+
+    Args:
+        function: its name.
+        group: the ranks; by default all.
     """
-    if not several():
+    if not several(group):
         yield
         return
     store = dist.distributed_c10d._get_default_store()
-    rank, world = dist.get_rank(), dist.get_world_size()
-    calls = f"ds_ext/calls of {function}"
-    counts = [f"{calls}/{r}" for r in range(world)]
+    rank, calls = dist.get_rank(), f"ds_ext/calls of {function}"
+    ranks = list(range(dist.get_world_size()))
+    if group is not None:
+        ranks = dist.get_process_group_ranks(group)
+        calls += f" by {hash(tuple(ranks))}"
+    counts = {r: f"{calls}/{r}" for r in ranks}
     with explained():
         own = store.add(counts[rank], 1)
 
@@ -58,7 +65,7 @@ def announced(function: str) -> Iterator[None]:
         try:
             if store.add(f"{calls}/{own} have waited", 1) > 1:
                 return
-            absent = [r for r, count in enumerate(counts) if store.add(count, 0) < own]
+            absent = [r for r, count in counts.items() if store.add(count, 0) < own]
         except RuntimeError:  # the rank with the store has ended: the function itself says so
             return
         if absent:

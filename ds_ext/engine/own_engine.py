@@ -15,6 +15,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from ds_ext.backward import int8_weights, owners
+from ds_ext.distributed import consensus
 from ds_ext.distributed.groups import explained
 from ds_ext.engine import (
     engine_checks,
@@ -31,6 +32,9 @@ from ds_ext.engine import (
 )
 from ds_ext.engine.adapter import ZeroAdapter
 from ds_ext.optimizer import RuleOptimizer
+
+# The functions of DeepSpeed, HF Trainer and accelerate that gather full weights at stage 3.
+GATHERING = "save_16bit_model (Trainer.save_model, accelerator.get_state_dict)"
 
 
 @functools.cache
@@ -213,6 +217,12 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Loads a checkpoint that was saved with any number of ranks and any ZeRO stage."""
         return loading.load_checkpoint(self, *args, **kwargs)
+
+    @_translate_lost_connections
+    def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        # Without a word, a rank would wait here for ranks that do not save.
+        with consensus.announced(GATHERING):
+            return super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)
 
 
 class OwnPipelineEngine(OwnEngine):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ds_ext.backward import int8_weights
 from ds_ext.backward.fused_backward import FusedBackward
+from ds_ext.distributed import consensus
 from ds_ext.distributed.groups import Group, explained
 from ds_ext.distributed.placement import as_bytes
 from ds_ext.engine.parameters import unpartitioned_shape
@@ -57,7 +58,7 @@ class LocalPart(NamedTuple):
         whole = torch.zeros(math.prod(self.shape), dtype=values.dtype, device=device)
         whole[self.start : self.start + self.length] = values
         if self.group is not None:
-            with explained():
+            with explained(), consensus.announced("safe_get_full_*", self.group):
                 dist.all_reduce(as_bytes(whole), op=dist.ReduceOp.MAX, group=self.group)
         return whole.view(self.shape)
 

@@ -37,8 +37,9 @@ def _message(operation: str) -> str:
     return (
         f"Torch's {operation} cannot read it: p and g of a rule, and in a batch its state too, are "
         "no tensors, because a pass scales, unscales and rounds them block by block. Use functions "
-        'of ds_ext.ops, such as ops.lerp_(s["m"], g, weight, shard), or write an expression with '
-        "ops.read(g, b) in its method block: docs/adding-an-optimizer.md."
+        'of ds_ext.ops, such as ops.lerp_(s["m"], g, 1 - beta, shard), whose m, times '
+        "1 / (1 - beta), is the m of m = beta * m + g; or write an expression with ops.read(g, b) "
+        "in its method block: docs/adding-an-optimizer.md."
     )
 
 

@@ -59,6 +59,16 @@ def refuse_all_frozen(optimizer: ParamTable) -> None:
         )
 
 
+def refuse_no_params(optimizer: str, params: Collection[Any]) -> None:
+    """Raises ValueError if an optimizer gets no parameter, as of a model that is all frozen."""
+    if not params:
+        raise ValueError(
+            f"{optimizer}: there are no parameters to train. If all of the model have "
+            "requires_grad=False, call requires_grad_(True) of those to train before the optimizer "
+            "is made."
+        )
+
+
 def refuse_shared_memory(params: Iterable[Tensor]) -> None:
     """Raises ValueError if a trained parameter has elements in the memory of another element.
 

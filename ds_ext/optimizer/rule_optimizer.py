@@ -66,6 +66,9 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], **hypers: Any) -> None:
         BucketOptimizer.__init__(self)
+        if not isinstance(params, Tensor):  # which torch refuses
+            params = list(params)
+            param_checks.refuse_no_params(type(self).__name__, params)
         torch.optim.Optimizer.__init__(self, params, self.check(hypers))
         self.instances.add(self)
 

@@ -266,7 +266,9 @@ def differ() -> dict[str, Any]:
 
 def late(folder: str) -> dict[str, list[str]]:
     """What a rank logs while the other is late in saving; while both are slow inside a call."""
-    engine, told = start(KIND, 3), dict[str, list[str]]()
+    zero = {"stage3_gather_16bit_weights_on_model_save": True}
+    engine, told = start(KIND, 3, zero=zero), dict[str, list[str]]()
+    param, read = next(engine.module.parameters()), deepspeed.utils.safe_get_full_fp32_param
     rank, patience = dist.get_rank(), consensus.PATIENCE
     consensus.PATIENCE = 0.5
 
@@ -285,6 +287,8 @@ def late(folder: str) -> dict[str, list[str]]:
 
     try:
         logged("late", 2.0 * rank, lambda: engine.save_checkpoint(folder, tag="a"))
+        logged("weights", 2.0 * rank, lambda: engine.save_16bit_model(folder))
+        logged("reading", 2.0 * rank, lambda: read(param))
         logged("together", 0.0, slow)
     finally:
         consensus.PATIENCE = patience

@@ -80,7 +80,10 @@ def test_a_rank_says_which_ranks_do_not_save(tmp_path):
     (warning,) = (text for text in first["late"] if "waited" in text)
     assert warning.startswith("rank 0 has waited in save_checkpoint for 0.5 s: rank 1 has not call")
     assert 'not only rank 0 (remove "if rank == 0")' in warning
-    others = [*second["late"], *first["together"], *second["together"]]
+    for name, function in {"weights": "save_16bit_model (", "reading": "safe_get_full_*"}.items():
+        (warning,) = (text for text in first[name] if "waited" in text)
+        assert f"waited in {function}" in warning and "rank 1 has not called it" in warning
+    others = [*sum(second.values(), []), *first["together"]]
     assert not [text for text in others if "waited" in text]
     assert newest_checkpoint(tmp_path).tag == "a"
 

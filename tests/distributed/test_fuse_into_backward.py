@@ -27,6 +27,7 @@ def test_what_no_hook_would_step_is_refused_on_all_ranks():
         assert got["unmoved"] and len(got["told"]) == 2
         assert "not part of the model" in got["told"][0]
         assert "second.weight has a gradient that did not come from backward" in got["told"][1]
+        assert "DistributedDataParallel writes .grad too" in got["told"][1]
 
 
 def test_buffers_arrive_however_they_lie_in_memory():

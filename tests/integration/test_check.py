@@ -237,6 +237,21 @@ def test_what_needs_a_model_or_ranks_is_named(tmp_path, capsys):
     assert "zero_hpz_partition_size = 2 does not divide the 3 ranks" in capsys.readouterr().out
 
 
+def test_auto_is_for_trainers(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(configs.make("adalomo", 3)))
+    assert main(["check", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "nothing is wrong for HF Trainer and accelerate; deepspeed.initialize needs" in said
+
+
+def test_a_missing_optimizer_is_said_first(tmp_path, capsys):
+    config = configs.make("adalomo", 3) | {"ds_ext": {"clip_mode": "previous"}}
+    del config["optimizer"]
+    notes = checked(config, tmp_path, capsys)[1]
+    assert "no optimizer is named" in notes[0] and '"ds_ext" has no effect' in notes[0]
+
+
 def test_batch_sizes_that_need_the_ranks_are_named(tmp_path, capsys):
     path = tmp_path / "ds.json"
     sizes = {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}

@@ -206,6 +206,15 @@ def test_options_that_fit_ignores_are_refused(given, words, folder, tmp_path, ca
     assert words in told and not (tmp_path / "new.json").exists()
 
 
+def test_one_row_is_not_split(folder, tmp_path, capsys):
+    given = ("--model", folder, "--seq", 256, "--bucket", SMALL, "--memory", 26 * MIB)
+    path = tmp_path / "ds.json"
+    assert main(["plan", *map(str, given), "--optimizer", "adalomo", "--fit", str(path)]) == 0
+    config = json.loads(path.read_text())
+    means = '"batch_splits" in it means checkpointing'
+    assert config["ds_ext"]["batch_splits"] == 2 and means in capsys.readouterr().out
+
+
 def test_an_existing_file_stays(folder, tmp_path, capsys):
     path = tmp_path / "ds.json"
     path.write_text("mine")

@@ -57,4 +57,11 @@ def test_signatures_are_written_and_names_are_listed():
     signature = str(inspect.signature(ds_ext.AdaLomo))
     assert signature.startswith("(params, *, lr: float = 0.001, eps: tuple[float, float] = ")
     assert "FieldInfo" not in signature
-    assert {"AdaLomo", "MetricsCallback", "fuse_into_backward"} <= {*dir(ds_ext)}
+    public = {*ds_ext.__all__, "FuseCallback", "MetricsCallback"}
+    assert {"AdaLomo", "fuse_into_backward"} <= public
+    assert {name for name in dir(ds_ext) if name[0] != "_"} == public
+
+
+def test_a_misspelt_optimizer_is_corrected():
+    with pytest.raises(AttributeError, match="no attribute 'AdaLom'. Did you mean AdaLomo"):
+        ds_ext.AdaLom  # noqa: B018

@@ -159,6 +159,7 @@ def test_plain_operations_on_a_gradient_raise_on_every_path(operation, is_batche
     with registered(step, is_batched), pytest.raises((TypeError, AttributeError)) as raised:
         one_step(dtype, is_fused)
     assert "cannot read it: p and g of a rule" in str(raised.value)
+    assert "is the m of m = beta * m + g" in str(raised.value)
 
 
 def by_joint(self, p, g, s, t, shard):

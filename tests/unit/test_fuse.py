@@ -302,6 +302,16 @@ def test_a_launcher_without_a_process_group_is_refused(monkeypatch):
     ds_ext.fuse_into_backward(model, optimizer)
 
 
+def test_no_parameters_to_train_is_one_sentence():
+    frozen = torch.nn.Linear(4, 3).requires_grad_(False)
+    trained = (p for p in frozen.parameters() if p.requires_grad)
+    for make in (ds_ext.AdaLomo.for_model, lambda _: ds_ext.AdaLomo(trained)):
+        with pytest.raises(ValueError, match="there are no parameters to train. If all of the"):
+            make(frozen)
+    with pytest.raises(TypeError, match="should be an iterable"):  # torch's
+        ds_ext.AdaLomo(torch.zeros(2))
+
+
 def test_parameters_that_were_put_into_a_group_count_as_trained():
     model = torch.nn.Linear(4, 3)
     optimizer = ds_ext.AdamW([torch.nn.Parameter(torch.zeros(2), requires_grad=False)])
