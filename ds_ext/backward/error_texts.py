@@ -62,9 +62,9 @@ def second_gradient(names: SettingNames) -> str:
 
 
 def second_backward(names: SettingNames) -> str:
-    """Returns the error for a backward pass of a graph whose weights backward has updated."""
+    """Returns the error for a second backward pass of a step that uses gradients in backward."""
     return (
-        "a second gradient is asked of weights that backward has updated, before "
+        "a second gradient is asked of weights that backward has measured or updated, before "
         f"{names.step}. {_once(names)}"
     )
 
@@ -74,7 +74,8 @@ def _once(names: SettingNames) -> str:
         "ds_ext uses and frees gradients during backward. Call backward once per step (sum the "
         f"losses first), or keep gradients until the step with {names.accumulate}. If two "
         "checkpointed segments use the same weight other than through its module, set "
-        "use_reentrant=False in checkpointing. After a failed backward pass, call zero_grad()."
+        "use_reentrant=False in checkpointing. After a backward pass that failed, or that "
+        "is not to count, call zero_grad() of the whole model."
     )
 
 

@@ -179,7 +179,7 @@ class FusedBackward:
             self.state.must_keep = True  # a second pass would lack gradients that FSDP2 has kept
         if not self.must_measure:
             return
-        if self.state.used_up or self.buckets.holds():
+        if self.state.norm is not None or self.state.used_up or self.buckets.holds():
             names = self.grad_config.setting_names
             raise RuntimeError(f"{names.clipping}: {error_texts.second_backward(names)}")
         self.buckets.begin_together()
@@ -270,6 +270,7 @@ class FusedBackward:
 
         Updates made in backward stay; a warning says so. If all parameters are given, the whole
         step is dropped and has no effect on the next one, even if its backward pass has failed.
+        A norm that backward has measured still contains the gradients of ``params``.
         """
         if self.is_replaced:
             return

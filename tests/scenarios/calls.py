@@ -55,13 +55,15 @@ def edit(weight: int, ways: tuple[str, ...] = ALL, refusable: bool = False):
     return register
 
 
-def train(pair: "Pair", draw: random.Random, passes: int = 1, **how: Any) -> bool:
+def train(pair: "Pair", draw: random.Random, passes: int = 1, drops: Any = (), **how: Any) -> bool:
     """One step, if it is not refused: its micro-batches, each of so many backward passes."""
     seed = draw.randrange(10**6)
     for micro in range(pair.setup["accumulation"]):
         parts = [
             lambda s, n=seed + 10 * micro + i: s.backward(s.loss(n, **how)) for i in range(passes)
         ]
+        if drops and draw.random() < 0.7:
+            parts.append(lambda s: s.drop(drops))
         well = all(map(pair.do, [*parts, lambda s: s.step()]))
         if not well:
             break
@@ -179,6 +181,12 @@ def discarded_batch(pair, draw):
     how = draw.choice(hows)
     pair.do(lambda s: s.discard(seed + 9, how))
     pair.compare()
+
+
+@call(4)
+def some_gradients_discarded(pair, draw):
+    if pair.setup["clip"] != "previous":  # whose next norm depends on what was not stepped yet
+        train(pair, draw, drops=draw.sample(NAMES, draw.randint(1, len(NAMES))))
 
 
 @call(3, ALONE)

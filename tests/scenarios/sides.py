@@ -131,6 +131,11 @@ class Side:
         """Discards this step's batches."""
         self.zero_grad()
 
+    def drop(self, names: Collection[str]) -> None:
+        """Discards the gradients of some parameters, one after another."""
+        for name in names:
+            torch.optim.SGD([self.param(name)], lr=0.0).zero_grad()
+
     def step(self) -> None:
         """Ends a micro-batch, and a step with its last one."""
         self.micro += 1
@@ -263,6 +268,7 @@ class Reference(Side):
 
     moved: Callable[[], list[str]]  # parameters that the other side has stepped already
     previous: float | None = None  # norm of the last step whose gradients were finite
+    dropped: Collection[str] = ()  # gradients that backward has measured and not applied
 
     def make(self, kind: str, groups: list[dict[str, Any]]) -> Any:
         hypers, optimizer, more = KINDS[kind]
@@ -283,6 +289,8 @@ class Reference(Side):
         for p in self.with_gradients() if clip == "previous" else []:
             p.grad *= min(1.0, self.setup["max"] / ((norm if before is None else before) + 1e-6))
         super().clip()
+        super().drop(self.dropped)
+        self.dropped = ()
         if math.isfinite(norm):
             self.previous = norm
 
@@ -317,6 +325,14 @@ class Reference(Side):
             p.grad = p.grad if name in moved else None
         self.optimizer.step()
         self.zero_grad()
+
+    def drop(self, names: Collection[str]) -> None:
+        """What was stepped before stays so; a norm that backward has measured stays, too."""
+        names = [name for name in names if name not in self.moved()]
+        if self.setup["policy"] == "fused":
+            self.dropped = names
+        else:
+            super().drop(names)
 
     def cast(self, dtype: torch.dtype) -> None:
         super().cast(dtype)

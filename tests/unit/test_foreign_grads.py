@@ -135,6 +135,47 @@ def test_a_second_loss_of_a_step_is_refused_and_not_dropped_however_large_bucket
     assert optimizer.step() is None and fused.norm > 0
 
 
+def discard_in_parts(fused, model):
+    fused.backward(model(torch.ones(2, 6)))
+    for part in model.children():
+        part.zero_grad()
+
+
+def measure_only(fused, model):
+    fused.measure_norm(model(torch.ones(2, 6)))
+
+
+def fail_after_measuring(fused, model):
+    passes = []
+
+    def fail_once_measured(grad):
+        passes.append(grad)
+        if len(passes) == 2:
+            raise Failure
+
+    loss = model(torch.ones(2, 6))
+    loss.register_hook(fail_once_measured)
+    with pytest.raises(Failure):
+        fused.backward(loss)
+
+
+@pytest.mark.parametrize("abandon", [discard_in_parts, measure_only, fail_after_measuring])
+def test_a_measured_batch_that_is_not_stepped_is_discarded_before_the_next(abandon):
+    model, plain = make("plain"), make("plain")
+    optimizer = ds_ext.LOMO(model.parameters(), lr=0.5)
+    fused = ds_ext.fuse_into_backward(model, optimizer, bucket_size=10**6, max_grad_norm=CLIP)
+    abandon(fused, model)
+    batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(5))
+    with pytest.raises(RuntimeError, match=r"call zero_grad\(\) of the whole model"):
+        fused.backward(model(batch))
+    model.zero_grad()
+    fused.backward(model(batch))
+    optimizer.step()
+    plain(batch).backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+    assert fused.norm == pytest.approx(float(norm), rel=1e-5)
+
+
 class Failure(BaseException):
     """Such as KeyboardInterrupt, which is no Exception."""
 
