@@ -89,6 +89,7 @@ class Buckets:
         self.unread: Callable[[], Agreement] | None = None  # an answer to a pass that was dropped
         self.asks_ahead = self.streams.are_used and not layout.agrees_at_once
         self.parts: dict[Tensor, ReducedGrad] = {}  # of parameters whose gradient comes in parts
+        self.pass_of: dict[Tensor, int] = {}  # ``uses.passes`` when a gradient of this step came
         leaves = layout.leaves(module)
         self.leaf_params = {p for params in leaves.values() for p in params}
         self.uses = ModuleCalls(module, leaves | layout.units(), layout.brings_gradients)
@@ -177,7 +178,9 @@ class Buckets:
         size = self.counted[param]
         if not size:
             return
-        self._find_receiver()
+        pass_before = self.pass_of.setdefault(param, self.uses.passes)
+        if not self._find_receiver().accepts_parts and pass_before != self.uses.passes:
+            self.flush(second=param)
         if param not in self.waiting:
             if not has_room(self.elements, size, self.size):
                 self.flush()
@@ -221,7 +224,7 @@ class Buckets:
             return flat.clone()
         return flat
 
-    def flush(self, ended: bool = False) -> bool:
+    def flush(self, ended: bool = False, second: Tensor | None = None) -> bool:
         """Reduces the gradients that all ranks have, and starts the next exchange of ready ones.
 
         If ``asks_ahead`` is set and backward has not ``ended``, the next call reads the answer of
@@ -229,6 +232,10 @@ class Buckets:
 
         Returns:
             Whether backward has ended on all ranks.
+
+        Raises:
+            RuntimeError: on all ranks, if one of them has a ``second`` gradient of a parameter,
+                from a later backward pass than the first one.
         """
         if self.unread is not None:
             self.unread()  # raises an error if other ranks are in another pass
@@ -238,14 +245,18 @@ class Buckets:
         if ended or elements >= MIN_FILL * self.size:
             self.deferred, elements = {}, 0
         more = {p: self.uses.in_parts(p) for p in self.waiting if p not in self.deferred}
-        self.asked, self.elements = self.layout.agree(more, ended, self.history), elements
-        return (ended or not self.asks_ahead) and self._reduce_ready()
+        self.asked = self.layout.agree(more, ended, self.history, second)
+        self.elements = elements
+        is_read_now = ended or second is not None or not self.asks_ahead
+        return is_read_now and self._reduce_ready()
 
     def _reduce_ready(self) -> bool:
         """Reduces gradients that the ranks agree on; returns whether backward ended on all."""
         if self.asked is None:
             return False
         agreed, self.asked = self.asked(), None
+        if agreed.second is not None:
+            raise self.owner.state.second_gradient(agreed.second)
         for piece in self.pieces(agreed.ready):
             voted_params = self._find_receiver().voted_params(piece)
             grads = {p: self.waiting.pop(p, None) for p in piece}  # None: not on this rank
@@ -282,6 +293,7 @@ class Buckets:
             with self.streams.stepping():
                 self._find_receiver().receive(parts)
         self.receiver = None
+        self.pass_of.clear()
         self.has_followed = False
         self.streams.make_current_wait()
 
@@ -294,6 +306,7 @@ class Buckets:
                 self.waiting.pop(param, None)
                 self.deferred.pop(param, None)
                 self.parts.pop(param, None)
+                self.pass_of.pop(param, None)
             return
         self.uses.forget(now=self.receiver is not None)
         self.abandon()
@@ -311,7 +324,7 @@ class Buckets:
         self.sent = self.receiver = None
         self.asked, self.unread = None, self.asked or self.unread
         self.waiting, self.elements, self.parts = {}, 0, {}
-        self.deferred = {}
+        self.deferred, self.pass_of = {}, {}
 
     def leave_pass(self) -> None:
         """Notes that an error has ended this backward pass, perhaps not on all ranks."""

@@ -58,7 +58,7 @@ def kept_for(who: str, names: SettingNames) -> str:
 
 def second_gradient(names: SettingNames) -> str:
     """Returns the error for a second gradient of a parameter, to follow the parameter's name."""
-    return f"got a second gradient after its update and before {names.step}. {_once(names)}"
+    return f"got a second gradient before {names.step}. {_once(names)}"
 
 
 def second_backward(names: SettingNames) -> str:
@@ -71,11 +71,11 @@ def second_backward(names: SettingNames) -> str:
 
 def _once(names: SettingNames) -> str:
     return (
-        "ds_ext uses and frees gradients during backward. Call backward once per step (sum the "
-        f"losses first), or keep gradients until the step with {names.accumulate}. If two "
-        "checkpointed segments use the same weight other than through its module, set "
-        "use_reentrant=False in checkpointing. After a backward pass that failed, or that "
-        "is not to count, call zero_grad() of the whole model."
+        f"ds_ext uses and frees gradients during backward. Call backward and {names.step} once per "
+        "step (sum the losses first), or keep gradients until the step with "
+        f"{names.accumulate}. If two checkpointed segments use the same weight other than through "
+        "its module, set use_reentrant=False in checkpointing. After a backward pass that failed, "
+        "or that is not to count, call zero_grad() of the whole model."
     )
 
 

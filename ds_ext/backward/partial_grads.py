@@ -42,6 +42,7 @@ class ModuleCalls:
         self.thread = threading.get_ident()  # of the last counted call
         self.is_stale = False  # whether the next forward pass begins another step
         self.calls: list[bool] = []  # in progress, outermost first: made with gradients?
+        self.passes = 0  # backward passes that ``thread`` has ended; segments' passes do not count
         self.joint_params = {p for params in joint_params.values() for p in params}
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         for owner in module.modules():

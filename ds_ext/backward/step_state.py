@@ -110,11 +110,15 @@ class StepState:
         """
         again = self.used_up.intersection(params)
         if again:
-            name = self.reader.layout.name(again.pop())
-            raise RuntimeError(
-                f"{name} {error_texts.second_gradient(self.reader.grad_config.setting_names)}"
-            )
+            raise self.second_gradient(again.pop())
         self.used_up.update(params)
+
+    def second_gradient(self, param: Tensor) -> RuntimeError:
+        """Returns the error for a second gradient of a parameter."""
+        names = self.reader.grad_config.setting_names
+        return RuntimeError(
+            f"{self.reader.layout.name(param)} {error_texts.second_gradient(names)}"
+        )
 
     def record(self, grads: ReducedGrads) -> None:
         """Adds gradients to the norm, and records the votes on them."""

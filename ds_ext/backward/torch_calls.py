@@ -123,7 +123,8 @@ def _owners(roots: Any) -> list[owners.GradientOwner]:
 def _explaining(run: Callable[..., Any]) -> Callable[..., Any]:
     """Explains torch's error that a tensor has changed, if weights of the graph were updated.
 
-    Also tells the owners of the graph's parameters that an error has ended the backward pass.
+    Also counts the passes of each owner's thread, and tells the owners of the graph's parameters
+    that an error has ended the backward pass.
     """
 
     @functools.wraps(run)
@@ -142,5 +143,8 @@ def _explaining(run: Callable[..., Any]) -> Callable[..., Any]:
                     text = error_texts.second_backward(by.grad_config.setting_names)
                     raise RuntimeError(f"{text} The error was: {error}") from error
             raise
+        finally:
+            for by in owners.all_owners() if is_outermost else []:
+                by.uses.passes += by.uses.thread == threading.get_ident()
 
     return call

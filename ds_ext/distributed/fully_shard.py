@@ -106,10 +106,14 @@ class FSDP2Layout(Layout):
             group.reshard()
 
     def agree(
-        self, waiting: Mapping[Tensor, bool], ended: bool, history: int
+        self,
+        waiting: Mapping[Tensor, bool],
+        ended: bool,
+        history: int,
+        second: Tensor | None = None,
     ) -> Callable[[], Agreement]:
         """Returns that all gradients are ready, because torch has reduced them."""
-        return lambda: complete(waiting)
+        return lambda: complete(waiting, second)
 
     @property
     def voters(self) -> Group:

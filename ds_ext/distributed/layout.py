@@ -25,11 +25,12 @@ class Agreement(NamedTuple):
     ready: list[Tensor]  # parameters to be reduced now, in the same order on all ranks
     in_parts: set[Tensor]  # parameters with a further part on some rank
     ended: bool  # whether backward has ended on all ranks
+    second: Tensor | None = None  # a parameter that has a second gradient on some rank
 
 
-def complete(waiting: Mapping[Tensor, bool]) -> Agreement:
+def complete(waiting: Mapping[Tensor, bool], second: Tensor | None) -> Agreement:
     """Returns an agreement that all waiting gradients are ready."""
-    return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True)
+    return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True, second)
 
 
 class ParamInfo(NamedTuple):
@@ -196,7 +197,11 @@ class Layout:
         return False
 
     def agree(
-        self, waiting: Mapping[Tensor, bool], ended: bool, history: int
+        self,
+        waiting: Mapping[Tensor, bool],
+        ended: bool,
+        history: int,
+        second: Tensor | None = None,
     ) -> Callable[[], Agreement]:
         """Asks the other ranks which gradients can be reduced; returns a wait for the answer.
 
@@ -209,17 +214,20 @@ class Layout:
             waiting: maps each parameter to whether a further part may come.
             ended: whether backward has ended on this rank.
             history: ``Buckets.history``.
+            second: a parameter that has a second gradient on this rank.
 
         Raises:
             RuntimeError: the answer, on all ranks, if their histories differ.
         """
         if not communicates(self.group):
-            return lambda: complete(waiting)
+            return lambda: complete(waiting, second)
         counts = torch.zeros(2, len(self.params) + 1, dtype=torch.int32, device="cpu")
         numbers = [[self.number_of[p], more] for p, more in waiting.items()]
         own, more = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
         counts[0, own] = 1
         counts[1, own] = more.int()
+        if second is not None:
+            counts[1, self.number_of[second]] = -self.world  # negative in the sum too
         counts[0, -1] = ended
         counts[1, -1] = own_history = history % 2**16
         self.bytes_sent += counts.nbytes
@@ -233,12 +241,13 @@ class Layout:
                 raise RuntimeError(DIFFERENT_PASSES)
             all_ended = int(counts[0, -1]) == self.world
             found, more = counts[:, :-1]
+            again = [self.params[i] for i in (more < 0).nonzero().flatten().tolist()]
             is_ready = found >= (1 if all_ended else self.world)
             ready, in_parts = (
                 [self.params[i] for i in which.nonzero().flatten().tolist()]
                 for which in (is_ready, is_ready & (more > 0))
             )
-            return Agreement(ready, set(in_parts), all_ended)
+            return Agreement(ready, set(in_parts), all_ended, next(iter(again), None))
 
         return answer
 

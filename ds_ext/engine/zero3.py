@@ -114,7 +114,11 @@ class Zero3Layout(Layout):
         return {leaf: list(leaf.parameters()) for leaf in leaves}
 
     def agree(
-        self, waiting: Mapping[Tensor, bool], ended: bool, history: int
+        self,
+        waiting: Mapping[Tensor, bool],
+        ended: bool,
+        history: int,
+        second: Tensor | None = None,
     ) -> Callable[[], Agreement]:
         """Returns that all gradients are ready, because ranks gather parameters together.
 
@@ -123,7 +127,7 @@ class Zero3Layout(Layout):
                 different passes.
         """
         self.bytes_sent += self.order.check_gradients(waiting, ended, history)
-        return lambda: complete(waiting)
+        return lambda: complete(waiting, second)
 
     @contextlib.contextmanager
     def norm_prepass(self) -> Iterator[None]:

@@ -162,7 +162,7 @@ class Ranks(Sharded):
 class Alone(Layout):
     """The layout of such a rank."""
 
-    def agree(self, waiting, ended, history):
+    def agree(self, waiting, ended, history, second=None):
         return lambda: Agreement(list(waiting), set(), ended)
 
 
