@@ -152,7 +152,7 @@ def build(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) 
 def _refuse_ignored(client: Any, name: str, config: DeepSpeedConfig) -> None:
     """Raises ValueError if an engine's optimizer would ignore what the program asks of ds_ext."""
     if client is None:
-        optimizer_names.refuse_unknown(name)
+        optimizer_names.refuse_misspelled(name)
     if "ds_ext" in config._param_dict:
         config_checks.raise_first(config_checks.unread(config._param_dict, name))
 
