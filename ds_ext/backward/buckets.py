@@ -85,6 +85,7 @@ class Buckets:
         self.elements = 0  # that no exchange of ready gradients covers yet
         self.deferred: dict[Tensor, int] = {}  # those of them that wait for the end: see SMALL
         self.asked: Callable[[], Agreement] | None = None  # waits for their answer
+        self.has_asked = False  # whether this pass has sent a question to other ranks
         self.history = 0  # a hash of events, in order: see ``note``
         self.unread: Callable[[], Agreement] | None = None  # an answer to a pass that was dropped
         self.asks_ahead = self.streams.are_used and not layout.agrees_at_once
@@ -246,6 +247,7 @@ class Buckets:
             self.deferred, elements = {}, 0
         more = {p: self.uses.in_parts(p) for p in self.waiting if p not in self.deferred}
         self.asked = self.layout.agree(more, ended, self.history, second)
+        self.has_asked = True
         self.elements = elements
         is_read_now = ended or second is not None or not self.asks_ahead
         return is_read_now and self._reduce_ready()
@@ -292,7 +294,7 @@ class Buckets:
         if parts:
             with self.streams.stepping():
                 self._find_receiver().receive(parts)
-        self.receiver = None
+        self.receiver, self.has_asked = None, False
         self.pass_of.clear()
         self.has_followed = False
         self.streams.make_current_wait()
@@ -320,7 +322,9 @@ class Buckets:
         """
         if self.sent is not None:
             self.streams.hold(self.sent, is_stepped=False)
-        self.leave_pass()
+        if self.has_asked:  # and perhaps other ranks have asked more often
+            self.leave_pass()
+        self.has_asked = False
         self.sent = self.receiver = None
         self.asked, self.unread = None, self.asked or self.unread
         self.waiting, self.elements, self.parts = {}, 0, {}
@@ -328,9 +332,8 @@ class Buckets:
 
     def leave_pass(self) -> None:
         """Notes that an error has ended this backward pass, perhaps not on all ranks."""
-        if self.receiver is not None:
-            self.note(LEFT)
-            self.layout.has_failed = True
+        self.note(LEFT)
+        self.layout.has_failed = True
 
     def note(self, event: int) -> None:
         """Notes an event of all ranks. ``Layout.agree`` finds ranks whose events differ."""

@@ -33,7 +33,8 @@ def install_patches() -> None:
 def _install_patches() -> None:
     foreign_grads.install_patches()
     autograd: Any = torch.autograd
-    autograd.backward, autograd.grad = map(_explaining, (autograd.backward, autograd.grad))
+    autograd.backward = _explaining(autograd.backward, ends_pass=True)
+    autograd.grad = _explaining(autograd.grad, ends_pass=False)
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
         function = getattr(nn.utils, name)
         cell = function.__closure__[function.__code__.co_freevars.index("func")]
@@ -120,11 +121,11 @@ def _owners(roots: Any) -> list[owners.GradientOwner]:
     return owners.stepping(leaf for leaf in leaves if leaf is not None)
 
 
-def _explaining(run: Callable[..., Any]) -> Callable[..., Any]:
+def _explaining(run: Callable[..., Any], ends_pass: bool) -> Callable[..., Any]:
     """Explains torch's error that a tensor has changed, if weights of the graph were updated.
 
-    Also counts the passes of each owner's thread, and tells the owners of the graph's parameters
-    that an error has ended the backward pass.
+    Also counts the passes of each owner's thread. If it ``ends_pass``, tells the owners of the
+    graph's parameters that an error has ended the backward pass.
     """
 
     @functools.wraps(run)
@@ -134,7 +135,7 @@ def _explaining(run: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return run(*args, **kwargs)
         except BaseException as error:
-            for by in _owners((args, kwargs)) if is_outermost else []:
+            for by in _owners((args, kwargs)) if is_outermost and ends_pass else []:
                 by.leave_pass()
             is_own = str(error) == DIFFERENT_PASSES or "second gradient" in str(error)
             is_torchs = type(error) is RuntimeError and not is_own

@@ -92,14 +92,10 @@ class Zero3Layout(Layout):
             if torch.is_grad_enabled():
                 self.refuse_resized()
             if self.has_failed:
-                self._check_dropped()
+                self.has_failed = False
+                self.order.check_dropped()
 
         return [self.offload.module.register_forward_pre_hook(Hook(check), prepend=True)]
-
-    def _check_dropped(self) -> None:
-        """Raises RuntimeError on all ranks if some are still in a pass that others have left."""
-        self.has_failed = False
-        self.order.check_dropped()
 
     def has_valid_shape(self, param: Tensor, shape: torch.Size) -> bool:
         """Returns whether a parameter is partitioned (empty) or has its gathered shape."""
@@ -161,10 +157,9 @@ class Zero3Layout(Layout):
     def discard(self) -> None:
         """Partitions parameters that a failed backward pass left gathered, and resets counts.
 
-        Raises:
-            RuntimeError: on all ranks, if other ranks are still in backward.
+        The next forward pass compares the ranks, not this function, which also runs while a rank
+        ends by an error.
         """
-        self._check_dropped()
         for m in self.offload.module.modules():
             m.__dict__.update({k: 0 for k in _COUNTS if k in m.__dict__})
         self.offload.release_backward_leftovers()

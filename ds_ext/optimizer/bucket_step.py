@@ -136,7 +136,7 @@ class BatchedStep:
         """
         by_sums, by_votes = check.ways(self.params)
         arrays = self.batch.passes.arrays
-        arrays.memory = memory
+        arrays.memory, arrays.limits = memory, None  # a step that failed has left its limits
         rule = self.begin()
         if by_votes:
             votes = torch.stack([check.votes[param].view(()) for param in self.params])

@@ -103,3 +103,33 @@ def train(case: Case) -> tuple[list[tuple[int, str]], dict[str, Tensor]]:
             errors.append((step, str(error)))
             return errors, {}
     return errors, whole(model)
+
+
+def legal(how: str) -> list[str]:
+    """What becomes of three steps under ``fuse_into_backward``, the second of which is unusual.
+
+    Args:
+        how: "empty batch": the last rank has none, and all drop the step; "before a gradient": all
+            fail at one place, the last rank before its first gradient; "probe": the first rank
+            catches an error of ``torch.autograd.grad``.
+    """
+    model, optimizer = make()
+    ds_ext.fuse_into_backward(model, optimizer, bucket_size=10**6)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    seen = []
+    for step in range(STEPS):
+        loss = loss_of(model, step, dist.get_rank())
+        if step == 1 and how == "before a gradient":
+            loss = model(rows(step, 0, 3, WIDTH), 0 if is_last else 2).sum()
+        try:
+            if not (step == 1 and how == "empty batch" and is_last):
+                loss.backward(retain_graph=True)
+            if step == 1 and how == "probe" and not is_last:
+                torch.autograd.grad(loss, torch.zeros(3, requires_grad=True))
+        except (Failure, RuntimeError) as error:
+            seen.append(type(error).__name__)
+        if step == 1 and how != "probe":
+            optimizer.zero_grad()
+        else:
+            optimizer.step()
+    return seen

@@ -70,5 +70,17 @@ def test_a_pass_that_fails_at_the_same_layer_of_all_ranks_leaves_no_trace(case):
         check_each(after, expected.after, expected.before)
 
 
+@pytest.mark.parametrize(
+    "how, first, last",
+    [
+        ("empty batch", [], []),
+        ("before a gradient", ["Failure"], ["Failure"]),
+        ("probe", ["RuntimeError"], []),
+    ],
+)
+def test_what_asks_other_ranks_nothing_is_no_error(how, first, last):
+    assert worlds.run(2, failed_passes_jobs.legal, how, limit=20) == [first, last]
+
+
 def _without_second(model, number, rank):
     return failed_passes_jobs.loss_of(model, 2 * number, rank)

@@ -16,7 +16,8 @@ import ds_ext
 from benchmarks.host_gpu import Calls
 from ds_ext.backward import startup_log
 from ds_ext.ops.executors.native import native_table as native_table
-from ds_ext.ops.executors.triton import devices, launches
+from ds_ext.ops.executors.triton import devices, launch_memory, launches
+from ds_ext.ops.state import mapped
 from ds_ext.optimizer.nonfinite import BAD_VOTE, MAX_GOOD_VOTES, DeviceGradFlags, GradCheck
 from ds_ext.optimizer.updates import RunUpdate
 from tests.common import needs, paths, table
@@ -249,3 +250,42 @@ def test_to_judge_takes_a_launch_or_two_for_a_batch(name, most, monkeypatch):
     assert len(launched) == most, launched
     assert calls.made <= 22
     assert MAX_GOOD_VOTES < BAD_VOTE
+
+
+def test_a_step_that_fails_leaves_no_limits_to_the_next(monkeypatch):
+    """It lacks memory after the first round, in which a gradient was bad."""
+    paths.use(monkeypatch, "kernels")
+    shapes = ((16, 16), (16, 16))
+    before, bad, good = table.gradients(3, shapes, torch.float32)
+    bad[0][3] = math.nan
+    sums, calls = launch_memory.Memory.sums, itertools.count(1)
+
+    def lacking(self, *args):
+        if next(calls) == 6:
+            raise torch.OutOfMemoryError("no memory")
+        return sums(self, *args)
+
+    def trained(fails):
+        ps = [nn.Parameter(w) for w in table.weights(shapes, torch.float32)]
+        optimizer = ds_ext.CAME(ps, lr=0.02)
+        module = nn.ParameterList(ps)
+        ds_ext.fuse_into_backward(module, optimizer)
+
+        def step(grads):
+            sum((p * g).sum() for p, g in zip(ps, grads, strict=True)).backward()
+            optimizer.step()
+
+        step(before)
+        kept = [(p.detach().clone(), mapped(optimizer.state[p], torch.clone)) for p in ps]
+        if fails:
+            with mock.patch.object(launch_memory.Memory, "sums", lacking):
+                with pytest.raises(torch.OutOfMemoryError):
+                    step(bad)
+            optimizer.zero_grad()
+            for p, (weight, state) in zip(ps, kept, strict=True):
+                p.data.copy_(weight)
+                optimizer.state[p].update(state)
+        step(good)
+        return ps
+
+    assert all(map(torch.equal, trained(False), trained(True)))
