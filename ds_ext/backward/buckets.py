@@ -30,8 +30,8 @@ MIN_FILL = 1 / 16
 # A parameter of at most this fraction of a bucket waits for the end of backward, with others that
 # are so small: a batch of a bucket's few vectors takes the host as long as one of its matrices.
 SMALL = 1 / 2**12
-# Events that ``Buckets.note`` notes: an error has ended a pass in which gradients had come, or the
-# pass was dropped; a pass begins that measures the norm; the norm is read; an engine's step ends.
+# Events of ``Buckets.note``: an error has ended a pass, or a pass was dropped that had asked other
+# ranks; a pass begins that measures the norm; the norm is read; an engine's step ends.
 LEFT, MEASURED, READ, ENDED = range(4)
 
 
@@ -132,10 +132,7 @@ class Buckets:
             logger.warning("gradients of earlier backward passes are dropped (%d)", len(left))
 
     def attach(self, *_: object) -> None:
-        """Takes up parameters that became trainable or were put into a group.
-
-        Called before each forward pass.
-        """
+        """Before a forward pass: takes up parameters that became trainable or got a group."""
         self.has_followed = False
         if self.not_stepped:
             self.owner.optimizer.follow_groups()
@@ -246,8 +243,7 @@ class Buckets:
         if ended or elements >= MIN_FILL * self.size:
             self.deferred, elements = {}, 0
         more = {p: self.uses.in_parts(p) for p in self.waiting if p not in self.deferred}
-        self.asked = self.layout.agree(more, ended, self.history, second)
-        self.has_asked = True
+        self.asked, self.has_asked = self.layout.agree(more, ended, self.history, second), True
         self.elements = elements
         is_read_now = ended or second is not None or not self.asks_ahead
         return is_read_now and self._reduce_ready()
@@ -316,7 +312,7 @@ class Buckets:
         self.streams.make_current_wait()
 
     def abandon(self) -> None:
-        """Drops the gradients of a backward pass that has failed, without waiting for other ranks.
+        """Drops the gradients of a backward pass, without waiting for other ranks.
 
         A collective in progress keeps its bucket alive until it ends.
         """
@@ -324,8 +320,7 @@ class Buckets:
             self.streams.hold(self.sent, is_stepped=False)
         if self.has_asked:  # and perhaps other ranks have asked more often
             self.leave_pass()
-        self.has_asked = False
-        self.sent = self.receiver = None
+        self.sent, self.receiver, self.has_asked = None, None, False
         self.asked, self.unread = None, self.asked or self.unread
         self.waiting, self.elements, self.parts = {}, 0, {}
         self.deferred, self.pass_of = {}, {}
