@@ -63,8 +63,8 @@ def refuse_no_params(optimizer: str, params: Collection[Any]) -> None:
     """Raises ValueError if an optimizer gets no parameter, as of a model that is all frozen."""
     if not params:
         raise ValueError(
-            f"{optimizer}: there are no parameters to train. If all of the model have "
-            "requires_grad=False, call requires_grad_(True) of those to train before the optimizer "
+            "optimizer got an empty parameter list. If all parameters of the model have "
+            f"requires_grad=False, call requires_grad_(True) of those to train before {optimizer} "
             "is made."
         )
 
