@@ -306,7 +306,7 @@ def test_no_parameters_to_train_is_one_sentence():
     frozen = torch.nn.Linear(4, 3).requires_grad_(False)
     trained = (p for p in frozen.parameters() if p.requires_grad)
     for make in (ds_ext.AdaLomo.for_model, lambda _: ds_ext.AdaLomo(trained)):
-        with pytest.raises(ValueError, match="got an empty parameter list. If all parameters of the model"):
+        with pytest.raises(ValueError, match="an empty parameter list. If all parameters of"):
             make(frozen)
     with pytest.raises(TypeError, match="should be an iterable"):  # torch's
         ds_ext.AdaLomo(torch.zeros(2))
