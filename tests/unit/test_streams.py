@@ -33,7 +33,7 @@ def plain_torch(monkeypatch):
 @pytest.fixture(params=[1, 4], ids=["alone", "of four ranks"])
 def world(request, monkeypatch):
     """This process, alone or as the first of ranks that do not exist: collectives do nothing."""
-    monkeypatch.setattr(Layout, "agree", lambda self, waiting, *_: lambda: complete(waiting))
+    monkeypatch.setattr(Layout, "agree", lambda self, waiting, *_: lambda: complete(waiting, None))
     if request.param > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
     yield request.param
