@@ -82,6 +82,5 @@ def test_hf_trainer(tmp_path):
     arguments = arguments.replace("1e-3", "1e-2").replace("bf16=True", "use_cpu=True, bf16=False")
     run = "Trainer(model=model, args=args, train_dataset=data).train()"
     batch = "args.per_device_train_batch_size = 2"
-    ending = "torch.distributed.destroy_process_group()"
-    script = "\n".join([arguments, MODEL, batch, run, END, ending])
+    script = "\n".join([arguments, MODEL, batch, run, END])
     falls(script, "torchrun --nproc_per_node 2 script.py", tmp_path)
