@@ -144,7 +144,7 @@ def hinted(x, P: tl.constexpr):
 def vectors(t, FIELD: tl.constexpr, DTYPE: tl.constexpr, P: tl.constexpr):
     """The pointer in a column, with a hint that it is aligned to 16 bytes if ALIGNED.
 
-    It does not call ``pointer``, because Triton 3.6 loses hints about the results of functions.
+    It does not call ``pointer``, because Triton before 3.9 loses hints about results.
     """
     found = address(t, FIELD).to(tl.pointer_type(DTYPE))
     if P.ALIGNED:
