@@ -4,7 +4,6 @@ torch.profiler notes when each kernel and copy runs, on all streams, in one step
 that is stepped inside backward. A rehearsal takes torch's operations on the CPU for kernels.
 """
 
-import gc
 from collections.abc import Iterable
 
 import torch
@@ -23,8 +22,7 @@ def rows(on: Setting) -> Rows:
     """Measures a step of each optimizer."""
     for name in on.some(OPTIMIZERS):
         yield "One training step", measured(on, name)
-        gc.collect()
-        torch.cuda.empty_cache()
+        on.release()
 
 
 def measured(on: Setting, name: str) -> Row:

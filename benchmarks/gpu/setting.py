@@ -1,5 +1,6 @@
 """What a stage runs on: a GPU with models of 1B and 7B, or the CPU in its place with tiny ones."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -69,6 +70,11 @@ class Setting:
     def some(self, names: Sequence[Result]) -> Sequence[Result]:
         """Returns all of some names or runs; for a rehearsal, the first."""
         return names[:1] if self.is_rehearsal else names
+
+    def release(self) -> None:
+        """Gives the device the memory back that nothing uses."""
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def sync(self) -> None:
         """Waits for the device."""

@@ -5,7 +5,6 @@ stream still uses. It includes tensors that were freed while another stream may 
 ``max_memory_allocated`` leaves out. "reserved" is what torch took from the GPU.
 """
 
-import gc
 import math
 import time
 
@@ -26,8 +25,7 @@ def rows(on: Setting) -> Rows:
     runs.append(("LOMO", (8, max(1, on.length // 4))))
     for name, shape in runs:
         row = measured(on, name, shape)
-        gc.collect()
-        torch.cuda.empty_cache()
+        on.release()
         paper = PAPER.get(name) if shape != whole else None
         yield "Training", row | {"paper, GB": paper}
 

@@ -135,11 +135,12 @@ def _explaining(run: Callable[..., Any], ends_pass: bool) -> Callable[..., Any]:
         try:
             return run(*args, **kwargs)
         except BaseException as error:
-            for by in _owners((args, kwargs)) if is_outermost and ends_pass else []:
+            reached = _owners((args, kwargs)) if is_outermost else []
+            for by in reached if ends_pass else []:
                 by.leave_pass()
             is_own = str(error) == DIFFERENT_PASSES or "second gradient" in str(error)
             is_torchs = type(error) is RuntimeError and not is_own
-            for by in _owners((args, kwargs)) if updated and is_torchs else []:
+            for by in reached if is_torchs else []:
                 if by in updated:
                     text = error_texts.second_backward(by.grad_config.setting_names)
                     raise RuntimeError(f"{text} The error was: {error}") from error
