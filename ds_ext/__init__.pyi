@@ -409,7 +409,7 @@ class Muon(RuleOptimizer):
         adjust_lr_fn: lr's factor: sqrt(max(1, rows / cols)), or 0.2 · sqrt(max(rows, cols)).
         beta2: NorMuon: divides rows by an RMS that decays at this rate; null: Muon.
         nbits: bits of a moment's element.
-        split: rows of each part; "auto": from the model's config.
+        split: rows of each part.
         heads: each head is a part; with `split`, its sizes are of one head.
         split_dim: 1: columns instead of rows.
         ema_decay: of the moving average of the weights; 0: no average.
@@ -433,7 +433,7 @@ class Muon(RuleOptimizer):
         adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original",
         beta2: float | None = None,
         nbits: Literal[8, 32] = 32,
-        split: tuple[int, ...] | Literal["auto"] | None = None,
+        split: tuple[int, ...] | None = None,
         heads: int | None = None,
         split_dim: Literal[0, 1] = 0,
         ema_decay: float = 0.0,
@@ -454,7 +454,7 @@ class SCALE(RuleOptimizer):
         weight_decay: decoupled, times lr.
         base_width: columns of the matrices that lr was tuned for; 0: any.
         width_exponent: lr is multiplied by (base_width / columns) to this power.
-        split: rows of each part; "auto": from the model's config.
+        split: rows of each part.
         heads: each head is a part; with `split`, its sizes are of one head.
         split_dim: 1: columns instead of rows.
         ema_decay: of the moving average of the weights; 0: no average.
@@ -474,7 +474,7 @@ class SCALE(RuleOptimizer):
         weight_decay: float = 0.0,
         base_width: int = 0,
         width_exponent: float = 1.0,
-        split: tuple[int, ...] | Literal["auto"] | None = None,
+        split: tuple[int, ...] | None = None,
         heads: int | None = None,
         split_dim: Literal[0, 1] = 0,
         ema_decay: float = 0.0,
@@ -497,7 +497,7 @@ class SinkGD(RuleOptimizer):
         width_exponent: lr is multiplied by (base_width / columns) to this power.
         spectral: largest singular value of an update before lr: any, 1, or sqrt(rows / columns).
         spectral_iterations: power iterations per step to estimate it.
-        split: rows of each part; "auto": from the model's config.
+        split: rows of each part.
         heads: each head is a part; with `split`, its sizes are of one head.
         split_dim: 1: columns instead of rows.
         ema_decay: of the moving average of the weights; 0: no average.
@@ -519,7 +519,7 @@ class SinkGD(RuleOptimizer):
         width_exponent: float = 1.0,
         spectral: Literal["none", "unit", "muon"] = "none",
         spectral_iterations: int = 1,
-        split: tuple[int, ...] | Literal["auto"] | None = None,
+        split: tuple[int, ...] | None = None,
         heads: int | None = None,
         split_dim: Literal[0, 1] = 0,
         ema_decay: float = 0.0,

@@ -42,10 +42,7 @@ Coefficients = Annotated[
 Adjustment = Annotated[
     Literal["original", "match_rms_adamw"], Field(description='"original" or "match_rms_adamw"')
 ]
-Sizes = Annotated[
-    Annotated[tuple[Count, ...], Field(min_length=1)] | Literal["auto"],
-    Field(description='a list of whole numbers > 0, or "auto"'),
-]
+Sizes = Annotated[tuple[Count, ...], Field(min_length=1, description="a list of whole numbers > 0")]
 Dim = Annotated[Literal[0, 1], Field(description="0 or 1")]
 Scaling = Annotated[Literal["channel", "tensor"], Field(description='"channel" or "tensor"')]
 
@@ -208,9 +205,17 @@ def _whose(rule: type) -> str:
     return f"{rule.__name__}: " if hasattr(rule, "step") else ""
 
 
+_AUTO_SPLIT = (
+    '"auto" was removed in ds_ext 1.1: list the rows of each part in an entry of param_groups, as '
+    '{"match": "qkv_proj", "split": [4096, 1024, 1024]} for q, k and v.'
+)
+
+
 def _refused(rule: type, key: str, value: Any, allowed: str) -> str:
     message = f"{_whose(rule)}{key} is {value!r}; allowed: {allowed}."
     if value == "auto":
+        if key.rpartition(".")[2] == "split":
+            return f"{message} {_AUTO_SPLIT}"
         who = "HF Trainer and accelerate only" if hasattr(rule, "step") else "nobody"
         return f'{message} "auto" is filled in by {who}: write a value.'
     if key.rpartition(".")[2] in ("betas", "eps") and "." in key:

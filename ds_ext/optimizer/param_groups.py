@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ds_ext import hyperparams
-from ds_ext.optimizer import fused_matrices, sections
+from ds_ext.optimizer import sections
 from ds_ext.optimizer.model_view import ModelView, finds, summary
 from ds_ext.optimizer.param_table import ParamGroup, hypers_of
 from ds_ext.optimizer.sections import SectionConfig
@@ -210,14 +210,14 @@ def _section_groups(
     entry: RuleEntry,
     model: ModelView,
     groups: Sequence[ParamGroup],
-    hypers: dict[str, Any],
+    hypers: Keys,
     entries: Sequence[Keys],
     where: str,
 ) -> list[ParamGroup]:
-    """Splits groups by the sizes that "split" "auto" means, and checks the sizes of all groups.
+    """Checks the sections of all groups.
 
-    Removes "auto" from ``hypers``, and the keys of sections from groups whose rule has none: those
-    of the biases that an entry matches together with a matrix.
+    Removes the keys of sections from groups whose rule has none: those of the biases that an entry
+    matches together with a matrix.
     """
     keys = hyperparams.names(SectionConfig)
     is_own = [(named(g["type"]) if "type" in g else entry).has_sections for g in groups]
@@ -229,11 +229,6 @@ def _section_groups(
     def value(group: ParamGroup, key: str) -> Any:
         return group.get(key, None if "type" in group else hypers.get(key))
 
-    autos = [p for g in groups if value(g, "split") == "auto" for p in g["params"]]
-    known = fused_matrices.found(model, autos, where) if autos else {}
-    unknown = dict.fromkeys(autos, {"split": None})
-    groups = _split(groups, lambda p: known.get(p) or unknown.get(p, {}))
-    hypers |= {"split": None} if hypers.get("split") == "auto" else {}
     of_entries = {given["match"]: i for i, given in enumerate(entries) if {*keys} & given.keys()}
     for group in groups:
         i = of_entries.get(group.get("name", ""))

@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 class SectionConfig:
     """The hyper-parameters that name the sections of matrices, for rules that step sections."""
 
-    split: Sizes | None = None  # rows of each part; "auto": from the model's config
+    split: Sizes | None = None  # rows of each part
     heads: Count | None = None  # each head is a part; with `split`, its sizes are of one head
     split_dim: Dim = 0  # 1: columns instead of rows
 
@@ -75,8 +75,6 @@ def refuse(rule: Any, shape: Shape, name: str, where: str = "") -> None:
 
 def _problem(rule: SectionConfig, shape: Shape) -> str:
     """Why a matrix does not have the sections; "" if it has them."""
-    if rule.split == "auto":
-        return '"auto" needs a model: create the optimizer with for_model, or list the sizes'
     if not rule.split and not rule.heads:
         return 'set "split" or "heads" too, or remove the key'
     if len(shape) != 2:

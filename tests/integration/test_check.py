@@ -160,6 +160,10 @@ WITHOUT_MODEL = {
         {"optimizer": {"type": "APOLLO", "params": {"target_modules": []}}},
         ["target_modules is []"],
     ),
+    "sizes that Muon no longer finds": (
+        optimizer(param_groups=[{"match": "qkv_proj", "type": "Muon", "split": "auto"}]),
+        ["param_groups[0].split is 'auto'", "removed in ds_ext 1.1", '"split": [4096, 1024, 1024]'],
+    ),
     "no scheduler's type": ({"scheduler": {"params": {}}}, ["scheduler is"]),
     "experts and sequences": (
         {"expert_parallel": {"enabled": True}, "sequence_parallel_size": 2},

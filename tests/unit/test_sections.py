@@ -270,6 +270,11 @@ WRONG = {
     ),
     "type": ({"match": "o_proj", "split": [4.5, 3.5]}, "allowed: a list of whole numbers > 0"),
     "none": ({"match": "o_proj", "split": []}, "allowed: a list of whole numbers > 0"),
+    "auto": (
+        {"match": "qkv_proj", "split": "auto"},
+        "param_groups[0].split is 'auto'; allowed: a list of whole numbers > 0 or null. \"auto\" "
+        "was removed in ds_ext 1.1: list the rows of each part",
+    ),
     "no matrix": ({"match": "norm", "split": [4, 4]}, "param_groups[0]: 'norm' matches no matrix"),
     "not Muon's": ({"match": "o_proj", "type": "AdamW", "heads": 2}, "unknown key"),
 }
