@@ -102,7 +102,7 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
         report.notes += named.warnings
     if report.problems:
         return report
-    report.notes += config_checks.ignored(known) if not named.other else []
+    report.notes += config_checks.ignored(known, named.ours) if not named.other else []
     report.unchecked += _unchecked(known, model, ranks)
     found = config_checks.all_problems(known, named)
     has_deepspeed = importlib.util.find_spec("deepspeed") is not None

@@ -3,6 +3,7 @@
 import argparse
 import itertools
 from pathlib import Path
+from typing import Any
 
 from ds_ext.commands import check, config
 from ds_ext.config import config_checks, parsing
@@ -20,14 +21,22 @@ DESCRIPTION = (
 
 def run(given: argparse.Namespace) -> None:
     """Prints the plan. Raises ValueError, which names the option, if an option is invalid."""
-    options = read(given)
-    loaded = parsing.load(given.config) if given.config else {}
-    if loaded.get(SIZES[0]) is not None:
-        config_checks.raise_first(check.examine(loaded, None, given.ranks).problems)
+    options = read(given, _checked(given.config, given.ranks) if given.config else None)
     if given.fit is None:
         memory_plan.show(options)
     else:
         _fit(given, given.fit, options)
+
+
+def _checked(path: Path, ranks: int) -> dict[str, Any]:
+    """The config of a file. Raises ValueError with the first problem that ``check`` finds."""
+    try:
+        config: dict[str, Any] = parsing.load(path)
+        batch = {} if SIZES[0] in config else {SIZES[1]: 1}  # --batch may set it
+        config_checks.raise_first(check.examine(batch | config, None, ranks).problems)
+    except ValueError as error:
+        raise ValueError(f"--config {path}: {error}") from None
+    return config
 
 
 def _fit(given: argparse.Namespace, path: Path, options: PlanOptions) -> None:

@@ -3,7 +3,7 @@
 An engine and ``python -m ds_ext check`` call the same functions, so they say the same sentences.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from ds_ext.rules import REGISTRY, RuleEntry
 from ds_ext.settings import SETTINGS, Section
 
 _HPZ = "zero_optimization.zero_hpz_partition_size"
+_OFFLOAD = "zero_optimization.offload_optimizer.device"
 _STAGE = "zero_optimization.stage"
 
 
@@ -41,11 +42,7 @@ def all_problems(config: dict[str, Any], named: "Named") -> list[str]:
     misspelled = filter(optimizer_names.misspells_section, config)
     found = [f'unknown key {key}. Did you mean "ds_ext"?' for key in misspelled]
     found += named.problems
-    if not named.other:
-        is_16 = any(lookup(normalized(config), key) for key in ("bf16.enabled", "fp16.enabled"))
-        dtypes = [torch.bfloat16 if is_16 else torch.float32]
-        found += problems(config, "", named.ours, dtypes)
-    return found
+    return found if named.other else found + list(problems(config))
 
 
 NO_TYPE = 'optimizer.type is missing or "auto": name an optimizer, such as "AdaLomo".'
@@ -53,19 +50,12 @@ NO_TYPE = 'optimizer.type is missing or "auto": name an optimizer, such as "AdaL
 # The settings.
 
 
-def problems(
-    config: dict[str, Any],
-    kept_for: str = "",
-    optimizer: RuleOptimizer | None = None,
-    dtypes: Collection[torch.dtype] = (),
-) -> Iterator[str]:
+def problems(config: dict[str, Any], kept_for: str = "") -> Iterator[str]:
     """Yields a message for each setting that ds_ext cannot honour. All ranks yield the same.
 
     Args:
         config: a DeepSpeed config.
         kept_for: see ``parsing.gradients``.
-        optimizer: the optimizer, if it is known.
-        dtypes: of its weights.
     """
     if found := list(parsing.malformed(config)):
         yield from found
@@ -77,16 +67,6 @@ def problems(
         parsing.gradients(config, kept_for=kept_for)
     except ValueError as error:
         yield str(error)
-    if optimizer is not None and is_on(config, "zero_optimization.offload_optimizer.device"):
-        firsts = {id(optimizer.group_of[p]): p for p in optimizer.group_of}.values()
-        rules = [optimizer.rule_of(p) for p in firsts]
-        if rules and not any(has_state(rule, dtype) for rule in rules for dtype in dtypes):
-            yield (
-                'zero_optimization.offload_optimizer.device = "cpu": there is almost no '
-                f"optimizer state to offload. With these settings {type(optimizer).__name__} keeps "
-                "at most 4 bytes for each row and column of a matrix: remove offload_optimizer. "
-                "offload_param moves weights."
-            )
 
 
 def is_on(config: dict[str, Any], key: str) -> bool:
@@ -121,24 +101,30 @@ def int8_problems(config: dict[str, Any]) -> Iterator[str]:
     yield from _refused(normalized(config) | own, "ds_ext.weight_storage")
 
 
-def ignored(config: dict[str, Any]) -> Iterator[str]:
-    """Yields a message for each setting that is accepted but has no effect."""
+def ignored(config: dict[str, Any], optimizer: RuleOptimizer | None) -> Iterator[str]:
+    """Yields a message for each setting that is accepted but has no effect, or almost none.
+
+    Args:
+        config: a DeepSpeed config.
+        optimizer: the optimizer, if it is known.
+    """
     config = normalized(config)
     for key, setting in SETTINGS.items():
         if setting.no_effect and is_on(config, key):
             yield f"{key} = {lookup(config, key)!r} has no effect: {setting.no_effect}."
+    if optimizer is not None and is_on(config, _OFFLOAD):
+        if not any(_keeps_moments(optimizer.rule_of(p)) for p in optimizer.group_of):
+            yield (
+                f"{_OFFLOAD} = 'cpu' has almost no effect: {type(optimizer).__name__} keeps at "
+                "most 4 bytes for each row and column of a matrix. offload_param moves weights."
+            )
 
 
-def has_state(rule: Any, dtype: torch.dtype) -> bool:
-    """Returns whether a rule keeps more than row and column statistics for a matrix.
-
-    Args:
-        rule: an instance of ``RuleOptimizer.hypers``.
-        dtype: the dtype of the weights, which may need a master copy.
-    """
+def _keeps_moments(rule: Any) -> bool:
+    """Whether a rule keeps more than row and column statistics for a matrix of 16-bit weights."""
     parts = leaves(rule.state_spec(Shard.whole((512, 512))))
-    masters = sixteen_bit.master(torch.empty(0, dtype=dtype, device="cpu"), rule)
-    return bool(masters) or any(not part.is_shared for _, part in parts)
+    weight = torch.empty(0, dtype=torch.bfloat16, device="cpu")
+    return bool(sixteen_bit.master(weight, rule)) or any(not part.is_shared for _, part in parts)
 
 
 # Sizes that must match the number of ranks.

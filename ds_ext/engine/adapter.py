@@ -90,7 +90,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         show(startup_log.line(self.optimizer, self.layout, grad_config, where))
         for line in parsing.log_lines(grad_config, self.fused.buckets.size, config):
             log(f"{type(self.optimizer).__name__}: {line}")
-        for line in config_checks.ignored(config):
+        for line in config_checks.ignored(config, self.optimizer):
             log(line)
         for line in deepspeed_config.unknown(config):
             warn(line)

@@ -135,9 +135,7 @@ def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     if not pipeline.is_pipeline(engine):  # a stage may have none
         param_checks.refuse_all_frozen(optimizer)
     config = effective(engine)
-    dtypes = {p.dtype for p in optimizer.group_of}
-    kept_for = pipeline.gradients_kept_for(engine)
-    raise_first(config_checks.problems(config, kept_for, optimizer, dtypes))
+    raise_first(config_checks.problems(config, pipeline.gradients_kept_for(engine)))
     raise_first(config_checks.size_problems(config, dist.get_world_size()))
     compiled = any(isinstance(m, OptimizedModule) for m in engine.module.modules())
     if compiled and engine.zero_optimization_stage() == 3:

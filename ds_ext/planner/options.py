@@ -199,11 +199,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE.png", help="also draw the table as stacked bars")
 
 
-def read(line: argparse.Namespace) -> PlanOptions:
-    """Returns the options of the command line, completed from ``--config``.
+def read(line: argparse.Namespace, file: dict[str, Any] | None = None) -> PlanOptions:
+    """Returns the options of the command line, completed from a config.
+
+    Args:
+        line: the parsed command line.
+        file: the config of ``--config``, without problems.
 
     Raises:
-        ValueError: the config or ``--params`` cannot be read, or a run would refuse the config.
+        ValueError: ``--params`` cannot be read, or a run would refuse the changed config.
     """
     given = {name: value for name, value in vars(line).items() if value not in (None, False)}
     if line.model is None:
@@ -215,9 +219,7 @@ def read(line: argparse.Namespace) -> PlanOptions:
     if line.seq is None and not given.keys().isdisjoint(OF_ACTIVATIONS):
         names = ", ".join("--" + name.replace("_", "-") for name in OF_ACTIVATIONS)
         raise ValueError(f"{names} are for activations: add --seq TOKENS.")
-    config = edited({}, {"bf16.enabled": True})
-    if line.config:
-        config = _of_file(line.config)
+    config = {"bf16": {"enabled": True}} if file is None else _planned(file)
     changes = {key: given[option] for option, key in KEYS.items() if option in given}
     if line.stage is not None:
         changes[KEYS["stage"]] = STAGES[line.stage]
@@ -243,20 +245,11 @@ def read(line: argparse.Namespace) -> PlanOptions:
     )
 
 
-def _of_file(path: Path) -> dict[str, Any]:
+def _planned(file: dict[str, Any]) -> dict[str, Any]:
     """A DeepSpeed config with a dtype and a stage, and without an optimizer of DeepSpeed."""
-    try:
-        given = parsing.load(path)
-        config_checks.raise_first(parsing.malformed(given))
-        config = parsing.normalized(given)
-        if kind := config.get("optimizer"):
-            if "type" not in kind:
-                raise ValueError(config_checks.NO_TYPE)
-            optimizer_names.refuse_unknown(kind["type"])
-    except ValueError as error:
-        raise ValueError(f"--config {path}: {error}") from None
-    if kind and optimizer_names.registry_key(kind["type"]) is None:
-        del config["optimizer"]
+    config = parsing.normalized(file)
+    if optimizer_names.registry_key(lookup(config, "optimizer.type")) is None:
+        config.pop("optimizer", None)
     sections = [config.get(key) for key in ("bf16", "fp16")]
     if {} in sections and not any(section and section.get("enabled") for section in sections):
         config = edited(config, {"bf16.enabled": True})  # a trainer will fill in "auto"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from ds_ext.backward.streams import IN_FLIGHT
-from ds_ext.config import config_checks, optimizer_names
+from ds_ext.config import optimizer_names
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.planner import activations, memory, models
 from ds_ext.planner.activations import GradientLifetime, MicroBatch
@@ -91,9 +91,7 @@ class MemoryPlan:
         options = self.options
         rules = memory.rules_of(optimizer, self.model, options.params)
         name = optimizer_names.in_config(optimizer.__name__)
-        has_state = any(config_checks.has_state(rule, self.dtype) for rule in {*rules.values()})
-        offloads = ["param"] if options.offloads("param") else []
-        offloads += ["optimizer"] if options.offloads("optimizer") and has_state else []
+        offloads = [what for what in ("param", "optimizer") if options.offloads(what)]
         for stage in options.stages:
             label = f"{name}, {'plain step()' if stage is None else f'ZeRO-{stage}'}"
             if offloads:

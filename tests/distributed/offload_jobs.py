@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ds_ext.ops import normal, quantize, rounding
 from ds_ext.optimizer import OPTIMIZERS, host_offload
 from tests.common import by_role, engines, pretend
-from tests.common.ranks import message, shared_folder, whole
+from tests.common.ranks import logged, message, shared_folder, whole
 from tests.common.states import tensors
 
 STEPS = 3
@@ -253,9 +253,16 @@ def _midway(folder: str) -> dict[str, Any]:
     return found
 
 
-def refused() -> str:
-    """The error of an optimizer that has no state to offload."""
-    return message(lambda: start("adalomo", 3, BOTH, {}), ValueError)
+def with_little_state(optimizer: str) -> dict[str, Any]:
+    """The weights without and with offload of next to no state, and what the latter logs."""
+    found: dict[str, Any] = {}
+    for kind in ("none", "state"):
+        with logged() as lines:
+            engine = start(optimizer, 3, KINDS[kind], BF16)
+        steps(engine, range(STEPS))
+        found |= {kind: weights(engine), "log": lines}
+        engine.destroy()
+    return found
 
 
 def lent(stage: int, how: str) -> dict[str, Any]:

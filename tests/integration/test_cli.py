@@ -96,7 +96,6 @@ def test_what_is_offloaded_is_not_on_the_device(folder, capsys):
             "= 'master' does",
         ),
         (["--offload-param", "--stage", "2"], "stage 3"),
-        (["--offload-optimizer", "--optimizer", "adalomo"], "almost no optimizer state"),
         (["--offload-optimizer", "--optimizer", "lamb", "--stage", "none"], "another --stage"),
     ],
 )

@@ -95,10 +95,10 @@ def test_a_setting_without_effect_is_accepted_and_told_of(key, told, untold):
     for value in told:
         given = config(key, value)
         refuse(given)
-        (line,) = config_checks.ignored(given)
+        (line,) = config_checks.ignored(given, None)
         assert line.startswith(f"{key} = {value!r} has no effect: ")
     for value in untold:
-        assert list(config_checks.ignored(config(key, value))) == []
+        assert list(config_checks.ignored(config(key, value), None)) == []
 
 
 USUAL = {
@@ -121,7 +121,7 @@ USUAL = {
 @pytest.mark.parametrize("given", [USUAL, {}])
 def test_a_usual_config_passes(given):
     refuse(given)
-    assert list(config_checks.ignored(given)) == []
+    assert list(config_checks.ignored(given, None)) == []
 
 
 def test_gradients_are_kept_where_they_have_to_be_and_nowhere_else():
@@ -207,7 +207,7 @@ def test_a_section_that_is_no_section_is_named():
         "fp16 is None; allowed: a section such as {}.",
         "compile is []; allowed: a section such as {}.",
     ]
-    assert list(config_checks.ignored(given)) == []
+    assert list(config_checks.ignored(given, None)) == []
 
 
 def test_a_config_is_read_as_deepspeed_reads_it():
