@@ -9,7 +9,6 @@
 # make versions the oldest and newest torch, DeepSpeed, ...: docs/install.md (about 10 minutes)
 # make contract what differs in the private names that ds_ext uses of DeepSpeed, torch, ...
 # make ir      the tests of kernels, by execution of their compiled IR: docs/gpu.md (half an hour)
-# make peers   other projects' tests with ds_ext's optimizers: docs/tests.md (about 10 minutes)
 # make readme  the code, keys and rates that README.md and docs/ quote, from the package
 # make docs    a site of them, in build/site; broken links are errors
 # make release the source and a wheel in dist/, checked and tried; TAG=1 also tags the commit
@@ -40,7 +39,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
 
 WORDS = from tests.tools import snippets; print(snippets.user_words(), 'words on pages for users, at most 15,000')
 
-.PHONY: demo compare test test-all lint check matrix clients versions contract ir peers readme docs release clean
+.PHONY: demo compare test test-all lint check matrix clients versions contract ir readme docs release clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.demo
@@ -91,9 +90,6 @@ ir: .venv/.test .venv/.ir
 
 contract: .venv/.test
 	DS_ACCELERATOR=cpu $(BIN)/python -m tests.tools.contract $(ARGS)
-
-peers: .venv/.test
-	$(BIN)/python -m tests.tools.peers $(ARGS)
 
 readme: .venv/.test
 	$(BIN)/python -m tests.tools.snippets
