@@ -4,7 +4,7 @@
 # make test-all    the other tests, marked slow
 # make lint    lint and format, which pre-commit runs
 # make check   the same, types, import walls
-# make matrix  docs/support.md's table and docs/tests-by-feature.md, from the tests that ran
+# make matrix  docs/support.md's table and docs/tests-by-feature.md, from the marks of the tests
 # make clients each client program in a fresh environment: docs/clients.md (an hour or more)
 # make versions the oldest and newest torch, DeepSpeed, ...: docs/install.md (about 10 minutes)
 # make contract what differs in the private names that ds_ext uses of DeepSpeed, torch, ...
@@ -70,7 +70,7 @@ check: lint
 	$(BIN)/python -m pytest -q tests/unit/test_walls.py
 
 matrix: .venv/.test
-	$(BIN)/python -m tests.tools.support_table docs/support.md
+	$(BIN)/python -m tests.tools.support
 
 # It takes the CPU build of torch from TORCH_INDEX, if that can be reached, as .venv/.base does.
 clients: .venv/.base

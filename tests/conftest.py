@@ -26,7 +26,7 @@ def pytest_configure(config):
         from ds_ext.optimizer import selftest
 
         selftest.CHECKED.clear()
-    config.pluginmanager.register(support.Collector(config))
+    config.pluginmanager.register(support.Collector(), "support")
 
 
 def pytest_runtest_teardown():

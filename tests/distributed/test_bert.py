@@ -17,7 +17,7 @@ ALL = [(name, *pair) for name, pair in zip(cycle(CLASSES), PAIRS)]  # noqa: B905
 QUICK = ALL[:: len(STAGES) + 1][: len(CLASSES)]
 
 
-@pytest.mark.supports("nine BERT classes", stage="stage", optimizer="rule")
+@pytest.mark.supports("the nine BERT model classes", stage="stage", optimizer="rule")
 @pytest.mark.parametrize("name, rule, stage", params(ALL, QUICK))
 def test_bert_equals_one_process(name, rule, stage):
     after = worlds.once(2, bert_jobs.sharded, name, rule, stage)[0]

@@ -16,7 +16,7 @@ TOLD = [case for case in CASES if case not in EXACT and case != WAITING]
 
 
 @pytest.mark.supports(
-    lambda case: "parameters that only some ranks use" if case[0] else [],
+    lambda case: "parameters used by only some ranks" if case[0] else [],
     stage=lambda case: case[1],
     optimizer="AdaLomo",
 )

@@ -30,7 +30,7 @@ def test_adamw_is_torchs_whatever_fully_shard_is_told(way):
 
 # One job for each mesh: torch hands out meshes of jobs before, whose groups are destroyed.
 CASES = [("hybrid", "came", "fused"), ("tensor", "adalomo", "clipped")]
-MEANT = {"hybrid": "HSDP, meshes of two dimensions", "tensor": "tensor parallelism (torch's)"}
+MEANT = {"hybrid": "HSDP", "tensor": "tensor parallelism (torch's)"}
 
 
 @pytest.mark.supports(lambda kind: MEANT[kind], stage="fsdp2", optimizer="rule")

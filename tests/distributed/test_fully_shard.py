@@ -117,8 +117,8 @@ def means(name: str, micro: int, checkpointing: str | None) -> list[str]:
     """What a way to clip, over so many micro-batches, is called."""
     if checkpointing is not None:
         return [f"{checkpointing} activation checkpointing"]
-    said = {"clipped": "clipping to a norm, gradients not kept"}
-    said |= {"sharded": "clipping to a norm, gradients kept", "by value": "clipping by value"}
+    said = {"clipped": 'clipping by norm, `"fused"`'}
+    said |= {"sharded": 'clipping by norm, `"sharded"`', "by value": "clipping by value"}
     if micro == 1:
         return [said[name]] if name in said else []
     return ["gradient accumulation" + (" with clipping" if name in ("clipped", "sharded") else "")]
@@ -187,9 +187,7 @@ RESUMED["muon"] = {"lr": 0.01, "ns_dtype": "fp32"}
 KEPT = [("flashadamw", True), ("adafactor", False), ("muon", True)]
 
 
-@pytest.mark.supports(
-    "`torch.distributed.checkpoint`, on other ranks", stage="fsdp2", optimizer="rule"
-)
+@pytest.mark.supports("`torch.distributed.checkpoint`", stage="fsdp2", optimizer="rule")
 @pytest.mark.parametrize("rule, fused", params(KEPT, KEPT[:1]))
 def test_a_run_goes_on_on_other_ranks_from_torchs_checkpoints(rule, fused, tmp_path):
     """2 -> 3 -> 1 ranks, against 2 that are not broken off."""

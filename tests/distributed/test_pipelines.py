@@ -99,7 +99,7 @@ SCHEDULE = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_st
 
 
 @pytest.mark.supports(
-    "pipelines: resume on other stages and ranks",
+    "pipelines: resume with other stages",
     stage=lambda way: [zero for *_, zero in WAYS_ON[way]],
     optimizer="rule",
 )
@@ -192,9 +192,7 @@ def test_ranks_of_one_stage_that_differ_are_told_to_all_stages():
         assert "different parameters" in text and seconds < SOON
 
 
-@pytest.mark.supports(
-    "pipelines: 16 bits, with a loss scale for fp16", stage="zero", optimizer="AdaLomo"
-)
+@pytest.mark.supports("pipelines: bf16, fp16", stage="zero", optimizer="AdaLomo")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(
     "ranks, stages, zero", params([(2, 2, 1), (4, 2, 1), (3, 3, 0)], [(2, 2, 1)])

@@ -52,7 +52,9 @@ def stage_of(how):
     )
 
 
-@pytest.mark.supports("gradient accumulation, projected", stage=stage_of, optimizer="GaLoreAdamW")
+@pytest.mark.supports(
+    'gradient accumulation, `"projected"`', stage=stage_of, optimizer="GaLoreAdamW"
+)
 @pytest.mark.parametrize("how, ranks", params(CASES, QUICK))
 def test_equals_the_textbook(how, ranks):
     got = worlds.run(ranks, projected_grads_jobs.train, how)[0]

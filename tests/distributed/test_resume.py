@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
     return lambda *names: str(base / " ".join(map(str, names)))
 
 
-@pytest.mark.supports("save and resume, bit for bit", stage="stage", optimizer=optimizer)
+@pytest.mark.supports("save and resume, bit-identical", stage="stage", optimizer=optimizer)
 @pytest.mark.parametrize("kind, stage", params(ALL, QUICK))
 def test_gone_on_from_on_the_same_ranks_bit_for_bit(folder, kind, stage):
     for got in worlds.once(2, resume_jobs.write, folder(kind, stage), kind, stage):
@@ -44,7 +44,7 @@ def test_gone_on_from_on_the_same_ranks_bit_for_bit(folder, kind, stage):
             assert got["buffers"][0][0] == 6
 
 
-@pytest.mark.supports("resume on other ranks and another stage", stage="stage", optimizer=optimizer)
+@pytest.mark.supports("resume with other ranks and ZeRO stage", stage="stage", optimizer=optimizer)
 @pytest.mark.parametrize("kind, stage", params(ALL, QUICK_ELSEWHERE))
 def test_gone_on_from_on_another_number_of_ranks_and_stage(folder, kind, stage):
     """2 -> 3 -> 1 ranks, each at another stage; 2 -> 2."""

@@ -36,7 +36,7 @@ SOME += [("engine", stage, "sharded", "exact") for stage in (1, 2, 3)]
 SOME += [("engine", 2, "fused", "none"), ("fsdp2", "fsdp2", "fused", "exact")]
 
 
-FEATURES = ["layers frozen and unfrozen on the way", "own settings for a parameter group"]
+FEATURES = ["freezing and unfreezing layers", "hyper-parameters per parameter group"]
 
 
 @pytest.mark.supports(

@@ -60,9 +60,9 @@ def shown(name: str) -> str | list[str]:
     if how.clip_value:
         return "clipping by value"
     if how.clip_mode == "previous":
-        return "clipping by the step before"
-    kept = "kept" if how.policy == "sharded" else "not kept"
-    return f"clipping to a norm, gradients {kept}" if how.max_norm else []
+        return "clipping by the previous step's norm"
+    policy = "sharded" if how.policy == "sharded" else "fused"
+    return f'clipping by norm, `"{policy}"`' if how.max_norm else []
 
 
 @pytest.mark.supports(shown, **of(RUNS))
@@ -81,7 +81,7 @@ def test_equals_one_process_with_the_global_batch(ranks, name):
         assert 0.01 < got["metrics"]["clipped_fraction"] < 1
 
 
-@pytest.mark.supports("parameters that only some ranks use", **of(unused_parameters_jobs.RUNS))
+@pytest.mark.supports("parameters used by only some ranks", **of(unused_parameters_jobs.RUNS))
 @pytest.mark.parametrize("ranks, name", params(ROUTED, QUICK_ROUTED))
 def test_ranks_that_use_different_parameters_neither_hang_nor_drift(ranks, name):
     how = unused_parameters_jobs.RUNS[name]

@@ -76,7 +76,7 @@ def shown(name: str) -> list[str]:
         "fp32, each optimizer against its authors' code": usual and has_authors,
         "tied, shared, unused weights; 0 to 4 dimensions": usual and case.tensors and case.odd,
         "models built under `zero.Init`": case.zero_init,
-        "weight decay by the JSON config": not case.client,
+        "weight decay set in the JSON config": not case.client,
         "reentrant activation checkpointing": case.checkpointing == "reentrant",
         "non-reentrant activation checkpointing": case.checkpointing == "nonreentrant",
     }

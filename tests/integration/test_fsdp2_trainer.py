@@ -63,7 +63,7 @@ def test_what_trainer_cannot_do_is_refused_before_a_weight_moves(folder):
 
 
 @pytest.mark.supports(
-    "accelerate's own loop", stage="fsdp2", optimizer=lambda name: LOOPS[name].config
+    "accelerate, your own loop", stage="fsdp2", optimizer=lambda name: LOOPS[name].config
 )
 @pytest.mark.parametrize("name", params(LOOPS, ["lomo-both"]))
 def test_accelerates_loop_equals_one_process(folder, name):

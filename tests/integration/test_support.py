@@ -1,23 +1,22 @@
-"""The support matrix, docs/support.md: what tests say of themselves, and how it is held to."""
+"""The support matrix, docs/support.md: what tests say of themselves, and what the pages say."""
 
-import json
-from pathlib import Path
+import os
 
 import pytest
 
 from ds_ext.rules import REGISTRY
-from tests.tools import blocks, support, support_table
+from tests.tools import blocks, support
 from tests.tools.support import cells
 
-ROOT = Path(__file__).parents[2]
 
-
-def test_the_document_has_the_table_of_the_tests_that_ran():
-    found = json.loads((ROOT / "tests" / "tools" / "support.json").read_text())
-    assert blocks.read(ROOT / "docs/support.md", "support") == support_table.render(found) + "\n"
-    assert (ROOT / "docs/tests-by-feature.md").read_text() == support_table.by_feature(found)
-    files = {name for names in found["files"].values() for name in names}
-    assert all((ROOT / name).exists() for name in files)
+def test_the_pages_say_what_the_marks_say(request):
+    """If this fails: `make matrix`."""
+    collected = request.config.pluginmanager.get_plugin("support")
+    every = {str(path.relative_to(support.ROOT)) for path in support.ROOT.glob("tests/*/test_*.py")}
+    if collected.files != every or "DS_EXT_TEST_PACKAGES" in os.environ:
+        pytest.skip("some tests were not collected")
+    assert blocks.read(support.PAGE, "support") == support.matrix(collected.shown) + "\n"
+    assert support.BY_STAGE.read_text() == support.by_stage(collected.shown)
 
 
 def test_the_table_names_every_registered_optimizer():
@@ -25,15 +24,15 @@ def test_the_table_names_every_registered_optimizer():
 
 
 def test_a_row_names_stages_and_optimizers():
-    some = dict.fromkeys(support.OPTIMIZERS[1:], "passed")
-    few = {"CAME": "passed", "LAMB": "passed"}
-    cells = {
-        "MiCS": {"1": some, "2": some, "3": some | {"CAME": "skipped"}, "FSDP2": some},
-        "ZenFlow": {"plain": few | {"LOMO": "failed"}},
-    }
-    table = support_table.render({"date": "then", "full": True, "cells": cells})
-    assert "| MiCS | ZeRO-1–3; FSDP2 | all except LOMO* |" in table
-    assert "| ZenFlow | plain PyTorch | CAME, LAMB, ✗ LOMO |" in table
+    stages = {name: {"1", "2", "3", "FSDP2"} for name in support.OPTIMIZERS[1:]}
+    stages["CAME"] = {"1", "2", "FSDP2"}
+    shown = [("a", ("HSDP", s, name)) for name, own in stages.items() for s in own]
+    shown += [("a", ("several hosts", "plain", name)) for name in ("LAMB", "CAME")]
+    shown += [("b", ("MiCS", support.REFUSED, "zero_optimization.mics_shard_size"))]
+    table = support.matrix(shown)
+    assert "| HSDP | ZeRO-1–3; FSDP2 | all except LOMO* |" in table
+    assert "| several hosts | plain PyTorch | CAME, LAMB |" in table and "MiCS" not in table
+    assert "|  | ✓ except LOMO |  | ✓ except LOMO |" in support.by_stage(shown)
 
 
 SAID = [((["MiCS"],), {"stage": [None, 3], "optimizer": "came"}, ["plain CAME", "3 CAME"])]
@@ -51,26 +50,3 @@ def test_a_mark_takes_values_from_the_parameters(args, told, expected):
 def test_a_mark_that_means_nothing_is_an_error(feature, stage, rule):
     with pytest.raises((KeyError, ValueError)):
         cells((feature,), {"stage": stage, "optimizer": rule}, {})
-
-
-def test_what_the_document_claims_and_a_run_did_not_show_is_told():
-    outcomes = {"0": "passed", "1": "failed", "2": "skipped"}
-    ran = {
-        f"tests/test_it.py::test_one[{stage}]": {
-            "outcome": outcome,
-            "cells": [["MiCS", stage, "CAME"]],
-        }
-        for stage, outcome in outcomes.items()
-    }
-    ran["tests/test_it.py::test_other"] = ran["tests/test_it.py::test_one[0]"] | {
-        "cells": [["MiCS", "1", "CAME"]]  # one failure outweighs all that passed
-    }
-    shown = support.summary({"full": True, "tests": ran})
-    assert shown["cells"]["MiCS"] == {stage: {"CAME": how} for stage, how in outcomes.items()}
-    claimed = {"cells": {"MiCS": {s: {"CAME": "passed"} for s in ("0", "1", "2", "plain")}}}
-    said, is_wrong = support.compare(claimed, shown)
-    assert is_wrong and said[:3] == [
-        "docs/support.md claims MiCS, stage 1, CAME: failed in this run",
-        "docs/support.md claims MiCS, stage 2, CAME: skipped in this run",
-        "docs/support.md claims MiCS, stage plain, CAME: not tested in this run",
-    ]

@@ -292,7 +292,9 @@ def check_loop(got, loop):
     return norms
 
 
-@pytest.mark.supports("accelerate's own loop", stage=3, optimizer=lambda name: LOOPS[name].config)
+@pytest.mark.supports(
+    "accelerate, your own loop", stage=3, optimizer=lambda name: LOOPS[name].config
+)
 @pytest.mark.parametrize("name", params(LOOPS, ["lomo-both"]))
 def test_accelerate_loop_equals_one_process(folder, name):
     loop = LOOPS[name]
@@ -300,7 +302,7 @@ def test_accelerate_loop_equals_one_process(folder, name):
     assert min(norms) > 1.2 * loop.max_norm
 
 
-@pytest.mark.supports("own settings for a parameter group", stage=3, optimizer="name")
+@pytest.mark.supports("hyper-parameters per parameter group", stage=3, optimizer="name")
 @pytest.mark.parametrize("name", params(GROUPED, ["came"]))
 def test_groups_keep_their_settings_and_schedules(folder, name):
     got, model = worlds.once(2, trainer_jobs.grouped, folder, name)[0], build()

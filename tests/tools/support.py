@@ -1,4 +1,4 @@
-"""The support matrix of docs/support.md: feature × stage × optimizer, from the tests that ran.
+"""The support matrix, docs/support.md and docs/tests-by-feature.md, from the marks of the tests.
 
 A test says what it shows:
 
@@ -11,42 +11,47 @@ A test says what it shows:
 
 A function is called with the test's parameters that it names, and gives one value or a list (an
 empty one: nothing is shown). Features are those of ``FEATURES``, where a new one takes its place.
-What ran is in build/support.json, of which support_table.py makes the pages. When all tests have
-run, by `make test` and then `make test-all`, the pages are compared with what the tests showed.
+`make matrix` writes the pages from all tests that pytest collects, slow ones too; in `make test`,
+test_support.py fails if the pages say anything else.
 """
 
 import inspect
-import json
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.tools import blocks
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/support.md"
+BY_STAGE = ROOT / "docs/tests-by-feature.md"
+
 FEATURES = (
     "fp32, each optimizer against its authors' code",
-    "nine BERT classes",
+    "the nine BERT model classes",
     "tied, shared, unused weights; 0 to 4 dimensions",
     "models built under `zero.Init`",
-    "own settings for a parameter group",
-    "weight decay by the JSON config",
+    "hyper-parameters per parameter group",
+    "weight decay set in the JSON config",
     "reentrant activation checkpointing",
     "non-reentrant activation checkpointing",
     "`deepspeed.checkpointing`",
     "`torch.compile`",
-    "clipping to a norm, gradients not kept",
-    "clipping to a norm, gradients kept",
-    "clipping by the step before",
+    'clipping by norm, `"fused"`',
+    'clipping by norm, `"sharded"`',
+    "clipping by the previous step's norm",
     "clipping by value",
     "gradient accumulation",
     "gradient accumulation with clipping",
-    "gradient accumulation, projected",
+    'gradient accumulation, `"projected"`',
     "bf16 weights",
     "fp16, static loss scale",
     "fp16, dynamic loss scale",
     "`torch_autocast`",
-    "parameters that only some ranks use",
-    "layers frozen and unfrozen on the way",
+    "parameters used by only some ranks",
+    "freezing and unfreezing layers",
     "moving averages of the weights (`ema_decay`)",
     "metrics and monitors",
     "schedulers of DeepSpeed",
@@ -54,17 +59,17 @@ FEATURES = (
     "schedulers of Hugging Face",
     "HF Trainer",
     "HF Trainer with LoRA adapters",
-    "accelerate's own loop",
+    "accelerate, your own loop",
     "TRL's GRPO, RLOO and online DPO",
-    "save and resume, bit for bit",
-    "resume on other ranks and another stage",
+    "save and resume, bit-identical",
+    "resume with other ranks and ZeRO stage",
     "resume between micro-batches",
     "HF Trainer's resume",
     "`zero_to_fp32.py`",
     "killed ranks, lost hosts, full disks",
     "several hosts",
-    "`torch.distributed.checkpoint`, on other ranks",
-    "HSDP, meshes of two dimensions",
+    "`torch.distributed.checkpoint`",
+    "HSDP",
     "tensor parallelism (torch's)",
     "`MixedPrecisionPolicy`",
     "`reshard_after_forward`",
@@ -77,8 +82,8 @@ FEATURES = (
     "expert parallelism by AutoEP",
     "expert parallelism with tensor parallelism",
     "pipeline parallelism",
-    "pipelines: 16 bits, with a loss scale for fp16",
-    "pipelines: resume on other stages and ranks",
+    "pipelines: bf16, fp16",
+    "pipelines: resume with other stages",
     "weights offloaded to the host",
     "states offloaded to the host",
     "weights stored in int8",
@@ -92,10 +97,11 @@ FEATURES = (
 OPTIMIZERS = ("LOMO", "AdaLomo", "Adafactor", "CAME", "LAMB", "GaLoreAdamW", "AdamW")
 OPTIMIZERS += ("SCALE", "SinkGD", "FlashAdamW", "Lion", "APOLLO", "APOLLOMini", "Muon")
 STAGES = {None: "plain", "fsdp2": "FSDP2", 0: "0", 1: "1", 2: "2", 3: "3"}
-WHOLE, QUICK, SLOW = "", "not slow", "slow"  # the expressions of `-m` for all tests, and two parts
 REFUSED = "refused"  # in the place of a stage; the setting is in that of the optimizer
+ALL, EXCEPT = "✓", "✓ except "
 
 Cell = tuple[str, str, str]  # feature, stage, optimizer
+Stages = dict[str, set[str]]  # the optimizers of a feature by stage
 
 
 def of(table: Mapping[str, Any]) -> dict[str, Callable[[str], Any]]:
@@ -135,113 +141,94 @@ def _values(given: Any, params: Mapping[str, Any]) -> list[Any]:
 
 
 class Collector:
-    """The plugin: notes how each marked test ended, in all of xdist's processes."""
+    """The plugin: what all tests that pytest collects show, also those that it then deselects."""
 
-    def __init__(self, config: pytest.Config) -> None:
-        self.config = config
-        self.ended: dict[str, dict[str, Any]] = {}  # by test: its outcome and its cells
-        self.said: list[str] = []
+    def __init__(self) -> None:
+        self.shown: list[tuple[str, Cell]] = []  # each with the file of the test
+        self.files: set[str] = set()
+        self.has_skipped = False  # modules that need a package that is missing here
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         params = item.callspec.params if hasattr(item, "callspec") else {}
+        file = item.nodeid.split("::")[0]
+        self.files.add(file)
         try:
-            marks = item.iter_markers("supports")
-            shown = [cell for mark in marks for cell in cells(mark.args, mark.kwargs, params)]
+            for mark in item.iter_markers("supports"):
+                self.shown += [(file, cell) for cell in cells(mark.args, mark.kwargs, params)]
         except (KeyError, ValueError) as error:
             raise pytest.UsageError(f"{item.nodeid}: supports: {error!r}") from error
-        if shown:  # these travel with the report
-            item.user_properties.append(("supports", [list(cell) for cell in shown]))
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        shown = dict(report.user_properties).get("supports")
-        if shown is None or hasattr(self.config, "workerinput"):
-            return
-        before = self.ended.get(report.nodeid, {}).get("outcome")
-        if report.when == "call" or report.outcome != "passed":
-            outcome = "failed" if before == "failed" else report.outcome
-            self.ended[report.nodeid] = {"outcome": outcome, "cells": shown}
-
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        is_older = "DS_EXT_TEST_PACKAGES" in os.environ  # which the table is not of
-        if hasattr(self.config, "workerinput") or not self.ended or is_older:
-            return
-        part = self._part(exitstatus)
-        path, root = self.config.rootpath / "build" / "support.json", self.config.rootpath
-        ran = json.loads(path.read_text()) if path.exists() else {"tests": {}}
-        if part in (QUICK, WHOLE):  # a new record begins
-            ran = {"tests": {}}
-        parts = {*ran.get("parts", ()), part} if part is not None else set()
-        full = WHOLE in parts or parts >= {QUICK, SLOW}
-        ran = {"full": full, "parts": sorted(parts), "tests": ran["tests"] | self.ended}
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(ran))
-        claims = root / "tests" / "tools" / "support.json"
-        if part is None or not claims.exists():
-            return
-        claimed, wrong = json.loads(claims.read_text()), False
-        if full:
-            self.said, wrong = compare(claimed, summary(ran))
-        elif part == QUICK:
-            shown = {feature for ended in ran["tests"].values() for feature, *_ in ended["cells"]}
-            lost = sorted(claimed["cells"].keys() - shown)
-            self.said = [f"docs/support.md claims {f}: `make test` has no test of it" for f in lost]
-            wrong = bool(lost)
-        if wrong:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        if self.said:
-            terminalreporter.section("support matrix")
-            for line in self.said:
-                terminalreporter.line(line)
-
-    def _part(self, exitstatus: int) -> str | None:
-        """Which of the parts that make up all tests was run; None: what somebody chose."""
-        option, here = self.config.option, self.config.invocation_params.dir
-        names = ("keyword", "deselect", "ignore", "ignore_glob", "lf", "stepwise", "collectonly")
-        if any(getattr(option, name, None) for name in names):
-            return None
-        everything = {(here / arg).resolve() for arg in self.config.args}
-        ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        is_part = ended and everything == {self.config.rootpath / "tests"}
-        return option.markexpr if is_part and option.markexpr in (WHOLE, QUICK, SLOW) else None
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self.has_skipped |= report.skipped
 
 
-def summary(ran: Mapping[str, Any]) -> dict[str, Any]:
-    """What the tests that ran show: how each cell fared, and in which files a feature is tested."""
-    fared: dict[str, dict[str, dict[str, str]]] = {f: {} for f in FEATURES}
-    files: dict[str, set[str]] = {f: set() for f in FEATURES}
-    for test, ended in ran["tests"].items():
-        for feature, stage, optimizer in ended["cells"]:
-            row = fared.setdefault(feature, {}).setdefault(stage, {})
-            row[optimizer] = max(row.get(optimizer, ""), ended["outcome"], key=_WEIGHT.index)
-            files.setdefault(feature, set()).add(test.split("::")[0])
-    return {
-        "full": ran["full"],
-        "cells": {f: _sorted(stages) for f, stages in fared.items() if stages},
-        "files": {f: sorted(names) for f, names in files.items() if names},
-    }
+def matrix(shown: Iterable[tuple[str, Cell]]) -> str:
+    """The table of docs/support.md: a row for each feature."""
+    rows = []
+    for feature, stages, _ in _by_feature(shown):
+        told = [s for s in STAGES.values() if s in stages]
+        rows.append([feature, _where(told), _optimizers([stages[s] for s in told])])
+    return blocks.table(["feature", "works with", "tested optimizers"], rows)
 
 
-_WEIGHT = ("", "skipped", "passed", "failed")  # one failure outweighs all that passed
+def by_stage(shown: Iterable[tuple[str, Cell]]) -> str:
+    """The page docs/tests-by-feature.md: a column for each stage, and the files of the tests."""
+    lines = ["# Tests by feature", ""]
+    lines += ["Generated by `make matrix` from the marks of the tests.", ""]
+    lines += ["✓: tested with every optimizer. Names: only with these. Blank: not tested.", ""]
+    rows = []
+    for feature, stages, files in _by_feature(shown):
+        links = [f"[{Path(file).stem[5:]}](../{file})" for file in sorted(files)]
+        columns = [_cell(stages.get(stage, set())) for stage in STAGES.values()]
+        rows.append([feature, *columns, ", ".join(links)])
+    heads = ["without DeepSpeed", "FSDP2", *(f"ZeRO-{stage}" for stage in range(4))]
+    return "\n".join([*lines, blocks.table(["feature", *heads, "test files"], rows)]) + "\n"
 
 
-def _sorted(stages: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-    return {s: dict(sorted(stages[s].items())) for s in sorted(stages)}
+def _by_feature(shown: Iterable[tuple[str, Cell]]) -> list[tuple[str, Stages, set[str]]]:
+    """Each feature that works, with its optimizers by stage and the files of its tests."""
+    stages: dict[str, Stages] = {feature: {} for feature in FEATURES}
+    files: dict[str, set[str]] = {feature: set() for feature in FEATURES}
+    for file, (feature, stage, optimizer) in shown:
+        if stage != REFUSED:
+            stages[feature].setdefault(stage, set()).add(optimizer)
+            files[feature].add(file)
+    return [(feature, stages[feature], files[feature]) for feature in FEATURES if stages[feature]]
 
 
-def compare(claimed: Mapping[str, Any], shown: Mapping[str, Any]) -> tuple[list[str], bool]:
-    """What the document claims and a full run did not show, in words; whether that is a fault."""
-    said, wrong = [], False
-    for feature, stages in claimed["cells"].items():
-        for stage, row in stages.items():
-            now = shown["cells"].get(feature, {}).get(stage, {})
-            for optimizer in (o for o, fared in row.items() if fared == "passed"):
-                outcome = now.get(optimizer, "not tested")
-                if outcome != "passed":
-                    wrong |= outcome != "skipped"
-                    at = optimizer if stage == REFUSED else f"stage {stage}, {optimizer}"
-                    said.append(f"docs/support.md claims {feature}, {at}: {outcome} in this run")
-    if wrong:
-        said.append("make matrix writes into docs/support.md what this run showed.")
-    return said, wrong
+def _where(shown: Sequence[str]) -> str:
+    """Stages in words."""
+    zero = [s for s in shown if s.isdigit()]
+    is_range = len(zero) > 2 and int(zero[-1]) - int(zero[0]) == len(zero) - 1
+    numbers = f"{zero[0]}–{zero[-1]}" if is_range else ", ".join(zero)
+    found = [f"ZeRO-{numbers}"] * bool(zero)
+    found += ["FSDP2"] * ("FSDP2" in shown) + ["plain PyTorch"] * ("plain" in shown)
+    return "everything" if len(shown) == len(STAGES) else "; ".join(found)
+
+
+def _optimizers(stages: Sequence[set[str]]) -> str:
+    """The optimizers of a feature, at whichever of its stages."""
+    every = set().union(*stages)
+    text = _cell(every).replace(EXCEPT, "all except ").replace(ALL, "all")
+    return text if all(own == every for own in stages) else f"{text}*"
+
+
+def _cell(tested: set[str]) -> str:
+    others = [name for name in OPTIMIZERS if name not in tested]
+    if len(others) >= len(tested):
+        return ", ".join(name for name in OPTIMIZERS if name in tested)
+    return f"{EXCEPT}{', '.join(others)}" if others else ALL
+
+
+def main() -> None:
+    """Writes both pages."""
+    found = Collector()
+    status = pytest.main(["--collect-only", "-qqq", str(ROOT / "tests")], plugins=[found])
+    if status or found.has_skipped:
+        raise SystemExit("Not written: some tests cannot be collected here.")
+    blocks.write(PAGE, "support", matrix(found.shown))
+    BY_STAGE.write_text(by_stage(found.shown))
+
+
+if __name__ == "__main__":
+    main()

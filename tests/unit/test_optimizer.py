@@ -49,7 +49,7 @@ def test_every_rule_has_an_optimizer():
     assert {cls.__name__ for cls in OPTIMIZERS.values()} <= set(ds_ext.__all__)
 
 
-@pytest.mark.supports("own settings for a parameter group", stage=None, optimizer="name")
+@pytest.mark.supports("hyper-parameters per parameter group", stage=None, optimizer="name")
 @pytest.mark.parametrize("name", RULES)
 def test_groups_have_their_own_hyper_parameters(name):
     shapes = [(3, 5), (5,), (4, 3, 5)]
