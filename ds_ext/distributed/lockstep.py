@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ds_ext.ops import joint
 from ds_ext.ops.joint import Joint
 
 Sums: TypeAlias = tuple[Tensor, ...]
@@ -108,7 +107,8 @@ def _answered(
     alike: list[tuple[int, StepGenerator, Joint]],
 ) -> list[tuple[int, StepGenerator, Sums | None]]:
     """Generators with the results of their joint operation; the first one is last."""
-    results = joint.answers([asked for *_, asked in alike])
+    joints = [asked for *_, asked in alike]
+    results = joints[0].answers(joints)
     answered: list[tuple[int, StepGenerator, Sums | None]] = []
     for (i, generator, _), result in zip(reversed(alike), reversed(results), strict=True):
         answered.append((i, generator, result))

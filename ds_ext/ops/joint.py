@@ -79,11 +79,6 @@ class Joint(tuple[Tensor, ...]):
         return list(zip(*(x.unbind() for x in self.operation(*stacks)), strict=True))
 
 
-def answers(joints: Sequence[Joint]) -> Results:
-    """Returns the results of joints with one key, in their order."""
-    return joints[0].answers(joints)
-
-
 class JointPass(Joint):
     """A pass over the run of a matrix, which runs once over the equal runs of a bucket.
 
@@ -129,7 +124,6 @@ def _asked(
     operation: Operation,
     name: str,
     x: Readable,
-    shard: Shard,
     passes: Any,
     stored: WeightStorage | None = None,
     numbers: tuple[Number, ...] = (),
@@ -149,7 +143,7 @@ def row_col_square_sums(
 ) -> Generator[Any, Any, tuple[Tensor, Tensor]]:
     """``ops.row_col_square_sums`` of a matrix, flat: [rows], [cols]."""
     passes = functions.passes_over(shard, like)
-    asked = _asked(_row_col_square_sums, "row_col_sums", x, shard, passes)
+    asked = _asked(_row_col_square_sums, "row_col_sums", x, passes)
     if asked is None:
         row, col = functions.row_col_square_sums(x, shard, like)
         return row.view(-1), col.view(-1)
@@ -167,7 +161,7 @@ def row_square_sums(u: Readable, x: Tensor) -> Generator[Any, Any, tuple[Tensor,
     """Returns the row sums of the squares of ``u``, and of the matrix ``x`` that it reads."""
     shard = Shard.whole(tuple(x.shape))
     passes = functions.passes_over(shard, x)
-    asked = _asked(_row_square_sums, "row_col_sums", u, shard, passes)
+    asked = _asked(_row_square_sums, "row_col_sums", u, passes)
     if asked is None:
         sums = [passes.row_col_square_sums(some, x)[0].view(-1) for some in (u, x.view(-1))]
     else:
@@ -186,7 +180,7 @@ def _row_square_sums(
 def evaluate(x: Readable, shard: Shard, like: Gradient) -> Generator[Any, Any, Tensor]:
     """``ops.evaluate``: returns the values of a run, [len(shard)]."""
     passes = functions.passes_over(shard, like)
-    asked = _asked(_evaluate, "lerp", x, shard, passes)
+    asked = _asked(_evaluate, "lerp", x, passes)
     if asked is None:
         return functions.evaluate(x, shard, like)
     (values,) = yield asked
@@ -211,7 +205,7 @@ def momentum(
     It returns None, and changes nothing, if the pass should not wait for equal runs.
     """
     passes = functions.passes_writing(shard, m)
-    asked = _asked(_momentum, "lerp", g, shard, passes, storage_of(m), (beta, nesterov))
+    asked = _asked(_momentum, "lerp", g, passes, storage_of(m), (beta, nesterov))
     if asked is None:
         return None
     (x,) = yield asked
@@ -236,7 +230,7 @@ def apply_(
     if stored is not None and stored.update_sums is None and stored.norm_cache is None:
         u = yield from _multiplied(u, shard)
         passes, numbers = functions.passes_writing(shard, p), (lr, weight_decay)
-        asked = _asked(_apply_, "apply", u, shard, passes, stored, numbers)
+        asked = _asked(_apply_, "apply", u, passes, stored, numbers)
         if asked is not None:
             yield asked
             return

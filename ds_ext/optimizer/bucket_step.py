@@ -18,7 +18,7 @@ from ds_ext.ops.executors.native.native_table import NormCache
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.executors.triton.launch_memory import GradLimits, Memory
 from ds_ext.ops.runs import Runs
-from ds_ext.optimizer import ema, expert_stacks, nonfinite, sections, state_checks
+from ds_ext.optimizer import ema, expert_stacks, nonfinite, sections
 from ds_ext.optimizer.host_offload import OffloadedBucket
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
@@ -270,24 +270,18 @@ def _sharing(table: ParamTable, u: RunUpdate) -> turns.SharedParam:
     return turns.SharedParam(u.shard.turn, len(shard.starts), tuple(works))
 
 
-def begin_rules(
-    table: ParamTable, u: RunUpdate, state: State | None = None, rule: Any = None
-) -> list[StepGenerator]:
-    """Begins a parameter's step: counts it in the state, which is made if there is none.
+def begin_rules(table: ParamTable, u: RunUpdate, state: State, rule: Any) -> list[StepGenerator]:
+    """Begins a parameter's step, and counts it in the state.
 
     Args:
         table: the table of the optimizer.
         u: the run to step.
-        state: the run's state, if it is a copy of that in ``table.state``; written in place.
-        rule: the rule, if the caller has read the param group.
+        state: the run's state, which may be a copy of that in ``table.state``; written in place.
+        rule: the rule of the parameter, as its group is now.
 
     Returns:
         The generators to run to their end: one, or one for each expert and section.
     """
-    state = table.state[u.param] if state is None else state
-    rule = table.rule_of(u.param) if rule is None else rule
-    if not state:
-        state_checks.make(table, u, state)
     state["step"] += 1
     t, number = state["step"], table.number_of[u.param]
     before = table.elements_before(u.param, u.shard)

@@ -87,7 +87,7 @@ def needs_own_step(rule: Any, dtype: torch.dtype) -> bool:
 def averaged(
     step: StepGenerator, rule: Any, p: Any, e: Average | None, t: int, shard: Any
 ) -> StepGenerator:
-    """Returns a step that also advances the average of the weights; ``step`` if there is none.
+    """Yields from a step, then advances the average of the weights.
 
     Args:
         step: the step of the rule.
@@ -97,14 +97,9 @@ def averaged(
         t: the number of the step, from 1.
         shard: the geometry.
     """
-    return step if e is None else _averaged(step, rule, p, e, t, shard)
-
-
-def _averaged(
-    step: StepGenerator, rule: Any, p: Any, e: Average, t: int, shard: Any
-) -> StepGenerator:
-    """Implements ``averaged``."""
     yield from step
+    if e is None:
+        return
     weight = 1.0 if t == 1 else 1 - rule.ema_decay
     if getattr(p, "aux", None) is None and isinstance(p, StochasticWeight | WeightStorage):
         p = p.run  # has all bits of the weight

@@ -146,7 +146,7 @@ def steps(
     """
     sections = of(rule, whole.shape)
     if not sections:
-        step = rule.step(measured(p, squares), g, s, t, whole)
+        step = measured(rule.step(p, g, s, t, whole), p, squares, len(whole))
         return [ema.averaged(step, rule, p, average, t, whole)]
     made = []
     for shift, places, shard in _divided(sections, whole):
@@ -154,7 +154,8 @@ def steps(
         kept = {key: own.of(s[key]) for key in rule.state_spec(shard) if key != ema.EMA}
         part = _weight(p, own, shift)
         e = None if average is None else _weight(average, own, shift)
-        step = rule.step(measured(part, squares), _gradient(g, own), kept, t, shard)
+        step = rule.step(part, _gradient(g, own), kept, t, shard)
+        step = measured(step, part, squares, len(shard))
         made.append(own.step(ema.averaged(step, rule, part, e, t, shard)))
     return made
 

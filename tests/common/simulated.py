@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ds_ext.distributed import lockstep
-from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, bucket_step, state_checks
+from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 from ds_ext.testing.simulation import EXACT as EXACT
 from ds_ext.testing.simulation import Ranks, errors
@@ -17,6 +18,14 @@ from tests.common import table
 from tests.common.hypers import SIMULATED
 
 BROKEN = 1e-4  # what an error must reach to count as seen
+
+
+def begin_alone(optimizer: RuleOptimizer, u: RunUpdate) -> list[Any]:
+    """The generators of a run's step, whose state is made if there is none."""
+    state = optimizer.state[u.param]
+    if not state:
+        state_checks.make(optimizer, u, state)
+    return bucket_step.begin_rules(optimizer, u, state, optimizer.rule_of(u.param))
 
 
 def dropping(number):

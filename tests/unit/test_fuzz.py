@@ -20,12 +20,13 @@ from ds_ext.config import config_checks, parsing
 from ds_ext.distributed import lockstep
 from ds_ext.errors import CheckpointError
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizer import OPTIMIZERS, bucket_step
+from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 from ds_ext.settings import SETTINGS as ALL_SETTINGS
 from tests.common.hypers import FOR_ALL
 from tests.common.manifests import manifest
+from tests.common.simulated import begin_alone
 
 EXACT = 1e-9
 # A rule that has no row is run with its defaults.
@@ -123,7 +124,7 @@ class Ranks:
                     RunUpdate(key, own.run, self.cut(g, rank), own.shard)
                     for (key, own), g in bucket
                 ]
-                ranks.append([bucket_step.begin_rules(optimizer, u)[0] for u in updates])
+                ranks.append([begin_alone(optimizer, u)[0] for u in updates])
             lockstep.simulate(ranks)
 
     def saved(self):

@@ -136,13 +136,23 @@ def asking(operation, x, found):
     found.append(total)
 
 
+def count_answers(monkeypatch, sizes):
+    """Adds to ``sizes`` how many matrices each joint operation answers."""
+    original = Joint.answers
+
+    def answers(self, joints):
+        sizes.append(len(joints))
+        return original(self, joints)
+
+    monkeypatch.setattr(Joint, "answers", answers)
+
+
 @pytest.mark.parametrize("run", [lambda steps: lockstep.run(steps, None), lockstep.lockstep])
 def test_operations_are_joined_by_function_and_shape_and_results_keep_their_places(
     run, monkeypatch
 ):
     sizes, found = [], []
-    original = joint.answers
-    monkeypatch.setattr(joint, "answers", lambda x: sizes.append(len(x)) or original(x))
+    count_answers(monkeypatch, sizes)
     xs = [torch.full((n,), float(i)) for i, n in enumerate((3, 4, 3, 3, 4))]
     operations = [doubled, doubled, halved, doubled, doubled]
     results = [[] for _ in xs]
@@ -162,8 +172,7 @@ def test_operations_are_joined_by_function_and_shape_and_results_keep_their_plac
 
 def test_no_more_matrices_wait_than_fill_a_block(monkeypatch):
     sizes, waiting, most = [], [0], [0]
-    original = joint.answers
-    monkeypatch.setattr(joint, "answers", lambda x: sizes.append(len(x)) or original(x))
+    count_answers(monkeypatch, sizes)
     monkeypatch.setattr(block_sizes, "product_limit", lambda device: 100)
 
     def step():

@@ -16,13 +16,14 @@ from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.distributed.placement import Sharded
 from ds_ext.ops import int8
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizer import OPTIMIZERS, bucket_step
+from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.planner import memory
 from ds_ext.planner import models as known
 from tests.common import int8_model, models
 from tests.common.choose import params, spread
 from tests.common.hypers import FOR_ALL
+from tests.common.simulated import begin_alone
 from tests.common.states import tensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -129,7 +130,7 @@ def test_simulated_ranks_hold_what_is_planned(setting, model, dtype, ranks):
             RunUpdate(p, run.clone(), torch.randn_like(run), shard)
             for p, run, shard in zip(params, runs, shards, strict=True)
         ]
-        begun.append([bucket_step.begin_rules(optimizer, u)[0] for u in updates])
+        begun.append([begin_alone(optimizer, u)[0] for u in updates])
     with torch.no_grad():
         lockstep.simulate(begun)
     held_by = [held(t for s in o.state.values() for t in tensors(s)) for o in optimizers]

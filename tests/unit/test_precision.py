@@ -16,13 +16,12 @@ from ds_ext.ops import products, rounding, sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.sixteen_bit import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.optimizer.bucket_step import begin_rules
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 from tests.common import choose, table
 from tests.common.hypers import FOR_ALL, Table
 from tests.common.plain import steps
-from tests.common.simulated import cut
+from tests.common.simulated import begin_alone, cut
 from tests.common.states import from_file
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -261,7 +260,7 @@ def begin(name, mode, half, rank, world, weights):
     def step(gradients):
         parts = zip(params, runs, gradients, shards, strict=True)
         return [
-            begin_rules(optimizer, RunUpdate(p, run, cut(g, s), s))[0] for p, run, g, s in parts
+            begin_alone(optimizer, RunUpdate(p, run, cut(g, s), s))[0] for p, run, g, s in parts
         ]
 
     return step, runs

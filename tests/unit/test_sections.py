@@ -14,12 +14,11 @@ from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Box, Shard, TensorParallelSplit
 from ds_ext.optimizer import OPTIMIZERS, param_checks
-from ds_ext.optimizer.bucket_step import begin_rules
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 from tests.common import low_rank, table
 from tests.common.hypers import SIMULATED
-from tests.common.simulated import EXACT, errors
+from tests.common.simulated import EXACT, begin_alone, errors
 
 STEPS = 5
 SHAPE = (12, 8)
@@ -59,7 +58,7 @@ class Ranks:
     @torch.no_grad()
     def step(self, grad):
         each = zip(self.optimizers, self.runs, self.cut(grad), self.shards, strict=True)
-        return lockstep.simulate([begin_rules(o, RunUpdate(self.key, *u)) for o, *u in each])
+        return lockstep.simulate([begin_alone(o, RunUpdate(self.key, *u)) for o, *u in each])
 
     @property
     def whole(self):

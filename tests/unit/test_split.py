@@ -15,11 +15,11 @@ from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.executors.triton import launches
 from ds_ext.ops.shard import Box, Shard, TensorParallelSplit
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.optimizer.bucket_step import begin_rules
 from ds_ext.optimizer.updates import RunUpdate
 from tests.common import needs, paths, table
 from tests.common.choose import params
 from tests.common.hypers import FOR_ALL, SIMULATED, changed
+from tests.common.simulated import begin_alone
 
 SHAPE = (12, 20)
 DIVIDED = {
@@ -64,7 +64,7 @@ def steps(name, hypers, shards, weights, gradients, cut, dtype=torch.float64):
         with torch.no_grad():
             taken = lockstep.simulate(
                 [
-                    [begin_rules(o, RunUpdate(p, run, cut(whole.to(dtype), shard), shard))[0]]
+                    [begin_alone(o, RunUpdate(p, run, cut(whole.to(dtype), shard), shard))[0]]
                     for p, o, run, shard in zip(params, optimizers, runs, shards, strict=True)
                 ]
             )

@@ -24,7 +24,6 @@ from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.optimizer import OPTIMIZERS, expert_stacks, param_groups
-from ds_ext.optimizer.bucket_step import begin_rules
 from ds_ext.optimizer.model_view import ModelView
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.planner import memory
@@ -32,7 +31,7 @@ from tests.common import table
 from tests.common.choose import params
 from tests.common.hypers import FOR_ALL, SIMULATED, changed
 from tests.common.reference import Authors
-from tests.common.simulated import EXACT
+from tests.common.simulated import EXACT, begin_alone
 from tests.common.states import tensors
 
 SHAPES = ((5, 6, 9), (3, 7, 4), (4, 11), (1, 5, 3), (3, 2, 3, 4))
@@ -73,7 +72,7 @@ class Rank:
     def rules(self, grads):
         with torch.no_grad():
             each = zip(self.keys, self.runs, self.cut(grads), self.shards, strict=True)
-            return [rule for u in each for rule in begin_rules(self.optimizer, RunUpdate(*u))]
+            return [rule for u in each for rule in begin_alone(self.optimizer, RunUpdate(*u))]
 
     @property
     def owned(self):

@@ -10,13 +10,13 @@ from ds_ext.distributed import lockstep
 from ds_ext.ops import rounding, sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.sixteen_bit import RoundingConfig
-from ds_ext.optimizer import OPTIMIZERS, bucket_step
-from ds_ext.optimizer.update_stats import MeasuredWeight, UpdateStats, rms
+from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer.update_stats import UpdateStats, rms
 from ds_ext.optimizer.updates import RunUpdate
 from tests.common import choose, table
 from tests.common.hypers import FOR_ALL, NEEDED, changed
 from tests.common.plain import steps
-from tests.common.simulated import cut
+from tests.common.simulated import begin_alone, cut
 
 SHAPES = ((), (5,), (13, 29), (4, 3, 5), (700, 800))  # the last in two blocks
 HYPERS = changed(NEEDED, galoreadamw={"rank": 3})
@@ -102,7 +102,7 @@ def test_sums_of_ranks_add_up_to_the_whole_s(mode, world):
             (gradients,) = table.gradients(1, SHAPES, torch.bfloat16)
             begun.append(
                 [
-                    bucket_step.begin_rules(optimizer, RunUpdate(p, cut(p, s), cut(g, s), s))[0]
+                    begin_alone(optimizer, RunUpdate(p, cut(p, s), cut(g, s), s))[0]
                     for p, g, s in zip(params, gradients, shards, strict=True)
                 ]
             )
@@ -124,18 +124,6 @@ def test_groups_are_measured_apart():
     assert [f["update_rms"] for f in figures] == pytest.approx([0.5, 0.1, 0])
     assert [f["weight_rms"] for f in figures] == pytest.approx([0.5, 1.9, 0])
     assert optimizer.update_stats.sums()[:, 2].tolist() == [12, 12, 0]
-
-
-def test_blocks_may_be_written_in_another_order_than_read():
-    stats, shard = UpdateStats(1), Shard.whole((6,))
-    run = torch.ones(6, dtype=torch.bfloat16)
-    weight = sixteen_bit.weight(run, {"step": 1}, RoundingConfig(), 0, shard)
-    w = MeasuredWeight(weight, stats.sums_of(0, 0, run))
-    first, second = shard.blocks(limit=3)
-    w.write_(second, w.block(second) + 1)
-    w.block(second)
-    w.write_(first, torch.full(first.shape, 5.0))
-    assert stats.sums().tolist() == [[3 * 1 + 3 * 16, 3 * 4 + 3 * 25, 6]]
 
 
 def test_sums_begin_anew_when_cleared():
