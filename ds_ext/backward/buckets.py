@@ -334,10 +334,6 @@ class Buckets:
         """Notes an event of all ranks. ``Layout.agree`` finds ranks whose events differ."""
         self.history = hash((self.history, event))
 
-    def begin_with(self, receiver: Receiver) -> None:
-        """Begins a backward pass with this receiver, not the owner's."""
-        self.receiver = receiver
-
     def begin_together(self) -> None:
         """Begins a pass whose first collective is not ``Layout.agree``. All ranks call it.
 

@@ -192,7 +192,7 @@ class FusedBackward:
             return
         self.layout.refuse_resized()
         self.optimizer.follow_groups()
-        self.buckets.begin_with(receivers.Measuring(self.state))
+        self.buckets.receiver = receivers.Measuring(self.state)
         try:
             self._run_prepass(loss)
         except BaseException:  # nothing has changed: the next backward pass begins a new step

@@ -8,7 +8,7 @@ kernels that version counters do not see. A second backward pass would multiply 
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdRef
 from ds_ext.backward.autograd_graph import nodes
 
 BufferKey: TypeAlias = tuple[nn.Module, str]  # of a buffer
+BufferVersion: TypeAlias = tuple[WeakIdRef, int]  # which tensor it is, and its version counter
 Digests: TypeAlias = dict[tuple[BackwardCFunction, str], Tensor]  # of what functions hold: []
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -27,13 +28,6 @@ HARMLESS: set[str] = set()
 
 _SMALL = 2**20  # bytes
 _BLOCK = 2**22  # elements that a CPU casts to int64 at a time
-
-
-class BufferVersion(NamedTuple):
-    """The identity of a buffer, and its version counter."""
-
-    tensor: WeakIdRef
-    writes: int
 
 
 class NormPrepass:
@@ -77,7 +71,7 @@ class NormPrepass:
 
     def _versions(self) -> dict[BufferKey, BufferVersion]:
         return {
-            (owner, name): BufferVersion(WeakIdRef(x), 0 if x.is_inference() else x._version)
+            (owner, name): (WeakIdRef(x), 0 if x.is_inference() else x._version)
             for owner in self.module.modules()
             for name, x in owner._buffers.items()
             if x is not None

@@ -66,7 +66,6 @@ class DTensorLocation(NamedTuple):
 
     shard: Shard  # which elements of the whole parameter this rank holds
     ranks: tuple[int, ...]  # global ranks of one replica, including this one
-    dim: int | None  # the only mesh dimension that shards it, if there is one
 
 
 def locate(param: "DTensor") -> DTensorLocation:
@@ -91,17 +90,17 @@ def _locate(
     cutting = [i for i, x in enumerate(placements) if _cut_dim(x) is not None and mesh.size(i) > 1]
     one_copy = mesh.mesh[tuple(slice(None) if i in cutting else at[i] for i in range(mesh.ndim))]
     ranks = tuple(one_copy.flatten().tolist())
-    dim = cutting[0] if len(cutting) == 1 else None
     if not cutting:
-        return DTensorLocation(Shard.whole(shape), ranks, None)
-    if dim is not None and _cut_dim(placements[dim]) == 0:
-        return DTensorLocation(rows_of(shape, at[dim], mesh.size(dim)), ranks, dim)
+        return DTensorLocation(Shard.whole(shape), ranks)
+    if len(cutting) == 1 and _cut_dim(placements[cutting[0]]) == 0:
+        rank_of_rows, world = at[cutting[0]], mesh.size(cutting[0])
+        return DTensorLocation(rows_of(shape, rank_of_rows, world), ranks)
     sizes = [mesh.size(i) for i in cutting]
     cuts = [placements[i] for i in cutting]
     parts = list(itertools.product(*map(range, sizes)))
     boxes = tuple(_boxes(shape, _held(shape, sizes, cuts, part)) for part in parts)
     own = parts.index(tuple(at[i] for i in cutting))
-    return DTensorLocation(Shard.of_split(shape, TensorParallelSplit(boxes), own, 0), ranks, dim)
+    return DTensorLocation(Shard.of_split(shape, TensorParallelSplit(boxes), own, 0), ranks)
 
 
 def _check(shape: tuple[int, ...], mesh: "DeviceMesh", placements: Sequence[Any]) -> None:

@@ -6,7 +6,7 @@ parameters. So gradients arrive reduced, in one order on all ranks. Only this fi
 own objects, which are private in torch 2.13.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_ext.distributed import dtensors, groups
 from ds_ext.distributed.groups import Group, size_of
-from ds_ext.distributed.layout import Agreement, Layout, complete
+from ds_ext.distributed.layout import Layout
 
 
 def uses_fsdp2(model: nn.Module) -> bool:
@@ -46,7 +46,7 @@ class FSDP2Layout(Layout):
         cut = {p: name for p, name in names.items() if dtensors.is_dtensor(p)}
         super().__init__(group, cut, made.of)  # type: ignore[arg-type]
         self.everyone = group
-        self.agrees_at_once = True
+        self.agrees_at_once = True  # torch has reduced all gradients
         self.param_groups = list(_param_groups(module))
         _refuse_cut_twice(module, self.param_groups)
         self.held = {_in_place(own): own for g in self.param_groups for own in g.fsdp_params}
@@ -104,16 +104,6 @@ class FSDP2Layout(Layout):
         """Frees gathered weights, which FSDP2 may keep after a forward pass without backward."""
         for group in self.param_groups:
             group.reshard()
-
-    def agree(
-        self,
-        waiting: Mapping[Tensor, bool],
-        ended: bool,
-        history: int,
-        second: Tensor | None = None,
-    ) -> Callable[[], Agreement]:
-        """Returns that all gradients are ready, because torch has reduced them."""
-        return lambda: complete(waiting, second)
 
     @property
     def voters(self) -> Group:

@@ -219,7 +219,7 @@ class Layout:
         Raises:
             RuntimeError: the answer, on all ranks, if their histories differ.
         """
-        if not communicates(self.group):
+        if self.agrees_at_once:
             return lambda: complete(waiting, second)
         counts = torch.zeros(2, len(self.params) + 1, dtype=torch.int32, device="cpu")
         numbers = [[self.number_of[p], more] for p, more in waiting.items()]

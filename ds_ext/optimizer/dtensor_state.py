@@ -17,11 +17,12 @@ from ds_ext.distributed.dtensors import is_dtensor, local, lying_as, ranks_of
 from ds_ext.distributed.placement import Placement
 from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import Part, Parts, State, StateMismatch, without_caches, zeros
+from ds_ext.ops.state import Part, Parts, State, StateMismatch, leaves, without_caches, zeros
 from ds_ext.optimizer import param_checks
 from ds_ext.optimizer.param_table import ParamTable
 
 T = TypeVar("T")
+Path = tuple[str, ...]  # keys of dicts, from the outermost
 
 
 def on_all_ranks(table: ParamTable, action: Callable[[], T]) -> T:
@@ -79,27 +80,33 @@ def saved(table: ParamTable, param: Tensor, state: State) -> State:
         ValueError: the state is of other hyper-parameters than the parameter's group has now.
     """
     placement, rule = table.placement(param), table.rule_of(param)
+    parts = table.state_spec(param, table.shard(param), rule)
     try:
-        state = without_caches(state, table.state_spec(param, table.shard(param), rule))
+        state = without_caches(state, parts)
     except StateMismatch as why:
         raise param_checks.unfit_state(table, param, why) from None
     if placement is None:
         return state
-    declared = DeclaredState.of(table, param, placement.shard(param))
-    rows = [DeclaredState.of(table, param, row) for row in _some_rows(declared.shard)]
-    return _spread(state, declared, rows, param, placement)
+    shard = placement.shard(param)
+    declared = _declared(parts, shard)
+    rows = [_declared(table.state_spec(param, row, rule), row) for row in _some_rows(shard)]
+
+    def spread(path: Path, x: Any) -> Any:
+        """Makes a tensor a DTensor, unless every rank holds it whole."""
+        part = declared.get(path)
+        if part is None or part.is_shared:
+            return x
+        shape = _shape(part, [row.get(path) for row in rows], shard)
+        if shape is None:
+            return _Uncut(x, part, placement)
+        return lying_as(param, x.view(_of_rank(shape, param)), shape)
+
+    return _changed(state, spread)
 
 
 def gathered(state: Mapping[str, Any]) -> State:
     """Returns a state of ``saved`` whose uncut tensors are gathered. All ranks call it."""
-    return {
-        key: gathered(value)
-        if isinstance(value, Mapping)
-        else _whole(value)
-        if isinstance(value, _Uncut)
-        else value
-        for key, value in state.items()
-    }
+    return _changed(state, lambda _, x: _whole(x) if isinstance(x, _Uncut) else x)
 
 
 class _Uncut(NamedTuple):
@@ -120,75 +127,38 @@ def own(table: ParamTable, param: Tensor, state: State, parts: Parts) -> State:
         parts: what the rule declares for this rank's run.
     """
     placement = table.placement(param)
-    return state if placement is None else _own(state, DeclaredState(parts, placement.shard(param)))
+    if placement is None:
+        return state
+    declared = _declared(parts, placement.shard(param))
+
+    def take(path: Path, x: Any) -> Any:
+        """Takes this rank's part of a tensor."""
+        part = declared.get(path)
+        if not isinstance(x, Tensor) or part is None:
+            return x
+        if is_dtensor(x):
+            held, n = local(x), part.stop - part.start
+            return held.reshape(part.shape) if held.numel() == n else held
+        if part.is_shared or x.numel() != part.total:
+            return x
+        return x.flatten()[part.start : part.stop].view(part.shape)
+
+    return _changed(state, take)
 
 
-class DeclaredState(NamedTuple):
-    """The declared state of a run, or the part of it under a key."""
-
-    parts: Parts
-    shard: Shard
-
-    @classmethod
-    def of(cls, table: ParamTable, param: Tensor, shard: Shard) -> "DeclaredState":
-        """The state that a parameter's rule declares for a run."""
-        return cls(table.state_spec(param, shard, table.rule_of(param)), shard)
-
-    def below(self, key: str) -> "DeclaredState":
-        """The part under a key."""
-        inner = self.parts.get(key, {})
-        return DeclaredState({} if isinstance(inner, Part) else inner, self.shard)
-
-    def part(self, key: str) -> Part | None:
-        """The declaration of a tensor; None if the key has none."""
-        if key == "master":
-            return Part.like(self.shard)
-        part = self.parts.get(key)
-        return part if isinstance(part, Part) else None
+def _declared(parts: Parts, shard: Shard) -> dict[Path, Part]:
+    """The declared parts of a run's state, with its master, by their paths of keys."""
+    return {**dict(leaves(parts)), ("master",): Part.like(shard)}
 
 
-def _spread(
-    state: Mapping[str, Any],
-    declared: DeclaredState,
-    rows: Sequence[DeclaredState],
-    param: Tensor,
-    placement: Placement,
-) -> State:
-    """Converts this rank's state tensors to DTensors, except those that every rank holds whole."""
-    found: State = {}
-    for key, value in state.items():
-        part = declared.part(key)
-        if isinstance(value, Mapping):
-            below = [row.below(key) for row in rows]
-            found[key] = _spread(value, declared.below(key), below, param, placement)
-        elif part is None or part.is_shared:
-            found[key] = value
-        else:
-            shape = _shape(part, [row.part(key) for row in rows], declared.shard)
-            if shape is None:
-                found[key] = _Uncut(value, part, placement)
-            else:
-                found[key] = lying_as(param, value.view(_of_rank(shape, param)), shape)
-    return found
-
-
-def _own(state: Mapping[str, Any], declared: DeclaredState) -> State:
-    """This rank's part of a state that ``_spread`` returned."""
-    found: State = {}
-    for key, value in state.items():
-        part = declared.part(key)
-        if isinstance(value, Mapping):
-            found[key] = _own(value, declared.below(key))
-        elif not isinstance(value, Tensor) or part is None:
-            found[key] = value
-        elif is_dtensor(value):
-            held, n = local(value), part.stop - part.start
-            found[key] = held.reshape(part.shape) if held.numel() == n else held
-        else:
-            is_whole = not part.is_shared and value.numel() == part.total
-            whole_part = value.flatten()[part.start : part.stop] if is_whole else value
-            found[key] = whole_part.view(part.shape) if is_whole else value
-    return found
+def _changed(state: Mapping[str, Any], change: Callable[[Path, Any], Any], *above: str) -> State:
+    """A copy of a state, nested in dicts, with ``change`` of each value."""
+    return {
+        key: _changed(x, change, *above, key)
+        if isinstance(x, Mapping)
+        else change((*above, key), x)
+        for key, x in state.items()
+    }
 
 
 def _some_rows(shard: Shard) -> list[Shard]:

@@ -88,7 +88,8 @@ class BatchPlan:
         numel = np.array([x.shard.numel for x in pieces], dtype=np.float32)
         # The largest allowed sums of squares of gradients, [n].
         self.upper_bounds: NDArray[np.float32] = nonfinite.upper_bound(numel, torch.float32)
-        reads_norm = caches_norms(rule, shard)
+        # Rules whose updates are in proportion to the weights read the norm of these.
+        reads_norm = rules.entry_of(type(rule)).is_relative(rule)
         self.norm_cache = self.batch.passes.new_norm_cache() if reads_norm else None
         self._are_whole = all(x.run is None for x in pieces)
         self._state: State | None = None  # of the step in progress
@@ -232,15 +233,6 @@ def _properties(
 ) -> list[tuple[Shard, torch.dtype, torch.dtype, int, int]]:
     """The properties of runs that a plan depends on."""
     return [(shard, p.dtype, g.dtype, p.numel(), g.numel()) for _, p, g, shard, _ in updates]
-
-
-def caches_norms(rule: Any, shard: Shard) -> bool:
-    """Returns whether passes cache the norm of a run's weights when they write them.
-
-    They do for rules whose updates are in proportion to the weights.
-    """
-    entry = rules.entry_of(type(rule))
-    return entry.is_relative(rule) and entry.batches(rule, shard)
 
 
 def are_batched(
