@@ -203,12 +203,9 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             self._is_prepass = False
             state._grad_acc_post_hooks = hooks
         if self._entered != entered:  # the loss is of this engine, and not only of others
-            self._rearm_callback(loss)
-
-    def _rearm_callback(self, loss: Tensor) -> None:
-        """Makes the engine's hooks run again in the second backward pass of a graph."""
-        self._backward_hook_state.post_backward_callback_queued = False
-        loss.register_hook(self._announce)
+            # Makes the engine's hooks run again in the second backward pass of a graph.
+            state.post_backward_callback_queued = False
+            loss.register_hook(self._announce)
 
     def _announce(self, grad: Tensor) -> None:
         """Gradient hook that queues the engine's callback and keeps the gradient."""

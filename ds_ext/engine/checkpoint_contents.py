@@ -89,35 +89,29 @@ class Contents:
         checks.check(pieces, self.optimizer, self.owned, strict, self.names)
         self.check_gradients(pieces)
 
-    def load(self, pieces: Pieces) -> None:
-        """Loads the results of ``save``. The caller must publish the weights to other ranks."""
-        self._drop_step()
-        resharding.load_state(pieces, self.optimizer, self.owned)
-        self.load_scaler(pieces.saved[0])
-        self.load_gradients(pieces)
-        self.load_weights(pieces)
+    def load(self, pieces: Pieces, with_state: bool) -> None:
+        """Loads the results of ``save``. The caller must publish the weights to other ranks.
 
-    def load_without_state(self, pieces: Pieces) -> None:
-        """Loads only the weights, and resets the optimizer's state."""
-        self._drop_step()
-        self.optimizer.state.clear()
-        self.load_weights(pieces)
+        Logs the names of weights that the checkpoint lacks.
 
-    def _drop_step(self) -> None:
-        """Drops the step in progress: its gradients are those of the weights to be replaced."""
+        Args:
+            pieces: the results of ``save`` on all ranks.
+            with_state: whether to load more than weights; otherwise resets the optimizer's state.
+        """
         if self.fused.is_begun:
             warn(
                 "load_checkpoint drops the gradients of an unfinished step, which were computed "
                 "with the weights that it replaces: call it after the step to use them"
             )
         self.fused.drop_step()
-
-    def load_weights(self, pieces: Pieces) -> None:
-        """Loads the weights, and logs the names of weights that the checkpoint lacks."""
-        missing = resharding.load_weights(pieces, self.optimizer, self.owned)
-        if missing:
-            names = summary(missing)
-            log(f"not in the checkpoint, left as they were: {names}")
+        if with_state:
+            resharding.load_state(pieces, self.optimizer, self.owned)
+            self.load_scaler(pieces.saved[0])
+            self.load_gradients(pieces)
+        else:
+            self.optimizer.state.clear()
+        if missing := resharding.load_weights(pieces, self.optimizer, self.owned):
+            log(f"not in the checkpoint, left as they were: {summary(missing)}")
 
     def _to_be_saved(self) -> dict[Tensor, OwnedRun]:
         """This rank's runs of trained weights, and of frozen weights that differ between ranks."""

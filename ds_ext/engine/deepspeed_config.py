@@ -28,11 +28,9 @@ _SECTIONS = {
 
 
 def read(make: Callable[[], None], config: dict[str, Any]) -> None:
-    """Lets DeepSpeed read a config that concerns ds_ext.
+    """Lets DeepSpeed read a config that concerns ds_ext, by ``make``, its constructor.
 
-    Args:
-        make: DeepSpeed's constructor of its config.
-        config: the config. Values may be "auto", which a client fills in later.
+    Values may be "auto", which a client fills in later.
 
     Raises:
         ValueError: the config has problems. The message has a line for each.

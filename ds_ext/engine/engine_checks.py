@@ -1,8 +1,9 @@
-"""Checks an engine before ds_ext drives it: its ranks, its model, and its config.
+"""Checks an engine: its ranks, model and config before ds_ext drives it, and its scheduler.
 
 ``ds_ext.config.config_checks`` checks the keys of the config.
 """
 
+import inspect
 from typing import Any
 
 import torch.distributed as dist
@@ -25,7 +26,6 @@ from ds_ext.engine import (
     hook_cleanup,
     parameters,
     pipeline,
-    schedulers,
     trainer_checks,
 )
 from ds_ext.engine.engine_settings import effective
@@ -81,11 +81,7 @@ def check_ranks(model: Any, client: Any, config: DeepSpeedConfig) -> None:
 
     A rank whose optimizer is not of ds_ext does not call it: the others wait for the time limit.
     Pipeline ranks compare parameters and param groups only with the ranks of their stage.
-
-    Args:
-        model: the model.
-        client: the optimizer that the program passes; None if the config names it.
-        config: the config.
+    ``client`` is the optimizer that the program passes; None if the config names it.
 
     Raises:
         ValueError: on all ranks. The message names the difference.
@@ -115,11 +111,7 @@ def _facts(model: Any, client: Any, config: DeepSpeedConfig) -> dict[str, Any]:
 
 
 def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
-    """Checks that ds_ext can train an engine's model with the engine's settings.
-
-    Args:
-        engine: an engine that has not wrapped its optimizer yet.
-        optimizer: its optimizer.
+    """Checks that ds_ext can train an engine's model, before the engine wraps the optimizer.
 
     Raises:
         ValueError: the message names the unsupported setting, and a remedy.
@@ -146,7 +138,7 @@ def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     if engine.has_moe_layers:
         _refuse_experts(engine)
     if engine.client_lr_scheduler is not None or engine.scheduler_name() is not None:
-        schedulers.refuse_own_rate(optimizer)
+        refuse_own_rate(optimizer)
 
 
 def _refuse_experts(engine: DeepSpeedEngine) -> None:
@@ -171,4 +163,51 @@ def _refuse_experts(engine: DeepSpeedEngine) -> None:
         raise ValueError(
             "tensor_parallel.partition_config: its patterns match experts of deepspeed.moe layers. "
             "They cannot be split, because ranks send them different tokens: remove the patterns."
+        )
+
+
+# Learning-rate schedulers.
+
+
+def refuse_own_rate(optimizer: RuleOptimizer) -> None:
+    """Checks that the optimizer has a learning rate that a scheduler can set.
+
+    Raises:
+        ValueError: the optimizer computes its own step size.
+    """
+    if any(group["lr"] is None for group in optimizer.param_groups):
+        raise ValueError(
+            "Adafactor: optimizer.params.relative_step=true computes its own step size, so there "
+            'is no lr for a scheduler to set. Set "relative_step": false and an "lr" (HF Trainer '
+            "always has a scheduler), or remove the scheduler."
+        )
+
+
+def check_betas(scheduler: Any, optimizer: RuleOptimizer) -> None:
+    """Checks that a scheduler sets the number of betas that the optimizer has.
+
+    Raises:
+        ValueError: the numbers differ, as for DeepSpeed's OneCycle with CAME.
+    """
+    for group in optimizer.param_groups:
+        hypers = optimizer.hypers_of(group)
+        needed = len(getattr(hypers, "betas", ()))
+        if len(group.get("betas", ())) != needed:
+            raise ValueError(
+                f"{hypers.__name__} has {needed} betas; {type(scheduler).__name__} sets "
+                f'{group["betas"]}: put "cycle_momentum": false into scheduler.params.'
+            )
+
+
+def check_metrics(scheduler: Any, kwargs: dict[str, Any]) -> None:
+    """Checks that a scheduler gets its metric. DeepSpeed would pass the batch size instead.
+
+    Raises:
+        ValueError: the scheduler needs a metric, but the ``kwargs`` of its step have none.
+    """
+    if "metrics" in inspect.signature(scheduler.step).parameters and "metrics" not in kwargs:
+        raise ValueError(
+            f"{type(scheduler).__name__} needs a metric, but DeepSpeed would give it the batch "
+            'size: call engine.step(lr_kwargs={"metrics": ...}), or step it yourself and keep it '
+            "from DeepSpeed. In HF Trainer, choose another lr_scheduler_type."
         )

@@ -8,15 +8,12 @@ numbers experts over the whole model, so that checkpoints do not depend on the n
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 from deepspeed.checkpoint import constants
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 from torch import Tensor, nn
-
-from ds_ext.distributed.groups import Group
-from ds_ext.engine.parameters import deepspeed_parameter
 
 
 def is_expert(param: Tensor) -> bool:
@@ -35,12 +32,6 @@ def refuse_spread_experts(model: nn.Module) -> None:
             "fuse_into_backward: the model has experts that DeepSpeed spreads over ranks. Only its "
             "engine knows which rank has which: use deepspeed.initialize."
         )
-
-
-def expert_data_parallel_group(param: Tensor) -> Group:
-    """Returns the ranks that have the same experts as this rank."""
-    name = deepspeed_parameter(param).group_name
-    return cast(Group, groups._get_expert_data_parallel_group(name))
 
 
 def global_names(found: Mapping[Tensor, str], module: nn.Module) -> dict[Tensor, str]:

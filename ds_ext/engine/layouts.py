@@ -29,6 +29,7 @@ from ds_ext.distributed.groups import Group, everyone, size_of
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement, Replicated, Sharded
 from ds_ext.engine import autotp, expert_parallel, pipeline, zero3
+from ds_ext.engine.parameters import deepspeed_parameter
 from ds_ext.engine.zero3 import Zero3Layout, Zero3Placement
 
 PlacementType: TypeAlias = type[Replicated] | type[Sharded]
@@ -94,7 +95,7 @@ def _with_experts(
     def placement_of(param: Tensor) -> Placement:
         own = group
         if expert_parallel.is_expert(param):
-            own = expert_parallel.expert_data_parallel_group(param)
+            own = groups._get_expert_data_parallel_group(deepspeed_parameter(param).group_name)
         if own is group or (tensor_size == 1 and size_of(own) == size_of(group)):
             return dense(param)
         # These experts get tokens from all ranks, so their gradients come from all losses. Tensor-

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -223,13 +224,7 @@ def _whole_weights(found: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]
     pieces = {}
     for own_name, values in found.items():
         if (name := plain_name(own_name)) in wanted:
-            shape = values.shape
-            pieces[name] = {
-                "start": 0,
-                "total": shape.numel(),
-                "values": values,
-                "shape": list(shape),
-            }
+            pieces[name] = _piece(values, 0, values.shape)
     return {"weights": pieces}
 
 
@@ -240,22 +235,21 @@ def _frozen_weights(model: Saved, rank: int, wanted: set[str]) -> dict[str, Any]
         if (name := plain_name(own_name)) in wanted:
             shape = model["frozen_param_shapes"][own_name]
             start = min(rank * values.numel(), shape.numel())
-            pieces[name] = {
-                "start": start,
-                "total": shape.numel(),
-                "values": values.reshape(-1)[: shape.numel() - start],  # without padding
-                "shape": list(shape),
-            }
+            without_padding = values.reshape(-1)[: shape.numel() - start]
+            pieces[name] = _piece(without_padding, start, shape)
     return {"weights": pieces}
+
+
+def _piece(values: Any, start: int, shape: torch.Size) -> dict[str, Any]:
+    """A weight's elements from ``start`` on. ``values`` may be DeepSpeed's tensor to be read."""
+    return {"start": start, "total": shape.numel(), "values": values, "shape": list(shape)}
 
 
 def _load(contents: Contents, opened: CheckpointData, with_state: bool, path: Path) -> None:
     """Loads weights, buffers and, if ``with_state``, the optimizer's state."""
     contents.engine.optimizer.checkpoint_event_prologue()
-    if with_state:
-        contents.load(opened.pieces)
-    else:
-        contents.load_without_state(opened.pieces)
+    contents.load(opened.pieces, with_state)
+    if not with_state:
         kind = type(contents.optimizer).__name__
         log(f"{path}: only weights are loaded, the state of {kind} starts from zero")
     checkpoint_contents.load_buffers(contents.engine.module, opened.model)

@@ -77,13 +77,9 @@ class OffloadedStates:
             self.fused.state.move(move)
         optimizer = self.fused.optimizer
         if optimizer.offload is None:  # otherwise states stay on the host
-            optimizer.move_states(lambda key: _kind_of(key) in kinds, move)
-
-
-def _kind_of(key: str) -> OffloadStateTypeEnum:
-    """The kind of the state with this key."""
-    kinds = OffloadStateTypeEnum
-    return kinds.hp_params if key == "master" else kinds.optim_states
+            with_masters = OffloadStateTypeEnum.hp_params in kinds
+            with_others = OffloadStateTypeEnum.optim_states in kinds
+            optimizer.move_states(lambda k: with_masters if k == "master" else with_others, move)
 
 
 def _on_host(x: Tensor, pinned: bool) -> Tensor:

@@ -8,7 +8,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
-from ds_ext.config.optimizer_names import PREFIX, TAKEN_OVER, deepspeeds, registry_key
+from ds_ext.config.optimizer_names import TAKEN_OVER, deepspeeds, registry_key
 from ds_ext.engine import pipeline
 from ds_ext.engine.parameters import EMBEDDINGS, LINEARS, unpartitioned_shape
 from ds_ext.engine.rank_logging import log, warn
@@ -19,11 +19,6 @@ from ds_ext.optimizer.param_table import ParamGroup
 from ds_ext.rules.base import REGISTRY, key_of
 
 Names: TypeAlias = Mapping[Tensor, str]
-
-
-def full_name(name: str) -> str:
-    """Returns the unambiguous name of an optimizer of ds_ext, such as "ds_ext.lamb"."""
-    return PREFIX + key_of(name)
 
 
 def is_ours(client: Any, config: DeepSpeedConfig) -> bool:

@@ -15,6 +15,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from ds_ext.backward import int8_weights, owners
+from ds_ext.config.optimizer_names import PREFIX
 from ds_ext.distributed import consensus
 from ds_ext.distributed.groups import explained
 from ds_ext.engine import (
@@ -27,11 +28,11 @@ from ds_ext.engine import (
     parameters,
     pipeline,
     saving,
-    schedulers,
     trainer_checks,
 )
 from ds_ext.engine.adapter import ZeroAdapter
 from ds_ext.optimizer import RuleOptimizer
+from ds_ext.rules.base import key_of
 
 # The functions of DeepSpeed, HF Trainer and accelerate that gather full weights at stage 3.
 GATHERING = "save_16bit_model (Trainer.save_model, accelerator.get_state_dict)"
@@ -67,9 +68,9 @@ def build(
             engine_checks.check_sequences(config, mpu)
             owners.check_finished(model.parameters())
             if client is None:  # DeepSpeed demands settings of its own LAMB
-                config.optimizer_name = optimizers.full_name(config.optimizer_name)
+                config.optimizer_name = PREFIX + key_of(config.optimizer_name)
             make()
-            schedulers.check_betas(engine.lr_scheduler, engine.optimizer.optimizer)
+            engine_checks.check_betas(engine.lr_scheduler, engine.optimizer.optimizer)
         except Exception:  # the model can be used again
             if isinstance(engine.__dict__.get("optimizer"), ZeroAdapter):
                 engine.optimizer.destroy()
@@ -144,7 +145,7 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
 
     def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         if self.lr_scheduler is not None:  # DeepSpeed would pass the batch size as a metric
-            schedulers.check_metrics(self.lr_scheduler, lr_kwargs or {})
+            engine_checks.check_metrics(self.lr_scheduler, lr_kwargs or {})
         super()._take_model_step(lr_kwargs)
 
     # Training.

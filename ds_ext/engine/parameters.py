@@ -1,10 +1,9 @@
 """Attributes that DeepSpeed sets on parameters: ZeRO-3 partitions, and AutoTP splits."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, cast
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-import torch
 from deepspeed.checkpoint import constants
 from deepspeed.module_inject import layers
 from torch import Tensor, nn
@@ -14,26 +13,12 @@ LINEARS = (nn.Linear, layers.TensorParallel_Layer)
 EMBEDDINGS = (nn.Embedding, layers.VocabParallelEmbedding, layers.HiddenParallelEmbedding)
 
 
-class DeepSpeedParameter(Protocol):
-    """A parameter that ZeRO-3 has partitioned, or that DeepSpeed has marked as an expert's."""
+def deepspeed_parameter(param: Tensor) -> Any:
+    """Returns a parameter as an object whose attributes of DeepSpeed type checkers accept.
 
-    ds_shape: torch.Size  # of the whole parameter
-    ds_tensor: Tensor  # this rank's run, [ceil(numel / ranks)], the tail padded
-    ds_secondary_tensor: Tensor | None  # hpZ's second copy
-    ds_process_group: Any  # the ranks that share the parameter
-    ds_id: int  # the order of gathers
-    ds_status: Any  # whether it is partitioned, being gathered, or gathered
-    ds_summary: Callable[[], Any]  # describes it in errors
-    ds_persist: bool  # whether it stays gathered between steps
-    all_gather: Callable[..., Any]  # gathers a list of parameters, by default itself
-    partition: Callable[..., None]  # partitions a list of parameters, by default itself
-    all_gather_coalesced: Callable[..., Any]  # gathers a list of parameters; returns a handle
-    group_name: str  # the name of the expert group, if it belongs to an expert
-
-
-def deepspeed_parameter(param: Tensor) -> DeepSpeedParameter:
-    """Casts a parameter to the type that has DeepSpeed's attributes."""
-    return cast(DeepSpeedParameter, param)
+    ``ds_ext.contract.TABLE`` lists those that ZeRO-3 sets.
+    """
+    return param
 
 
 def whole_shape(param: Tensor) -> tuple[int, ...]:

@@ -142,19 +142,13 @@ def build(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) 
     if is_stored:  # DeepSpeed would broadcast values that do not exist
         raise int8_weights.unsupported("An engine of another optimizer", "call restore_bf16 first")
     name = type(client).__name__ if client is not None else config.optimizer_name
-    if name:
-        _refuse_ignored(client, name, config)
+    if name and client is None:
+        optimizer_names.refuse_misspelled(name)
+    if name and "ds_ext" in config._param_dict:
+        config_checks.raise_first(config_checks.unread(config._param_dict, name))
     original(engine, *args, **kwargs)
     if name:
         trainer_checks.warn_dropped(model, name)
-
-
-def _refuse_ignored(client: Any, name: str, config: DeepSpeedConfig) -> None:
-    """Raises ValueError if an engine's optimizer would ignore what the program asks of ds_ext."""
-    if client is None:
-        optimizer_names.refuse_misspelled(name)
-    if "ds_ext" in config._param_dict:
-        config_checks.raise_first(config_checks.unread(config._param_dict, name))
 
 
 # DeepSpeed tells nobody that a new engine steps the parameters of an older one.

@@ -201,8 +201,7 @@ def number_parameters(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None
     Raises:
         ValueError: the stages have different param groups.
     """
-    if is_pipeline(engine):
-        _number_parameters(engine, optimizer, list(map(_keys, optimizer.param_groups)))
+    _number_parameters(engine, optimizer, list(map(_keys, optimizer.param_groups)))
 
 
 def follow_groups(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
@@ -213,14 +212,15 @@ def follow_groups(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
             different numbers of groups.
     """
     consensus.run_on_all_ranks(optimizer.follow_groups, ValueError)
-    if is_pipeline(engine):
-        _number_parameters(engine, optimizer, [{} for _ in optimizer.param_groups])
+    _number_parameters(engine, optimizer, [{} for _ in optimizer.param_groups])
 
 
 def _number_parameters(
     engine: DeepSpeedEngine, optimizer: RuleOptimizer, keys: list[dict[str, Any]]
 ) -> None:
     """Implements ``number_parameters``. The groups' ``keys`` must be equal on all stages."""
+    if not is_pipeline(engine):
+        return
     names = {p: plain_name(name) for p, name in engine.param_names.items()}
     merged = _merged(keys, [group["params"] for group in optimizer.param_groups], names)
     if merged is None:

@@ -118,7 +118,11 @@ class Access:
         self, value: Tensor, param: Tensor, optim_state_key: str | None = None
     ) -> None:
         """Sets the weight or state. The next forward pass uses the new weight."""
-        self._writable(param, optim_state_key).set_full(value)
+        part = self._part(param, optim_state_key)
+        if part is None:
+            name = self.fused.layout.name(param)
+            raise ValueError(f"{name} is not trained: it has no state to be set.")
+        part.set_full(value)
 
     def get_fp32_grad_for_param(self, param: Tensor) -> Tensor | None:
         """Returns the full gradient; None if the parameter has none in this step."""
@@ -127,7 +131,11 @@ class Access:
 
     def set_fp32_grad_for_param(self, value: Tensor, param: Tensor) -> None:
         """Sets the gradient that ``engine.step()`` will use."""
-        self._writable_gradient(param).set_full(value)
+        part = self._gradient(param)
+        if part is None:
+            name = self.fused.layout.name(param)
+            raise RuntimeError(f"{name} has no gradient in this step, so it cannot be set.")
+        part.set_full(value)
 
     def update_fp32_grad_for_param_vectorized(
         self, update: Callable[[Tensor, Tensor], Tensor], params: list[Tensor]
@@ -140,20 +148,6 @@ class Access:
 
     def _part(self, param: Tensor, key: str | None) -> LocalPart | None:
         return self._weight(param) if key is None else self._state(param, key)
-
-    def _writable(self, param: Tensor, key: str | None) -> LocalPart:
-        part = self._part(param, key)
-        if part is None:
-            name = self.fused.layout.name(param)
-            raise ValueError(f"{name} is not trained: it has no state to be set.")
-        return part
-
-    def _writable_gradient(self, param: Tensor) -> LocalPart:
-        part = self._gradient(param)
-        if part is None:
-            name = self.fused.layout.name(param)
-            raise RuntimeError(f"{name} has no gradient in this step, so it cannot be set.")
-        return part
 
     def _weight(self, param: Tensor) -> LocalPart:
         layout, optimizer = self.fused.layout, self.fused.optimizer

@@ -178,31 +178,26 @@ def _write(engine: DeepSpeedEngine, save_dir: str, aside: Path, more: dict[str, 
     if engine.has_moe_layers:
         engine.save_non_zero_checkpoint, save_weights = False, engine._save_moe_checkpoint
     engine.optimizer.checkpoint_event_prologue()
-    with Writer(engine) as writer:
+    engine.checkpoint_engine = writer = Writer(engine.checkpoint_engine)
+    try:
         save_weights(save_dir, name, **more)
         if engine.save_zero_checkpoint:
             engine._save_zero_checkpoint(save_dir, name)
+    finally:
+        engine.checkpoint_engine = writer.inner
     return writer
 
 
 class Writer:
     """Replaces DeepSpeed's checkpoint engine during a save, to record the files of this rank."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        self.engine = engine
-        self.inner = engine.checkpoint_engine
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
         self.files: dict[str, dict[str, int]] = {}  # sizes and checksums by name
         self.names: dict[str, Collection[str]] = {}  # of saved weights and states: ``names_in``
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
-
-    def __enter__(self) -> "Writer":
-        self.engine.checkpoint_engine = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.engine.checkpoint_engine = self.inner
 
     def save(self, state_dict: Any, path: str) -> None:
         """Writes a file. DeepSpeed calls it."""

@@ -28,8 +28,7 @@ _DEFAULTS = (None, "adamw_torch", "adamw_torch_fused")  # in all versions of tra
 def refuse_ignored(scheduler: Callable[..., Any] | None) -> None:
     """Checks Trainer's arguments, if Trainer creates an engine whose config names our optimizer.
 
-    Args:
-        scheduler: the function that creates the scheduler, if DeepSpeed was given one.
+    ``scheduler`` is the function that creates the scheduler, if DeepSpeed was given one.
 
     Raises:
         ValueError: Trainer was given an optimizer, or settings of one.
@@ -49,11 +48,9 @@ def refuse_ignored(scheduler: Callable[..., Any] | None) -> None:
 
 
 def warn_unclipped(scheduler: Callable[..., Any] | None, clipped_by: float) -> None:
-    """Warns if Trainer's ``max_grad_norm`` differs from the config's ``gradient_clipping``.
+    """Warns if Trainer's ``max_grad_norm`` is not ``clipped_by``, the config's clipping norm.
 
-    Args:
-        scheduler: see ``refuse_ignored``.
-        clipped_by: the config's gradient_clipping; 0 for none.
+    For ``scheduler`` see ``refuse_ignored``.
     """
     asked = getattr(getattr(_trainer_of(scheduler), "args", None), "max_grad_norm", None)
     if isinstance(asked, int | float) and 0 < asked < math.inf and asked != clipped_by:
@@ -65,13 +62,9 @@ def warn_unclipped(scheduler: Callable[..., Any] | None, clipped_by: float) -> N
 
 
 def warn_dropped(model: nn.Module, taken: str) -> None:
-    """Warns if an optimizer of ds_ext was made for a model, and the engine uses another one.
+    """Warns if an optimizer of ds_ext was made for a model, and the engine uses ``taken``.
 
     HF Trainer does this if it is given an optimizer object and the config names none.
-
-    Args:
-        model: the engine's model.
-        taken: the name of the engine's optimizer.
     """
     params = set(model.parameters())
     for given in RuleOptimizer.instances:
@@ -98,9 +91,6 @@ def refuse_same_data(data_parallel_size: int) -> None:
 
     Without a GPU, accelerate assumes a single process unless it is configured for the CPU. All
     ranks would then get the same data.
-
-    Args:
-        data_parallel_size: the number of data-parallel ranks.
 
     Raises:
         ValueError: accelerate divides the data among fewer processes.

@@ -45,7 +45,8 @@ class Zero3Placement(Sharded):
 
     def run(self, param: Tensor) -> Tensor:
         """Returns this rank's run of the weight, [len(shard)], to be updated in place."""
-        return deepspeed_parameter(param).ds_tensor[: len(self.shard(param))]
+        partition: Tensor = deepspeed_parameter(param).ds_tensor
+        return partition[: len(self.shard(param))]
 
     def publish(self, params: Iterable[Tensor]) -> None:
         """Sends nothing: DeepSpeed's next gather of a module reads the updated partitions.
@@ -184,11 +185,9 @@ class Zero3Layout(Layout):
 
 
 def partition(engine: DeepSpeedEngine, group: Group) -> DeepSpeedZeRoOffload:
-    """Partitions the engine's model; returns DeepSpeed's object that gathers its parameters.
+    """Partitions an engine's model over the data-parallel ranks ``group``.
 
-    Args:
-        engine: the engine.
-        group: the data-parallel ranks.
+    Returns DeepSpeed's object that gathers its parameters.
 
     Raises:
         ValueError: the groups do not match those of an earlier partition.
