@@ -41,6 +41,8 @@ _OFFLOAD_PARAM = "zero_optimization.offload_param"
 _OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer"
 
 _OFFLOADS = (f"{_OFFLOAD_OPTIMIZER}.device", f"{_OFFLOAD_PARAM}.device")
+# Ranks exchange the tokens of each piece.
+_SPLITS = Setting(off=_at_most_one, excludes=(_AUTO_EP,))
 _INT8 = Setting(excludes=(*_OFFLOADS, _HPZ, _AUTO_TP, _AUTO_EP, "fp16.enabled"))
 
 PolicyName = Annotated[
@@ -61,7 +63,7 @@ class Section:
     clip_mode: ClipMode = "exact"  # `previous`: clip by the previous step's norm, approximately
     clip_value: NonNegative = 0.0  # largest absolute value of a gradient element; 0: no limit
     measure_updates: bool | None = None  # RMS of updates and weights; null: if a monitor is on
-    batch_splits: Count = 1  # pieces of a batch, which each layer runs in turn
+    batch_splits: Annotated[Count, _SPLITS] = 1  # pieces of a batch, which each layer runs in turn
     chunked_loss: Chunks = False  # the loss in chunks of tokens: true, or their number
     weight_storage: Annotated[Int8, _INT8] | None = None  # `int8`: stores large matrices in 8 bits
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from ds_ext.backward import int8_weights
 from ds_ext.config import config_checks
-from ds_ext.config.parsing import lookup, section
+from ds_ext.config.parsing import section
 from ds_ext.forward import batch_splits, chunked_loss
 
 
@@ -29,7 +29,7 @@ def apply(engine: DeepSpeedEngine, model: nn.Module) -> None:
     if own.chunked_loss:
         chunked_loss.chunk_loss(model, None if own.chunked_loss is True else own.chunked_loss)
     if own.batch_splits > 1:
-        _refuse(engine, model)
+        _refuse(model, own.batch_splits)
         batch_splits.split_batch(model, own.batch_splits)
     # A leaf module needs an input with a gradient, which frozen embeddings do not give.
     if at_stage_3 and all(p.requires_grad for p in model.parameters()):
@@ -50,15 +50,12 @@ def _refuse_int8(engine: DeepSpeedEngine, model: nn.Module) -> None:
         )
 
 
-def _refuse(engine: DeepSpeedEngine, model: nn.Module) -> None:
+def _refuse(model: nn.Module, splits: int) -> None:
     """Raises ValueError for models whose pieces would not be those of one batch."""
-    config = engine._config._param_dict
     if isinstance(model, PipelineModule):
         reason = "a PipelineModule runs micro-batches itself: raise gradient_accumulation_steps"
-    elif lookup(config, "expert_parallel.enabled"):
-        reason = "with expert_parallel, ranks exchange tokens in each piece: remove one of them"
     elif any(hasattr(module, "deepspeed_moe") for module in model.modules()):
         reason = "deepspeed.moe computes capacities and its loss from whole batches: remove it"
     else:
         return
-    raise ValueError(f"ds_ext.batch_splits = {section(config).batch_splits}: {reason}.")
+    raise ValueError(f"ds_ext.batch_splits = {splits}: {reason}.")

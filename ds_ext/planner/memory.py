@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ds_ext.backward.streams import IN_FLIGHT
 from ds_ext.ops import int8, sixteen_bit
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import nbytes, zeros
+from ds_ext.ops.state import zeros
 from ds_ext.optimizer import RuleOptimizer, expert_stacks, host_offload
 
 
@@ -95,14 +96,12 @@ def optimizer_memory(
         weights += math.ceil(share * moved) - moved
 
     rules = rule if isinstance(rule, Mapping) else dict.fromkeys(shapes, rule)
-    kept = 0 if stage is None else kept_gradients(rules, shapes, cut, accumulates)
+    kept = 0 if stage is None else _kept(rules, shapes, cut, accumulates)
 
     def held(init: Init) -> tuple[float, float]:
         """Bytes on the device, and on the host."""
-        most = max_bytes_over_ranks(init, rules, shapes, cut, dtype)
-        if "optimizer" not in offloads:
-            return most, 0.0
-        away = most - max_bytes_over_ranks(lambda *of: _small(init(*of)), rules, shapes, cut, dtype)
+        most, moved = _stored(init, rules, shapes, cut, dtype)
+        away = moved if "optimizer" in offloads else 0
         return most - away + share * away, away
 
     # ZeRO-3 stores runs, and keeps small weights gathered in bf16.
@@ -112,7 +111,7 @@ def optimizer_memory(
     widest = max(stored, default=0)
     module = 0 if stage == 3 else widest
     expanded = min(sum(stored), max(bucket // divided, widest) + module) if stored else 0
-    states, states_away = held(state)
+    states, states_away = held(_state)
     masters, masters_away = held(lambda rule, p, *_: sixteen_bit.master(p, rule))
     kept += expanded * dtype.itemsize
     return MemoryUse(
@@ -126,15 +125,8 @@ def optimizer_memory(
     )
 
 
-def kept_gradients(rules: Mapping[str, Any], shapes: Shapes, cut: int, policy: str | None) -> int:
-    """Returns the bytes of a rank's gradients in fp32 that are kept until the step.
-
-    Args:
-        rules: the rule of each parameter, by name.
-        shapes: the shapes of the model's parameters.
-        cut: the number of runs of each parameter.
-        policy: "sharded", "projected" (see ``GradientConfig``), or None: none are kept.
-    """
+def _kept(rules: Mapping[str, Any], shapes: Shapes, cut: int, policy: str | None) -> int:
+    """The bytes of a rank's gradients in fp32 that a policy keeps until the step."""
     if policy is None:
         return 0
     total = 0
@@ -147,8 +139,8 @@ def kept_gradients(rules: Mapping[str, Any], shapes: Shapes, cut: int, policy: s
     return 4 * total
 
 
-def state(rule: Any, p: Tensor, shard: Shard, stacked: bool) -> Any:
-    """Returns the state tensors of a run. If ``stacked``, it belongs to a stack of experts."""
+def _state(rule: Any, p: Tensor, shard: Shard, stacked: bool) -> Any:
+    """The state tensors of a run. If ``stacked``, it belongs to a stack of experts."""
     return zeros(expert_stacks.state_spec(rule, shard) if stacked else rule.state_spec(shard), p)
 
 
@@ -225,45 +217,30 @@ def _largest(shapes: Shapes) -> int:
     return max(map(math.prod, shapes.values()))
 
 
-def max_bytes_over_ranks(
-    init: Init,
-    rules: Mapping[str, Any],
-    shapes: Shapes,
-    cut: int,
-    dtype: torch.dtype,
-) -> int:
-    """Returns the bytes that ``init`` creates on the rank with the most memory.
+def _stored(
+    init: Init, rules: Mapping[str, Any], shapes: Shapes, cut: int, dtype: torch.dtype
+) -> tuple[int, int]:
+    """The bytes that ``init`` creates on the rank with the most, and those that offload moves.
 
     The first ranks have the longest runs. Which of these ranks has the most memory depends on rows
     that span two runs.
-
-    Args:
-        init: creates the state of a run.
-        rules: the rule of each parameter, by name.
-        shapes: the shapes of the model's parameters.
-        cut: the number of runs of each parameter.
-        dtype: the dtype of weights.
     """
     counts = Counter(
         (rules[name], tuple(shape), isinstance(shape, Stack)) for name, shape in shapes.items()
     )
 
-    def of_rank(rank: int) -> int:
-        total = 0
+    def of_rank(rank: int) -> tuple[int, int]:
+        total = moved = 0
         for (rule, shape, stacked), count in counts.items():
             shard = Shard.of_rank(shape, rank, cut)
             run = torch.empty(len(shard), dtype=dtype, device="meta")
-            total += count * nbytes(init(rule, run, shard, stacked))
-        return total
+            made = tree_leaves(init(rule, run, shard, stacked))
+            sizes = [x.nbytes for x in made if isinstance(x, Tensor)]
+            total += count * sum(sizes)
+            moved += count * sum(size for size in sizes if size >= host_offload.SMALL)
+        return total, moved
 
     return max(map(of_rank, range(min(cut, FIRST))))
-
-
-def _small(state: Any) -> Any:
-    """The part of a state that stays on the device under offload."""
-    if isinstance(state, Mapping):
-        return {key: _small(x) for key, x in state.items()}
-    return state if state.nbytes < host_offload.SMALL else ()
 
 
 def rules_of(

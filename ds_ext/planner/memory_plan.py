@@ -39,13 +39,8 @@ def unit_of(sizes: Iterable[float]) -> str:
 
 def title(plan: MemoryPlan) -> str:
     """Returns the model, dtype, ranks and batch of a plan in words."""
-    return f"{plan.options.model}: {plan.n:,} parameters in {_where(plan.options)}"
-
-
-def _where(options: PlanOptions) -> str:
-    """The dtype, ranks and batch of the plan in words."""
-    own, batch = options.own, options.batch
-    where = options.dtype
+    options, own, batch = plan.options, plan.options.own, plan.options.batch
+    where = f"{options.model}: {plan.n:,} parameters in {options.dtype}"
     where += f", matrices stored in {own.weight_storage}," if own.weight_storage else ""
     where += f" on {options.ranks} data-parallel rank{'s'[: options.ranks > 1]}"
     if batch is None:

@@ -135,6 +135,10 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
     ("ds_ext.shard_size = 2 was removed in ds_ext 1.1", {"ds_ext": {"shard_size": 2}}),
     ("works only at", _zero(2, zero_hpz_partition_size=2)),
     ("not supported together", {"ds_ext": {"weight_storage": "int8"}, "fp16": {"enabled": True}}),
+    (
+        "batch_splits = 2 is not supported together with expert_parallel.enabled",
+        {"ds_ext": {"batch_splits": 2}, "expert_parallel": {"enabled": True}},
+    ),
     ("keeps none", {"ds_ext": {"gradient_policy": "fused"}, "gradient_accumulation_steps": 2}),
     ("keeps none", {"ds_ext": {"gradient_policy": "fused"}, "train_batch_size": 2}),
     ("clip the same", {"ds_ext": {"clip_value": 1.0}, "gradient_clipping": 1.0}),

@@ -22,7 +22,7 @@ from ds_ext.checkpoint.pieces import Pieces
 from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import zeros
+from ds_ext.ops.state import nbytes, zeros
 from ds_ext.optimizer import OPTIMIZERS, expert_stacks, param_groups
 from ds_ext.optimizer.model_view import ModelView
 from ds_ext.optimizer.updates import RunUpdate
@@ -359,6 +359,6 @@ def test_the_planner_counts_the_state_of_experts(name, world):
         rank.optimizer.stacks = dict.fromkeys(rank.keys[:2], 0)
     train(ranks, [[torch.randn_like(v) for v in values]])
     for rank in ranks:
-        held.append(memory.nbytes([dict(s) for s in rank.optimizer.state.values()]))
+        held.append(nbytes([dict(s) for s in rank.optimizer.state.values()]))
     assert planned.state == max(held)
     assert math.prod(memory.shapes_of(layer)["up"]) == 60
