@@ -7,11 +7,12 @@ enter: the JSON config, an optimizer's constructor, param groups, and values fro
 import difflib
 import functools
 import inspect
+import json
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import fields
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import Field, Strict, TypeAdapter, ValidationError
 
@@ -23,15 +24,11 @@ Negative = Annotated[float, Field(lt=0, description="a number < 0", **_NUMBER)]
 Fraction = Annotated[float, Field(ge=0, lt=1, description="a number in [0, 1)", **_NUMBER)]
 Count = Annotated[int, Field(gt=0, strict=True, description="a whole number > 0")]
 Size = Annotated[int, Field(ge=0, strict=True, description="a whole number >= 0")]
-Bits = Annotated[Literal[8, 32], Field(description="8 or 32")]
-Precision = Annotated[Literal["bf16", "fp32"], Field(description='"bf16" or "fp32"')]
-Side = Annotated[
-    Literal["std", "reverse_std", "left", "right"],
-    Field(description='"std", "reverse_std", "left" or "right"'),
-]
-Axis = Annotated[Literal["row", "column"], Field(description='"row" or "column"')]
-
-Spectrum = Annotated[Literal["none", "unit", "muon"], Field(description='"none", "unit" or "muon"')]
+Bits = Literal[8, 32]
+Precision = Literal["bf16", "fp32"]
+Side = Literal["std", "reverse_std", "left", "right"]
+Axis = Literal["row", "column"]
+Spectrum = Literal["none", "unit", "muon"]
 
 Number = Annotated[float, Field(description="a number", **_NUMBER)]
 Triple = tuple[Number, Number, Number]
@@ -39,12 +36,10 @@ Coefficients = Annotated[
     Triple | Annotated[tuple[Triple, ...], Field(min_length=1)] | Literal["polar_express"],
     Field(description='a list of 3 numbers, a list of such lists, or "polar_express"'),
 ]
-Adjustment = Annotated[
-    Literal["original", "match_rms_adamw"], Field(description='"original" or "match_rms_adamw"')
-]
+Adjustment = Literal["original", "match_rms_adamw"]
 Sizes = Annotated[tuple[Count, ...], Field(min_length=1, description="a list of whole numbers > 0")]
-Dim = Annotated[Literal[0, 1], Field(description="0 or 1")]
-Scaling = Annotated[Literal["channel", "tensor"], Field(description='"channel" or "tensor"')]
+Dim = Literal[0, 1]
+Scaling = Literal["channel", "tensor"]
 
 
 @functools.cache
@@ -183,6 +178,11 @@ def describe(hint: Any) -> str:
         if getattr(extra, "description", None):
             return str(extra.description)
     options = get_args(hint)
+    if get_origin(hint) is Annotated:
+        return describe(options[0])
+    if get_origin(hint) is Literal:
+        *others, last = map(json.dumps, options)
+        return f"{', '.join(others)} or {last}" if others else last
     if NoneType in options:
         return " or ".join(describe(o) for o in options if o is not NoneType) + " or null"
     if getattr(hint, "__origin__", None) is tuple:

@@ -45,12 +45,9 @@ _OFFLOADS = (f"{_OFFLOAD_OPTIMIZER}.device", f"{_OFFLOAD_PARAM}.device")
 _SPLITS = Setting(off=_at_most_one, excludes=(_AUTO_EP,))
 _INT8 = Setting(excludes=(*_OFFLOADS, _HPZ, _AUTO_TP, _AUTO_EP, "fp16.enabled"))
 
-PolicyName = Annotated[
-    Literal["fused", "sharded", "projected"],
-    Field(description='"fused", "sharded" or "projected"'),
-]
-ClipMode = Annotated[Literal["exact", "previous"], Field(description='"exact" or "previous"')]
-Int8 = Annotated[Literal["int8"], Field(description='"int8"')]
+PolicyName = Literal["fused", "sharded", "projected"]
+ClipMode = Literal["exact", "previous"]
+Int8 = Literal["int8"]
 Chunks = Annotated[StrictBool | Count, Field(description="true, false or a whole number > 0")]
 
 

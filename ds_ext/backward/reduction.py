@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ext import ops
 from ds_ext.backward.reduced_grad import ReducedGrad, VotedParams, of_each_dtype
 from ds_ext.backward.streams import SideStreams, from_host, to_host
 from ds_ext.distributed.layout import Layout
@@ -56,13 +55,9 @@ class Reduction:
         """
         flats = {p: self._zeros(p) if flat is None else flat for p, flat in grads.items()}
         are_voted = voted_params.host | voted_params.device
-        voted = {p: flats[p] for p in grads if p in are_voted} if are_voted else {}
-        asked = [*voted]
-        if self.leaf_params:
-            asked += (p for p in grads if p in self.leaf_params and p not in voted)
-        is_read = bool(asked) and any(
-            p in self.leaf_params or p in voted_params.host for p in asked
-        )
+        voted = {p: flats[p] for p in grads if p in are_voted}
+        asked = [*voted, *(p for p in grads if p in self.leaf_params and p not in voted)]
+        is_read = not (voted_params.host | self.leaf_params).isdisjoint(asked)
         with self.streams.reducing():
             squares: dict[Tensor, Tensor] = {}
             votes: Tensor | None = None
@@ -119,8 +114,9 @@ class Reduction:
         squares: dict[Tensor, Tensor] = {}
         votes = torch.ones(len(has), dtype=torch.float32, device=self.layout.device)
         if flats:
-            found = self._found(flats)
-            bounds = [self._upper_bound(p, flat) for p, flat in flats.items()]
+            op = largest if self.layout.sums_gradients else square_sums_of
+            found = of_each_dtype(op, flats.values())
+            bounds = [self._bound(p, flat) for p, flat in flats.items()]
             good = torch.stack(found) <= from_host(bounds, found[0].dtype, found[0].device)
             votes[: len(flats)].masked_fill_(good.logical_not(), nonfinite.BAD_VOTE)
             if not self.layout.sums_gradients:
@@ -129,27 +125,19 @@ class Reduction:
             votes = torch.where(from_host(has, torch.bool, votes.device), votes, 0)
         return squares, votes
 
-    def _found(self, flats: dict[Tensor, Tensor]) -> list[Tensor]:
-        """The values to check: sums of squares, or the largest magnitudes of summed gradients."""
-        op = largest if self.layout.sums_gradients else square_sums_of
-        return of_each_dtype(op, flats.values())
+    def _bound(self, param: Tensor, flat: Tensor) -> float:
+        """The largest allowed sum of squares; of summed gradients, the largest magnitude.
 
-    def _upper_bound(self, param: Tensor, flat: Tensor) -> float:
-        """The largest allowed value of ``_found``."""
-        if self.layout.sums_gradients:
-            return self._bound(param, flat)
-        numel = max(1, self.layout.shard(param).numel)
-        return float(torch.finfo(ops.accumulator(flat.dtype)).max / numel)
+        The sum of such gradients over the ranks is finite, and so are its squares.
+        """
+        if not self.layout.sums_gradients:
+            numel = max(1, self.layout.shard(param).numel)
+            return float(nonfinite.upper_bound(numel, flat.dtype))
+        root = nonfinite.upper_bound(max(1, flat.numel()), flat.dtype) ** 0.5
+        divisor = self.layout.placement_of[param].grad_divisor
+        return float(min(torch.finfo(flat.dtype).max, root)) / divisor
 
     def _zeros(self, param: Tensor) -> Tensor:
         """The contribution of a rank that has no gradient of a parameter."""
         dtype = self.comm_dtype(param) or param.dtype
         return torch.zeros(self.size_of[param], dtype=dtype, device=param.device)
-
-    def _bound(self, param: Tensor, flat: Tensor) -> float:
-        """The largest magnitude whose sum over the ranks, and its squares, are finite."""
-        squares = (torch.finfo(ops.accumulator(flat.dtype)).max / max(1, flat.numel())) ** 0.5
-        return (
-            float(min(torch.finfo(flat.dtype).max, squares))
-            / self.layout.placement_of[param].grad_divisor
-        )

@@ -13,12 +13,11 @@ Each class stores a 16-bit run, which is read and written as fp32. Rules call ``
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
 from torch import Tensor
 from typing_extensions import Self
 
@@ -30,10 +29,7 @@ from ds_ext.ops.schema import ERROR_LEVELS, HALF, MAX_ERROR_CODE, MAX_INWARD_COD
 from ds_ext.ops.shard import Block, Shard
 from ds_ext.ops.state import Part, State
 
-WeightUpdate = Annotated[
-    Literal["stochastic", "nearest", "master", "master24"],
-    Field(description='"stochastic", "nearest", "master" or "master24"'),
-]
+WeightUpdate = Literal["stochastic", "nearest", "master", "master24"]
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ class BucketOptimizer(ParamTable):
         super().__init__()
         self._plans: dict[tuple[object, ...], BucketPlan] = {}  # of the buckets stepped so far
         self._has_batched_rule = self.are_all_batched = False
-        self._is_native: bool | None = None
         self._checked_version: Any = None  # of the last ``check_param_groups``
         self._norms: WeightNorms = {}  # of weights since the last ``commit_weight_norms``
 
@@ -265,20 +264,7 @@ class BucketOptimizer(ParamTable):
     @property
     def uses_native(self) -> bool:
         """Whether parameters on a CPU are stepped in batches, by native passes."""
-        if self._is_native is None and self._has_batched_rule:
-            self._is_native = native_table.is_available()
-        return self._has_batched_rule and bool(self._is_native)
-
-    def agree_on_native(self, device: torch.device, is_any: Callable[[bool], bool]) -> None:
-        """Uses native passes only if all ranks can; on a GPU they are not built.
-
-        Args:
-            device: of the parameters.
-            is_any: returns whether its argument is True on any rank.
-        """
-        if device == CPU and not devices.supports(device):
-            self._is_native = not is_any(not self.uses_native)
-            self._plans.clear()
+        return self._has_batched_rule and native_table.is_available()
 
     def _allows_batches(self, device: torch.device) -> bool:
         """Whether parameters on a device are stepped in batches; the same on all ranks."""

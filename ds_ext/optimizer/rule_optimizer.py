@@ -15,7 +15,7 @@ from ds_ext import hyperparams, rules
 from ds_ext.distributed.consensus import is_first
 from ds_ext.distributed.layout import Layout
 from ds_ext.logs import logger
-from ds_ext.ops.executors import unbatched
+from ds_ext.ops.executors import tables, unbatched
 from ds_ext.ops.executors.triton import devices
 from ds_ext.optimizer import (
     dtensor_state,
@@ -168,17 +168,15 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
             device: of the parameters.
             is_any: returns whether its argument is True on any rank. All ranks call it.
         """
-        if device.type not in devices.DEVICES:
-            self.agree_on_native(device, is_any)
-            return
-        failure = selftest.failure(self, device) if devices.supports(device) else ""
+        has_kernels = device.type in devices.DEVICES
+        was_on = devices.supports(device) if has_kernels else tables.supports(device)
+        failure = selftest.failure(self, device) if was_on else ""
         if failure:
             logger.warning(failure)
-        was_on = devices.supports(device)
         if is_any(bool(failure) or not was_on) and was_on:
             if not failure and is_first():
                 logger.warning("another rank steps by PyTorch's operations, so all ranks do.")
-            unbatched.disable_kernels()
+            unbatched.disable_tables(device)
             for optimizer in self.instances:
                 optimizer.index_parameters()
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import ds_ext
+from ds_ext.ops.executors import unbatched
 from ds_ext.ops.executors.native import library
 from ds_ext.ops.executors.native import native_table as native
 
@@ -140,3 +141,20 @@ def test_in_a_shared_cache_each_user_has_a_folder(builds, tmp_path):
     path = library._built()
     assert path.parent == shared / f"user-{os.getuid()}" and library._built() == path
     assert len(builds) == 1 and path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_all_ranks_step_without_native_code_if_one_has_none(monkeypatch, caplog):
+    monkeypatch.setenv(library.SWITCH, "1")  # restored at the end
+    p = nn.Parameter(torch.ones(4, 3))
+    p.grad = torch.ones(4, 3)
+    optimizer = ds_ext.AdaLomo([p])
+    optimizer.step()
+    assert optimizer.uses_native
+    try:
+        with caplog.at_level(logging.WARNING, logger="ds_ext"):
+            optimizer.agree_on_executor(p.device, lambda flag: True)  # of another rank
+        assert "another rank steps by PyTorch's operations" in caplog.text
+        assert not optimizer.uses_native and not optimizer._plans
+        optimizer.step()
+    finally:
+        unbatched._set({})  # forgets what was chosen without native code

@@ -45,12 +45,12 @@ def _kept(
     return TablePasses(Batch([shard], None if first is None else [first], device), shard)
 
 
-def disable_kernels() -> None:
-    """Makes the reference run passes on GPUs, in this process and in those that it starts.
+def disable_tables(device: torch.device) -> None:
+    """Makes the reference run passes on a device, in this process and in those that it starts.
 
     Optimizers that have stepped before must be indexed again (``index_parameters``).
     """
-    _set({devices.SWITCH: "0"})
+    _set({devices.SWITCH if device.type in devices.DEVICES else library.SWITCH: "0"})
 
 
 @contextlib.contextmanager
