@@ -13,6 +13,7 @@ from deepspeed.runtime.torch_autocast import get_comm_dtype
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import Tensor
 
+from ds_ext import logs
 from ds_ext.backward import startup_log, streams
 from ds_ext.backward.buckets import ENDED
 from ds_ext.backward.fused_backward import FusedBackward
@@ -30,7 +31,7 @@ from ds_ext.engine.checkpoint_contents import Contents, stepped
 from ds_ext.engine.layouts import layout_of, share_time_limit
 from ds_ext.engine.offload_states import OffloadedStates
 from ds_ext.engine.parameters import unpartitioned_shape
-from ds_ext.engine.rank_logging import log, show, warn
+from ds_ext.engine.rank_logging import log, warn
 from ds_ext.engine.zero3 import Zero3Layout
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.optimizer.host_offload import HostOffload
@@ -87,7 +88,8 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         where = f"ZeRO stage {int(self.engine.zero_optimization_stage())}"
         if pipeline.is_pipeline(self.engine):
             where += f", the first of {self.engine.module.num_pipeline_stages()} stages"
-        show(startup_log.line(self.optimizer, self.layout, grad_config, where))
+        if consensus.is_first():  # with any logging configuration
+            logs.show(startup_log.line(self.optimizer, self.layout, grad_config, where))
         for line in parsing.log_lines(grad_config, self.fused.buckets.size, config):
             log(f"{type(self.optimizer).__name__}: {line}")
         for line in config_checks.ignored(config, self.optimizer):
@@ -121,7 +123,6 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
     param_groups = property(lambda self: self.optimizer.param_groups)
     state = property(lambda self: self.optimizer.state)
     bit16_groups = fp16_groups = property(lambda self: [g["params"] for g in self.param_groups])
-
     defaults = property(lambda self: self.optimizer.defaults)
 
     def __getattr__(self, name: str) -> Any:
@@ -345,10 +346,6 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         """Raises RuntimeError: ``engine.load_checkpoint`` loads state and weights together."""
         raise RuntimeError("the optimizer is loaded by engine.load_checkpoint, with the weights.")
 
-    def checkpoint_event_prologue(self) -> None:
-        """Partitions gathered weights. The engine calls it before it saves or loads weights."""
-        self.empty_partition_cache()
-
     def checkpoint_event_epilogue(self) -> None:
         """Gathers persistent parameters. The engine calls it after it has loaded weights."""
         self.layout.end_step()
@@ -357,6 +354,8 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         """Partitions the parameters that ZeRO-3 has gathered."""
         if isinstance(self.layout, Zero3Layout):
             self.layout.offload.empty_partition_cache()
+
+    checkpoint_event_prologue = empty_partition_cache  # before weights are saved or loaded
 
     def offload_states(
         self,

@@ -77,11 +77,7 @@ class Contents:
         }
 
     def check(self, pieces: Pieces, strict: bool) -> None:
-        """Checks that ``load`` can succeed. Changes nothing.
-
-        Args:
-            pieces: the results of ``save`` on all ranks.
-            strict: whether the model and the checkpoint must have the same parameters.
+        """Checks that ``load`` can succeed. Changes nothing. For ``strict`` see ``checks.check``.
 
         Raises:
             CheckpointError: the checkpoint does not match the model, optimizer or engine.

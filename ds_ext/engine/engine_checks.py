@@ -145,7 +145,6 @@ def _refuse_experts(engine: DeepSpeedEngine) -> None:
     """Raises an error if experts are spread over ranks in an unsupported way."""
     if engine.zero_optimization_stage() == 3:
         engine._validate_zero3_moe_compatibility()
-    native = [module for module in engine.module.modules() if isinstance(module, MoE)]
     # deepspeed.moe treats the mpu parallel_state_sp as tensor-parallel too.
     if engine.autotp_size() <= 1 and bwc_tensor_model_parallel_world_size(engine.mpu) > 1:
         raise ValueError(
@@ -158,6 +157,7 @@ def _refuse_experts(engine: DeepSpeedEngine) -> None:
             "DeepSpeed's experts are not supported together with sequence parallelism: remove "
             "sequence_parallel_size and mpu."
         )
+    native = (module for module in engine.module.modules() if isinstance(module, MoE))
     experts = [p for layer in native for p in layer.deepspeed_moe.experts.parameters()]
     if any(not expert_parallel.is_expert(p) or parameters.is_divided(p) for p in experts):
         raise ValueError(

@@ -21,19 +21,6 @@ def is_expert(param: Tensor) -> bool:
     return getattr(param, "allreduce", True) is False
 
 
-def refuse_spread_experts(model: nn.Module) -> None:
-    """Checks that every rank has the same experts, as ``fuse_into_backward`` requires.
-
-    Raises:
-        ValueError: experts are spread over ranks. Only an engine knows the assignment.
-    """
-    if any(map(is_expert, model.parameters())):
-        raise ValueError(
-            "fuse_into_backward: the model has experts that DeepSpeed spreads over ranks. Only its "
-            "engine knows which rank has which: use deepspeed.initialize."
-        )
-
-
 def global_names(found: Mapping[Tensor, str], module: nn.Module) -> dict[Tensor, str]:
     """Returns parameter names that number each expert within the whole model.
 
@@ -42,9 +29,8 @@ def global_names(found: Mapping[Tensor, str], module: nn.Module) -> dict[Tensor,
     made = dict(found)
     for path, layer in module.named_modules():
         if isinstance(layer, MoE):
-            first = layer.num_local_experts * groups._get_expert_parallel_rank(
-                layer.expert_group_name
-            )
+            rank = groups._get_expert_parallel_rank(layer.expert_group_name)
+            first = layer.num_local_experts * rank
             experts = layer.deepspeed_moe.experts.deepspeed_experts
             prefix = f"{path}.deepspeed_moe.experts.deepspeed_experts.".lstrip(".")
             for i, expert in enumerate(experts):
@@ -69,7 +55,6 @@ def stack_position(param: Tensor) -> tuple[int, tuple[int, ...]] | None:
 
 # Router outputs under AutoEP.
 
-_MODULE = "transformers.utils.output_capturing"
 _REGISTRY = "_CAN_RECORD_REGISTRY"
 
 
@@ -90,7 +75,7 @@ def readable_by_name() -> Iterator[None]:
     name of a class, which raises TypeError. The registry itself does not change: AutoEP removes its
     entries again after it has installed the model's hooks.
     """
-    module = sys.modules.get(_MODULE)
+    module = sys.modules.get("transformers.utils.output_capturing")
     registry = getattr(module, _REGISTRY, None)
     if registry is None:
         yield

@@ -1,9 +1,10 @@
-"""Removes hooks that DeepSpeed's engines leave on a model, and detects leftover hooks."""
+"""Removes what DeepSpeed's engines leave on a model, and refuses models with such remains."""
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from ds_ext.backward.module_hooks import Hook
+from ds_ext.engine import expert_parallel
 
 # Classes of DeepSpeed that define hooks.
 _THEIRS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeRoOffload")
@@ -48,13 +49,18 @@ def refuse_partitions(engine: DeepSpeedEngine) -> None:
         )
 
 
-def refuse_zero3(model: nn.Module) -> None:
-    """Raises ValueError if ZeRO-3 has partitioned the model of ``fuse_into_backward``."""
+def refuse_without_engine(model: nn.Module) -> None:
+    """Raises ValueError if only an engine can train the model of ``fuse_into_backward``."""
     if _is_partitioned(model):
         raise ValueError(
             "fuse_into_backward: ZeRO-3 has partitioned this model, which only a DeepSpeed engine "
             "can train: pass the optimizer to deepspeed.initialize, or load the model anew without "
             "ZeRO-3."
+        )
+    if any(map(expert_parallel.is_expert, model.parameters())):
+        raise ValueError(
+            "fuse_into_backward: the model has experts that DeepSpeed spreads over ranks. Only its "
+            "engine knows which rank has which: use deepspeed.initialize."
         )
 
 

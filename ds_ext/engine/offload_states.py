@@ -5,7 +5,7 @@ Programs call them between steps to generate with another engine on the same dev
 """
 
 from collections.abc import Callable, Container
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
@@ -16,8 +16,6 @@ from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.backward.int8_weights import unsupported
 from ds_ext.ops import int8
 from ds_ext.optimizer import host_offload
-
-Move: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class OffloadedStates:
@@ -69,7 +67,7 @@ class OffloadedStates:
                 "engine.offload_states(): call engine.reload_states() first."
             )
 
-    def _move(self, kinds: set[OffloadStateTypeEnum], move: Move) -> None:
+    def _move(self, kinds: set[OffloadStateTypeEnum], move: Callable[[Tensor], Tensor]) -> None:
         if OffloadStateTypeEnum.lp_params in kinds:
             for values in self.fused.layout.stored():
                 values.data = move(values.data)

@@ -28,15 +28,6 @@ def is_ours(client: Any, config: DeepSpeedConfig) -> bool:
     return isinstance(client, RuleOptimizer)
 
 
-def function_refused() -> ValueError:
-    """Returns the error if a function is to make an optimizer of ds_ext for an engine."""
-    return ValueError(
-        "deepspeed.initialize: the optimizer is a function, with which ds_ext cannot check the "
-        "engine before it is built: pass the optimizer itself, or name it in optimizer.type of the "
-        "config."
-    )
-
-
 def warn_ignored_type(client: Any, config: DeepSpeedConfig) -> None:
     """Warns if a program passes an optimizer, and its config names one too, which is not used."""
     ignored = config.optimizer_name

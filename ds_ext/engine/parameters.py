@@ -14,10 +14,7 @@ EMBEDDINGS = (nn.Embedding, layers.VocabParallelEmbedding, layers.HiddenParallel
 
 
 def deepspeed_parameter(param: Tensor) -> Any:
-    """Returns a parameter as an object whose attributes of DeepSpeed type checkers accept.
-
-    ``ds_ext.contract.TABLE`` lists those that ZeRO-3 sets.
-    """
+    """Returns the parameter; types of DeepSpeed's attributes (``contract.TABLE``) are unknown."""
     return param
 
 

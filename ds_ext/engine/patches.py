@@ -4,8 +4,8 @@ An engine whose optimizer is of ds_ext gets the class ``OwnEngine`` before DeepS
 what happens without such an engine is patched here. The comment above a patch says why DeepSpeed
 needs it. Each patch first asks whether the call concerns ds_ext, and else calls DeepSpeed's method.
 
-``zero.Init`` with a config that concerns ds_ext, and ``GatheredParameters`` of parameters that such
-a context has partitioned, get a class of their own too. It supports 0-d parameters.
+``zero.Init`` with a config that concerns ds_ext gets a class of its own too, which supports 0-d
+parameters.
 """
 
 import functools
@@ -31,7 +31,6 @@ from ds_ext.config import config_checks, optimizer_names, parsing
 from ds_ext.distributed import groups
 from ds_ext.engine import (
     deepspeed_config,
-    expert_parallel,
     hook_cleanup,
     optimizers,
     own_engine,
@@ -47,6 +46,10 @@ Method: TypeAlias = Callable[..., Any]
 _NO_OPTIMIZER = (
     'this engine cannot train: its config has a section "ds_ext" and names no optimizer. Name one '
     'in optimizer.type, such as "AdaLomo", or pass one to deepspeed.initialize.'
+)
+_FUNCTION = (
+    "deepspeed.initialize: the optimizer is a function, with which ds_ext cannot check the engine "
+    "before it is built: pass the optimizer itself, or name it in optimizer.type of the config."
 )
 _MEASURED_BESIDE = (
     "gradient_clipping: this loss also reaches an engine with an optimizer of DeepSpeed's own, "
@@ -93,7 +96,7 @@ def register() -> None:
         AttributeError: DeepSpeed lacks a method to replace. Nothing has changed.
     """
     methods = [_bound(getattr(patch.owner, patch.name), patch.function) for patch in PATCHES]
-    fuse.REFUSALS += [expert_parallel.refuse_spread_experts, hook_cleanup.refuse_zero3]
+    fuse.REFUSALS.append(hook_cleanup.refuse_without_engine)
     norm_prepass.HARMLESS.add(LinearFunctionForZeroStage3.__name__)  # every linear
     for patch, method in zip(PATCHES, methods, strict=True):
         setattr(patch.owner, patch.name, method)
@@ -134,7 +137,7 @@ def build(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) 
     is_stored = int8_weights.is_stored(model)
     is_function = callable(client) and not isinstance(client, torch.optim.Optimizer)
     if is_function and ("ds_ext" in config._param_dict or is_stored):
-        raise optimizers.function_refused()
+        raise ValueError(_FUNCTION)
     if optimizers.is_ours(client, config):
         make = functools.partial(original, engine, *args, **kwargs)
         own_engine.build(make, engine, model, client, config, passed.get("mpu"))
@@ -157,7 +160,7 @@ def _do_optimizer_sanity_check(original: Method, engine: DeepSpeedEngine, optimi
     """Makes our engines give way to an engine of DeepSpeed's with the same parameters."""
     if isinstance(optimizer, RuleOptimizer):  # made by a function: others have no class of ours
         hook_cleanup.remove_hooks(engine)
-        raise optimizers.function_refused()
+        raise ValueError(_FUNCTION)
     wrapper = original(engine, optimizer)
     params = [p for p in engine.module.parameters() if p.requires_grad]
     if owners.of(params):
@@ -245,24 +248,8 @@ class OwnInit(Init):  # type: ignore[misc]  # deepspeed has no types
 
 
 # The same for the broadcast of an edit.
-@replaces(GatheredParameters, "__init__")
-def gather_scalars(
-    original: Method, gathered: GatheredParameters, *args: Any, **kwargs: Any
-) -> None:
+@replaces(GatheredParameters, "__exit__")
+def broadcast_scalars(original: Method, gathered: GatheredParameters, *error: Any) -> None:
     """Broadcasts edits of 0-d parameters too."""
-    bound = inspect.signature(original).bind(gathered, *args, **kwargs)
-    given = bound.arguments
-    if not isinstance(given["params"], Tensor):
-        given["params"] = list(given["params"])  # it may be a generator
-    params = [given["params"]] if isinstance(given["params"], Tensor) else given["params"]
-    if any(getattr(param, "ds_shape", None) == () for param in params):
-        gathered.__class__ = OwnGatheredParameters
-    original(*bound.args, **bound.kwargs)
-
-
-class OwnGatheredParameters(GatheredParameters):  # type: ignore[misc]  # deepspeed has no types
-    """Ends the gather of 0-d parameters."""
-
-    def __exit__(self, *error: Any) -> None:
-        with as_vectors(self.params if self.enabled else []):
-            super().__exit__(*error)
+    with as_vectors(gathered.params if gathered.enabled else []):
+        original(gathered, *error)

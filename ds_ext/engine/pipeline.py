@@ -7,7 +7,8 @@ whole model, with empty placeholders for the parameters of other stages.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -127,7 +128,7 @@ def whole_model(own: ModelView) -> PipelineModelView:
     ]
     found = {info.name: info for of_rank in consensus.gathered(mine) for info in of_rank}
     info_of: dict[Tensor, ParameterInfo] = {}
-    for name in in_order([list(found)]):
+    for name in in_order(found):
         param = params.get(name)
         if param is None:
             absent = torch.empty(0, dtype=torch.float32, device="meta")
@@ -136,10 +137,9 @@ def whole_model(own: ModelView) -> PipelineModelView:
     return PipelineModelView(own.module, own.linears, own.embeddings, own.shape, info_of)
 
 
-def in_order(names: Sequence[Sequence[str]]) -> list[str]:
+def in_order(names: Iterable[str]) -> list[str]:
     """Returns the unique names of all stages in a single stage's order: tied parameters first."""
-    found = dict.fromkeys(name for some in names for name in some)
-    return sorted(found, key=lambda name: not name.startswith(_TIED))
+    return sorted(dict.fromkeys(names), key=lambda name: not name.startswith(_TIED))
 
 
 def gather_params(model: PipelineModelView, params: Sequence[Any]) -> list[Any]:
@@ -185,7 +185,8 @@ def _merged(
     everyone = consensus.gathered((repr(keys), consensus.run_on_all_ranks(named, ValueError)))
     if len({theirs for theirs, _ in everyone}) > 1:
         return None
-    return [in_order(some) for some in zip(*(own for _, own in everyone), strict=True)]
+    of_groups = zip(*(own for _, own in everyone), strict=True)
+    return [in_order(itertools.chain(*some)) for some in of_groups]
 
 
 def of_stage(groups: Sequence[ParamGroup]) -> list[ParamGroup]:
@@ -193,15 +194,28 @@ def of_stage(groups: Sequence[ParamGroup]) -> list[ParamGroup]:
     return [{**g, "params": [p for p in g["params"] if not p.is_meta]} for g in groups]
 
 
-def number_parameters(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
+def number_parameters(
+    engine: DeepSpeedEngine, optimizer: RuleOptimizer, may_differ: bool = False
+) -> None:
     """Numbers parameters as in a pipeline with one stage. All ranks must call it.
 
-    Does nothing without a pipeline.
+    Does nothing without a pipeline. ``may_differ`` allows hyper-parameters of groups to differ.
 
     Raises:
         ValueError: the stages have different param groups.
     """
-    _number_parameters(engine, optimizer, list(map(_keys, optimizer.param_groups)))
+    if not is_pipeline(engine):
+        return
+    groups = optimizer.param_groups
+    names = {p: plain_name(name) for p, name in engine.param_names.items()}
+    keys = [{} if may_differ else _keys(group) for group in groups]
+    merged = _merged(keys, [group["params"] for group in groups], names)
+    if merged is None:
+        raise ValueError(
+            "the stages of a PipelineModule have optimizers with different param groups: name the "
+            'optimizer in the config ("optimizer": {"type": ...}), which makes the same for all.'
+        )
+    optimizer.number_among(names, merged)
 
 
 def follow_groups(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
@@ -212,23 +226,7 @@ def follow_groups(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
             different numbers of groups.
     """
     consensus.run_on_all_ranks(optimizer.follow_groups, ValueError)
-    _number_parameters(engine, optimizer, [{} for _ in optimizer.param_groups])
-
-
-def _number_parameters(
-    engine: DeepSpeedEngine, optimizer: RuleOptimizer, keys: list[dict[str, Any]]
-) -> None:
-    """Implements ``number_parameters``. The groups' ``keys`` must be equal on all stages."""
-    if not is_pipeline(engine):
-        return
-    names = {p: plain_name(name) for p, name in engine.param_names.items()}
-    merged = _merged(keys, [group["params"] for group in optimizer.param_groups], names)
-    if merged is None:
-        raise ValueError(
-            "the stages of a PipelineModule have optimizers with different param groups: name the "
-            'optimizer in the config ("optimizer": {"type": ...}), which makes the same for all.'
-        )
-    optimizer.number_among(names, merged)
+    number_parameters(engine, optimizer, may_differ=True)
 
 
 # The layout.
@@ -288,7 +286,7 @@ def _weights(names: Mapping[Tensor, str], stage: int) -> list[ParamInfo]:
                 f"{name} is tied, and its stages differ in its size, dtype or requires_grad: make "
                 "them alike."
             )
-    return [found[name][1][0] for name in in_order([list(found)])]
+    return [found[name][1][0] for name in in_order(found)]
 
 
 # Files.

@@ -17,12 +17,6 @@ def log(message: str) -> None:
         logs.logger.info(message)
 
 
-def show(message: str) -> None:
-    """Shows a line on the first rank, with any logging configuration."""
-    if consensus.is_first():
-        logs.show(message)
-
-
 def warn(message: str) -> None:
     """Writes a warning to the logger "ds_ext", on the first rank only."""
     logs.show_by_default()

@@ -30,14 +30,12 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from ds_ext.errors import CheckpointError
 
 SWITCH = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # torch's variable: 1 allows any code
-_PLAIN: list[Callable[..., Any]] = [
+_SAFE: list[Callable[..., Any]] = [
     *(bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset),
     *(range, slice, object, collections.OrderedDict, collections.Counter),
     *(argparse.Namespace, types.SimpleNamespace, decimal.Decimal, fractions.Fraction, uuid.UUID),
     *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
     *(pathlib.PurePosixPath, pathlib.PurePath, pathlib.PosixPath, pathlib.Path),
-]
-_DEEPSPEED: list[Callable[..., Any]] = [
     *(LossScaler, DynamicLossScaler, ZeroStageEnum, SubparamShape, fragment_address),
 ]
 
@@ -49,7 +47,7 @@ def _allowed() -> Iterator[None]:
     kinds = {type(np.dtype(code)) for code in np.typecodes["All"]}
     arrays = [np.ndarray, np.dtype, array, scalar, *kinds]
     before = torch.serialization.get_safe_globals()
-    torch.serialization.add_safe_globals([*_PLAIN, *_DEEPSPEED, *arrays])
+    torch.serialization.add_safe_globals([*_SAFE, *arrays])
     try:
         yield
     finally:  # torch's own context would also remove what the program has allowed

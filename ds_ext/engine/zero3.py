@@ -59,13 +59,11 @@ class Zero3Placement(Sharded):
 
 
 class Zero3Layout(Layout):
-    """The layout of a model whose parameters DeepSpeed has partitioned.
+    """The ``Layout`` of a model whose parameters DeepSpeed has partitioned.
 
     Args:
         offload: DeepSpeed's object that partitions and gathers the parameters.
-        group: the data-parallel ranks.
-        names: the names of all parameters.
-        placement_of: returns a parameter's placement.
+        group, names, placement_of: see ``Layout``.
         overlap: whether gradients are reduced while backward continues.
     """
 
@@ -107,8 +105,7 @@ class Zero3Layout(Layout):
 
         A leaf module's gradients arrive together, even for unused parameters.
         """
-        leaves = [m for m in module.modules() if z3_leaf_module(m)]
-        return {leaf: list(leaf.parameters()) for leaf in leaves}
+        return {m: list(m.parameters()) for m in module.modules() if z3_leaf_module(m)}
 
     def agree(
         self,

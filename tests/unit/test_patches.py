@@ -22,7 +22,7 @@ PATCHES = {
     "sequence_parallel.ulysses_sp.TiledFusedLogitsLoss.forward": ("gradients of forward",),
     "sequence_parallel.ulysses_sp.TiledMLP.backward": ("gradient penalty",),
     "sequence_parallel.ulysses_sp.TiledMLP.forward": ("wait for tiles",),
-    "zero.partition_parameters.GatheredParameters.__init__": ("0-d parameters",),
+    "zero.partition_parameters.GatheredParameters.__exit__": ("0-d parameters",),
     "zero.partition_parameters.Init.__init__": ("0-d parameters",),
 }
 # torch's registries, to which importing more of torch and of custom operations adds.
@@ -84,7 +84,7 @@ def overridden() -> list[str]:
     from ds_ext.engine import own_engine, patches
 
     owners = (own_engine.OwnEngine, own_engine.OwnPipelineEngine)
-    owners += (patches.OwnInit, patches.OwnGatheredParameters)
+    owners += (patches.OwnInit,)
     of_python = {"__module__", "__doc__", "__firstlineno__", "__static_attributes__"}
     return [f"{own.__name__}.{name}" for own in owners for name in vars(own).keys() - of_python]
 
