@@ -34,14 +34,6 @@ def published_apollo(case: Case) -> Callable[[], object]:
     return APOLLOAdamW([group], lr=1e-3).step
 
 
-def torch_muon(case: Case) -> Callable[[], object]:
-    return torch.optim.Muon(case.params, lr=1e-3).step
-
-
-def our_apollo(case: Case) -> Callable[[], object]:
-    return OPTIMIZERS["apollo"](case.params, rank=RANK, update_proj_gap=NEVER).step
-
-
 # By optimizer: ours, the name of the authors' code, and that.
 PAIRS: dict[str, tuple[Make, str, Make]] = {
     "GaLoreAdamW": (
@@ -49,8 +41,16 @@ PAIRS: dict[str, tuple[Make, str, Make]] = {
         "galore_torch",
         published_galore,
     ),
-    "APOLLO": (our_apollo, "apollo_torch", published_apollo),
-    "Muon": (ours(OPTIMIZERS["muon"], "stochastic"), "torch.optim.Muon", torch_muon),
+    "APOLLO": (
+        lambda case: OPTIMIZERS["apollo"](case.params, rank=RANK, update_proj_gap=NEVER).step,
+        "apollo_torch",
+        published_apollo,
+    ),
+    "Muon": (
+        ours(OPTIMIZERS["muon"], "stochastic"),
+        "torch.optim.Muon",
+        lambda case: torch.optim.Muon(case.params, lr=1e-3).step,
+    ),
 }
 
 

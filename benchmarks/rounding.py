@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,14 +25,7 @@ from torch import Tensor
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 transformers.logging.set_verbosity_error()
 
-from ds_ext import (  # noqa: E402
-    AdaLomo,
-    AdamW,
-    FlashAdamW,
-    fuse_into_backward,
-    restore_bf16,
-    store_int8,
-)
+import ds_ext  # noqa: E402
 from ds_ext.ops import int8  # noqa: E402
 
 DATA = Path(__file__).parent.parent / "examples" / "data"
@@ -76,7 +68,9 @@ class NearestAdamW(torch.optim.Optimizer):
 
 
 def adalomo(weight_update: str, lr: float = LR) -> Make:
-    return lambda params, seed: AdaLomo(params, lr=lr, weight_update=weight_update, seed=seed)
+    return lambda params, seed: ds_ext.AdaLomo(
+        params, lr=lr, weight_update=weight_update, seed=seed
+    )
 
 
 def of_adam(kind: type, **hypers: Any) -> Make:
@@ -95,23 +89,23 @@ WAYS: dict[str, dict[str, tuple[torch.dtype, Make]]] = {
         "bf16 master": (BF16, adalomo("master")),
     },
     "AdamW": {
-        "fp32, moments fp32: 12 bytes": (FP32, of_adam(AdamW)),
+        "fp32, moments fp32: 12 bytes": (FP32, of_adam(ds_ext.AdamW)),
         "bf16 nearest, moments bf16 nearest, as DeepSpeed: 6 bytes": (
             BF16,
             lambda params, seed: NearestAdamW(params, ADAM_LR),
         ),
         "bf16 stochastic, moments fp32: 10 bytes": (
             BF16,
-            of_adam(AdamW, weight_update="stochastic"),
+            of_adam(ds_ext.AdamW, weight_update="stochastic"),
         ),
-        f"{INT8}, moments fp32: 9 bytes": (BF16, of_adam(AdamW, weight_update="stochastic")),
+        f"{INT8}, moments fp32: 9 bytes": (BF16, of_adam(ds_ext.AdamW, weight_update="stochastic")),
         "bf16 stochastic, FlashAdamW: 4.1 bytes": (
             BF16,
-            of_adam(FlashAdamW, weight_update="stochastic"),
+            of_adam(ds_ext.FlashAdamW, weight_update="stochastic"),
         ),
         "bf16 master24, FlashAdamW: 5.1 bytes": (
             BF16,
-            of_adam(FlashAdamW, weight_update="master24"),
+            of_adam(ds_ext.FlashAdamW, weight_update="master24"),
         ),
     },
 }
@@ -131,7 +125,7 @@ class Run:
 
 
 def main() -> None:
-    """Fine-tunes with the optimizers that the command line names, or with all; writes tables."""
+    """Fine-tunes with both optimizers; writes tables and pictures."""
     torch.set_num_threads(1)
     int8.MIN_NUMEL = 4096  # the model is small
     train, test = text("devil_train.jsonl"), text("devil_test.jsonl")
@@ -139,36 +133,26 @@ def main() -> None:
     fit(start, train[: len(train) // 2], FIRST_STEPS, adalomo("nearest", FIRST_LR), seed=0)
     start.bfloat16().float()  # all runs start from values that bf16 can represent
     before = held_out(start, test)
-    RESULTS.mkdir(exist_ok=True)
-    for name in sys.argv[1:] or WAYS:
+    page = introduction(before, sum(p.numel() for p in start.parameters()))
+    for name, ways in WAYS.items():
         began = time.perf_counter()
-        runs: dict[str, list[Run]] = {way: [] for way in WAYS[name]}
-        for seed, (way, (dtype, make)) in itertools.product(SEEDS, WAYS[name].items()):
+        runs: dict[str, list[Run]] = {way: [] for way in ways}
+        for seed, (way, (dtype, make)) in itertools.product(SEEDS, ways.items()):
             tuned = copy.deepcopy(start).to(dtype)
             if way.startswith(INT8):
-                store_int8(tuned)
+                ds_ext.store_int8(tuned)
             losses = fit(tuned, train[len(train) // 2 :], STEPS[name], make, seed)
-            restore_bf16(tuned)
+            ds_ext.restore_bf16(tuned)
             runs[way].append(Run(losses, held_out(tuned, test)))
             print(f"seed {seed}, {way}: {runs[way][-1].train:.4f}, {runs[way][-1].held_out:.4f}")
-        minutes = (time.perf_counter() - began) / 60
-        size = sum(p.numel() for p in start.parameters())
-        write(RESULTS / "rounding.md", introduction(before, size), name, section(runs, minutes))
+        page += section(name, runs, (time.perf_counter() - began) / 60)
         plot(runs, RESULTS / f"rounding{PLOTS[name]}.png", next(iter(runs)))
-
-
-def write(path: Path, first: str, name: str, own: str) -> None:
-    """Replaces the section of one optimizer in a report, and its introduction."""
-    kept = path.read_text().split("\n## ")[1:] if path.exists() else []
-    sections = {part.partition("\n")[0]: part.partition("\n")[2].strip() for part in kept}
-    sections[name] = own.strip()
-    found = [f"## {key}\n\n{sections[key]}\n" for key in WAYS if key in sections]
-    path.write_text("\n".join([first, *found]))
+    (RESULTS / "rounding.md").write_text(page)
 
 
 def text(name: str) -> Tensor:
     """Returns the questions and answers of a file as bytes, [n]."""
-    rows = [json.loads(line) for line in (DATA / name).read_text().splitlines()]
+    rows = map(json.loads, (DATA / name).read_text().splitlines())
     whole = "".join(f"{row['instruction']}\n{row['output']}\n\n" for row in rows)
     return torch.tensor(list(whole.encode()))
 
@@ -184,9 +168,8 @@ def model() -> transformers.LlamaForCausalLM:
 def fit(module: torch.nn.Module, data: Tensor, steps: int, make: Make, seed: int) -> list[float]:
     """Trains on random pieces of ``data`` chosen by ``seed``; returns the loss of each step."""
     optimizer = make(module.parameters(), seed)
-    fused = (
-        fuse_into_backward(module, optimizer) if any(map(int8.find, module.parameters())) else None
-    )
+    is_stored = any(map(int8.find, module.parameters()))
+    fused = ds_ext.fuse_into_backward(module, optimizer) if is_stored else None
     generator = torch.Generator().manual_seed(seed)
     pieces = data.unfold(0, LENGTH, 1)
     losses = []
@@ -232,17 +215,19 @@ and moments.
 """
 
 
-def section(runs: dict[str, list[Run]], minutes: float) -> str:
+def section(name: str, runs: dict[str, list[Run]], minutes: float) -> str:
     """Returns the table in Markdown: means over seeds, and differences from the first row."""
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    name = next(name for name, ways in WAYS.items() if ways.keys() == runs.keys())
     last = f"training loss, last {LAST} steps"
-    return f"""| stored | {last} | difference | held-out loss | difference |
+    return f"""
+## {name}
+
+| stored | {last} | difference | held-out loss | difference |
 |---|---|---|---|---|
 {table(runs, next(iter(runs)))}
 
 2 CPU cores, one thread, {minutes:.1f} minutes in all; {datetime.date.today()}; {versions}.
-Made by `python -m benchmarks.rounding {name}`. Losses over steps:
+Made by `python -m benchmarks.rounding`. Losses over steps:
 
 ![training losses](rounding{PLOTS[name]}.png)
 """

@@ -157,8 +157,8 @@ class Case:
 def candidates(dtype: str, names: Iterable[str]) -> dict[str, Make]:
     """Returns functions that create each candidate's step. The unit comes first."""
     others: dict[str, Make] = {
-        PLAIN: lambda case: torch_sgd(case, fused=False),
-        ADAMW: torch_adamw,
+        PLAIN: lambda case: torch.optim.SGD(case.params, lr=1e-3, fused=False).step,
+        ADAMW: lambda case: torch.optim.AdamW(case.params, lr=1e-3, fused=True).step,
         CPU_ADAM: deepspeed_cpu_adam,
         ADALOMO: published_adalomo,
         ADAFACTOR: transformers_adafactor,
@@ -166,7 +166,9 @@ def candidates(dtype: str, names: Iterable[str]) -> dict[str, Make]:
         GALORE: published_galore,
         PRODUCTS: products,
     }
-    made: dict[str, Make] = {UNIT: torch_sgd}
+    made: dict[str, Make] = {
+        UNIT: lambda case: torch.optim.SGD(case.params, lr=1e-3, fused=True).step
+    }
     for name in names:
         if name in others:
             made[name] = others[name]
@@ -181,18 +183,6 @@ def labels(name: str, dtype: str) -> dict[str, str]:
     if DTYPES[dtype] == torch.float32:
         return {name: WAYS[0]}  # fp32 weights are not rounded
     return {f"{name}, {way}": way for way in WAYS}
-
-
-def is_ours(name: str) -> bool:
-    return name.startswith("ds_ext.")
-
-
-def torch_sgd(case: Case, fused: bool = True) -> Callable[[], object]:
-    return torch.optim.SGD(case.params, lr=1e-3, fused=fused).step
-
-
-def torch_adamw(case: Case) -> Callable[[], object]:
-    return torch.optim.AdamW(case.params, lr=1e-3, fused=True).step
 
 
 def groups_of(cls: type[RuleOptimizer], params: list[Tensor]) -> list[dict[str, Any]]:
@@ -348,7 +338,9 @@ def measure(
     clock: Callable[[], float] | None = None,
 ) -> dict[str, list[float]]:
     """Returns the seconds of each candidate's step in each round."""
-    chosen = {n: m for n, m in made.items() if case.is_whole or is_ours(n) or n == UNIT}
+    chosen = made
+    if not case.is_whole:  # the others step whole parameters
+        chosen = {n: m for n, m in made.items() if n.startswith("ds_ext.") or n == UNIT}
     steps = {name: make(case) for name, make in chosen.items()}
     times = {name: repeats(step) for name, step in steps.items()}
     repeated = {name: repeat(step, times[name]) for name, step in steps.items()}
