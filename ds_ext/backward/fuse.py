@@ -90,7 +90,12 @@ def fuse_into_backward(
     if is_cut:
         if int8_weights.is_stored(model):
             raise int8_weights.unsupported("fully_shard (FSDP2)")
-        group = _group_of_cut(model, group)
+        if group is not None:
+            raise ValueError(
+                "fuse_into_backward: the model's parameters are DTensors, and their mesh sets the "
+                "ranks: remove the argument group."
+            )
+        group = fully_shard.group_of(model)
     devices = sorted({str(p.device) for p in model.parameters()})
     kind = {"optimizer": type(optimizer).__name__, "device count": len(devices)}
     consensus.require_equal(kind | consensus.facts(model, optimizer), group)
@@ -132,16 +137,6 @@ def _whole_layout(model: nn.Module, group: Group) -> Layout:
     placement = Replicated(group or everyone())
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     return Layout(placement.group, names, lambda param: placement)
-
-
-def _group_of_cut(model: nn.Module, group: Group) -> Group:
-    """The ranks that hold parts of a model. Raises ValueError if ``group`` is given."""
-    if group is not None:
-        raise ValueError(
-            "fuse_into_backward: the model's parameters are DTensors, and their mesh sets the "
-            "ranks: remove the argument group."
-        )
-    return fully_shard.group_of(model)
 
 
 def _unwrapped(optimizer: Any) -> Any:

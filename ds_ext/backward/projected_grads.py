@@ -6,6 +6,7 @@ projects gradients, such as GaLoreAdamW, has ``projected_numel``, ``projection_k
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ def accumulate(
             s[key] = new if offload is None else offload.to_host(new, s[key])
 
     for i, (run, shard, s) in enumerate(expert_stacks.matrices(u.shard, state)):
-        yield add(i, s, expert_stacks.part(u.g, run), shard)
+        yield add(i, s, expert_stacks.part(u.g, itemgetter(run)), shard)
 
 
 def refuse_replaced(optimizer: RuleOptimizer, kept: Mapping[Tensor, ProjectedGrads]) -> None:

@@ -81,6 +81,10 @@ class Layout:
         for placement in self.placements:
             placement.connect(functools.partial(groups.with_own_queue, device=self.device))
         self.shards = with_turns({p: of.shard(p) for p, of in self.placement_of.items()})
+        # The parameters of the whole model, in the same order on all its ranks, and the positions
+        # of this rank's among them.
+        self.weights = [ParamInfo(n, self.shards[p].numel, p.dtype) for p, n in names.items()]
+        self.index_of = self.number_of
         self.has_failed = False  # whether an error has ended a backward pass: ZeRO-3 reads it
         self.everyone = everyone()  # the ranks that hold a part of the model
         self.bytes_sent = 0
@@ -105,16 +109,6 @@ class Layout:
     def is_uniform(self) -> bool:
         """Whether there is one placement, without tensor parallelism."""
         return len(self.placements) == 1 and not self.placements[0].is_divided
-
-    @functools.cached_property
-    def weights(self) -> list[ParamInfo]:
-        """The parameters of the whole model, in the same order on all its ranks."""
-        return [ParamInfo(n, self.shards[p].numel, p.dtype) for p, n in self.names.items()]
-
-    @functools.cached_property
-    def index_of(self) -> Mapping[Tensor, int]:
-        """The positions of this rank's parameters in ``weights``."""
-        return self.number_of
 
     def name(self, param: Tensor) -> str:
         """Returns a parameter's name in the model, or a phrase if the model lacks it."""

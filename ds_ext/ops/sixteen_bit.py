@@ -8,18 +8,19 @@ spacing of the weight's dtype to the new value.
 
 Each class stores a 16-bit run, which is read and written as fp32. Rules call ``block`` and
 ``write_``. ``write_`` returns the values that the run then has; they may overwrite its argument.
-``part`` selects some elements. ``storage`` describes it to native code and kernels.
+``storage`` describes it to native code and kernels.
 """
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from typing_extensions import Self
 
 from ds_ext.hyperparams import Size
 from ds_ext.ops.expressions import WeightStorage
@@ -61,10 +62,6 @@ class StochasticWeight(ReadByPasses):
         """Returns the description for native code and kernels."""
         return WeightStorage(self.run, "STOCHASTIC", key=self.key, start=self.start)
 
-    def part(self, run: slice) -> "StochasticWeight":
-        """Returns some elements of the run in the same form."""
-        return StochasticWeight(self.run[run], self.key, self.start + run.start)
-
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         return self.run[b.run].view(b.shape).float()
@@ -87,10 +84,6 @@ class _Pair(ReadByPasses):
     def storage(self) -> WeightStorage:
         """Returns the description for native code and kernels."""
         return WeightStorage(self.run, self.FORMAT, self.rest)
-
-    def part(self, run: slice) -> Self:
-        """Returns some elements of the run in the same form."""
-        return type(self)(self.run[run], self.rest[run])
 
 
 @dataclass(frozen=True)
@@ -270,7 +263,17 @@ def master_parts(s: State, n: int) -> dict[str, Part]:
 
 def part(p: Weight, run: slice) -> Weight:
     """Some elements of a run in the same form."""
-    return p[run] if isinstance(p, Tensor) else p.part(run)
+    return changed(p, operator.itemgetter(run), run.start)
+
+
+def changed(p: Weight, change: Callable[[Tensor], Tensor], shift: int = 0) -> Weight:
+    """A weight with ``change`` of each tensor, whose random bits count on by ``shift``."""
+    if isinstance(p, Tensor):
+        return change(p)
+    new: dict[str, Any] = {k: change(x) for k, x in vars(p).items() if isinstance(x, Tensor)}
+    if isinstance(p, StochasticWeight):
+        new["start"] = p.start + shift
+    return replace(p, **new)
 
 
 def master(p: Tensor, rounding: RoundingConfig) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ import math
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, cast
 
 import numpy as np
@@ -295,7 +296,11 @@ def begin_rules(table: ParamTable, u: RunUpdate, state: State, rule: Any) -> lis
     begun = []
     for i, (run, shard, s) in enumerate(expert_stacks.matrices(u.shard, state)):
         own = sixteen_bit.part(p, run)
-        g = u.g.parts[i] if isinstance(u.g, ProjectedGrads) else expert_stacks.part(u.g, run)
+        g = (
+            u.g.parts[i]
+            if isinstance(u.g, ProjectedGrads)
+            else expert_stacks.part(u.g, itemgetter(run))
+        )
         if isinstance(g, Tensor) and not rules.entry_of(type(rule)).is_own:
             g = ops.Scaled(g)  # torch operations on it raise an error here too
         e = ema.average(s, rule, number, t, first + run.start)

@@ -112,9 +112,9 @@ def check_state(optimizer: str, param: Tensor, state: NestedState, stacked: bool
         )
 
 
-def part(g: Gradient, run: slice) -> Gradient:
-    """Returns some elements of a run of gradients."""
+def part(g: Gradient, take: Callable[[Tensor], Tensor]) -> Gradient:
+    """Returns those elements of a run of gradients that ``take`` returns."""
     if isinstance(g, Tensor):
-        return g[run]
+        return take(g)
     assert isinstance(g.x, Tensor)
-    return ops.Scaled(g.x[run], g.factor, g.bound)
+    return ops.Scaled(take(g.x), g.factor, g.bound)

@@ -6,19 +6,19 @@ state has one number per element of the whole parameter, so it does not depend o
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_ext import ops
 from ds_ext.distributed.lockstep import StepGenerator
 from ds_ext.hyperparams import Count, Dim, Sizes
+from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Section, Shard, StridedRange
-from ds_ext.ops.sixteen_bit import StochasticWeight, Weight
+from ds_ext.ops.sixteen_bit import Weight
 from ds_ext.ops.state import Part, State
-from ds_ext.optimizer import ema
+from ds_ext.optimizer import ema, expert_stacks
 from ds_ext.optimizer.update_stats import measured
 
 Shape = tuple[int, ...]
@@ -152,9 +152,9 @@ def steps(
     for shift, places, shard in _divided(sections, whole):
         own = _Copies(places)
         kept = {key: own.of(s[key]) for key in rule.state_spec(shard) if key != ema.EMA}
-        part = _weight(p, own, shift)
-        e = None if average is None else _weight(average, own, shift)
-        step = rule.step(part, _gradient(g, own), kept, t, shard)
+        part = sixteen_bit.changed(p, own.of, shift)
+        e = None if average is None else sixteen_bit.changed(average, own.of, shift)
+        step = rule.step(part, expert_stacks.part(g, own.read), kept, t, shard)
         step = measured(step, part, squares, len(shard))
         made.append(own.step(ema.averaged(step, rule, part, e, t, shard)))
     return made
@@ -210,21 +210,3 @@ class _Copies:
             run.as_strided((x.count, x.width), (x.step, 1), run.storage_offset() + x.first)
             for x in self.places
         ]
-
-
-def _weight(p: Weight, own: _Copies, shift: int) -> Weight:
-    """A section's elements of a weight, whose random bits count on by ``shift``."""
-    if isinstance(p, Tensor):
-        return own.of(p)
-    new: dict[str, Any] = {k: own.of(x) for k, x in vars(p).items() if isinstance(x, Tensor)}
-    if isinstance(p, StochasticWeight):
-        new["start"] = p.start + shift
-    return replace(p, **new)
-
-
-def _gradient(g: ops.Gradient, own: _Copies) -> ops.Gradient:
-    """A section's elements of a gradient."""
-    if isinstance(g, Tensor):
-        return own.read(g)
-    assert isinstance(g.x, Tensor)
-    return ops.Scaled(own.read(g.x), g.factor, g.bound)

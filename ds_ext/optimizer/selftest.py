@@ -283,7 +283,6 @@ def check_all(kinds: Mapping[str, type[Any]], cases: Iterable[Case], device: tor
     """Checks cases in this process, and prints rows for the process in ``in_child``."""
     try:
         for case, ranks in itertools.product(cases, RANKS):
-            _tell("case", [case, ranks])
             _tell("row", check(kinds[case[0]], case, ranks, device))
     except RuntimeError as error:
         if "out of memory" not in str(error):
@@ -320,18 +319,17 @@ def in_child(cases: Sequence[Case], device: torch.device, imports: Sequence[str]
         out, why = error.stdout or b"", f"{LATE} {SECONDS} s"
     except OSError as error:
         raise Unavailable(str(error)) from None
-    rows, case, passes = list[Row](), [cases[0], RANKS[0]], list[str]()
+    rows, passes = list[Row](), list[str]()
     for line in out.decode(errors="replace").splitlines():
         with suppress(json.JSONDecodeError):  # other lines, and one that was cut short
             kind, what = json.loads(line if line.startswith('["') else "")
             if kind == "unavailable":
                 stopped = what
-            elif kind == "case":
-                case, passes = what, []
             elif kind == "pass":
                 passes.append(what)
             elif kind == "row":
                 rows.append(what)
+                passes.clear()
     if len(rows) < len(cases) * len(RANKS):
         if not passes:  # the GPU serves one process only, or Python's environment differs
             stopped = stopped or why
@@ -340,7 +338,8 @@ def in_child(cases: Sequence[Case], device: torch.device, imports: Sequence[str]
         if stopped:  # what was found wrong counts
             return rows
         last = f"{WRONG}: in {passes[-1]}, {why}"
-        rows.append(row_of(*case) | {"error": math.inf, "verdict": last, "passes": passes})
+        case, ranks = [*itertools.product(cases, RANKS)][len(rows)]
+        rows.append(row_of(case, ranks) | {"error": math.inf, "verdict": last, "passes": passes})
     return rows
 
 

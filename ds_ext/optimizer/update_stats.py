@@ -7,16 +7,15 @@ over ranks, and ``rms`` computes the figures from the totals.
 
 import math
 from collections import Counter
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.distributed.lockstep import StepGenerator
+from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.sixteen_bit import StoredWeight, Weight
+from ds_ext.ops.sixteen_bit import Weight
 
 
 class UpdateStats:
@@ -91,14 +90,9 @@ def measured(step: StepGenerator, p: Weight, squares: Tensor | None, n: int) -> 
     if squares is None:
         yield from step
         return
-    before = p.clone() if isinstance(p, Tensor) else replace(p, **_copies(p))
+    before = sixteen_bit.changed(p, Tensor.clone)
     yield from step
     for b in Shard.whole((n,)).blocks():
         new, old = (ops.read(x, b).view(-1) for x in (p, before))
         for total, x in zip(squares, (new - old, new), strict=True):
             total += torch.dot(x, x)  # fp32: relative error up to 2e-4 if all x are equal
-
-
-def _copies(p: StoredWeight) -> dict[str, Any]:
-    """Copies of the tensors that store a weight, by the names of its fields."""
-    return {key: x.clone() for key, x in vars(p).items() if isinstance(x, Tensor)}

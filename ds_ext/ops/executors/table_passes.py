@@ -8,12 +8,12 @@ tensors stay tensors, and results have the shapes of the reference.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from ds_ext.ops import block_sizes, schema
+from ds_ext.ops import block_sizes, schema, sixteen_bit
 from ds_ext.ops.batch import CPU, Batch
 from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.executors.reference import LARGEST, Reference, normalized
@@ -260,7 +260,7 @@ class TablePasses(BatchTables, Reference):
             return
         for b in shard.blocks(block_sizes.product_limit(run.device)):
             values = read(u, b).reshape(-1)
-            part = p[b.run] if isinstance(p, Tensor) else cast(Any, p).part(b.run)
+            part = sixteen_bit.part(cast(sixteen_bit.Weight, p), b.run)
             flat = Shard.whole((len(values),))
             apply_(part, values, flat, lr=lr, weight_decay=weight_decay)
 
