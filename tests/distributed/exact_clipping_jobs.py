@@ -1,6 +1,5 @@
 """Jobs of test_exact_clipping.py: exact clipping by engines, of graphs that are hard to repeat."""
 
-import contextlib
 import tempfile
 from typing import Any
 
@@ -182,30 +181,3 @@ def refuse_to_clip_both(body: nn.Module, head: nn.Module) -> None:
 def beside_deepspeeds(stage: int) -> str:
     """What is said where the second engine is DeepSpeed's own."""
     return message(lambda: train(stage, False, torch.optim.SGD))
-
-
-def failed(stage: int, discard: bool) -> list[Any]:
-    """The weights before and after an error in the measuring pass, and after a step."""
-    body, _, _ = make(reentrant=False)
-    optimizer = ds_ext.LOMO(body.parameters(), lr=LR)
-    engine = engines.start(body, optimizer, stage, gradient_clipping=CLIP)
-    before, rank = whole(body), dist.get_rank()
-
-    def fail(grad: Tensor) -> None:
-        raise KeyboardInterrupt
-
-    hidden = engine(rows(7, rank, 4, 6))
-    inner = hidden * 2
-    inner.register_hook(fail)
-    hooked = engine(rows(8, rank, 4, 6))
-    with contextlib.suppress(KeyboardInterrupt):
-        engine.backward((hooked * hidden + inner).sum())
-    if discard:
-        engine.zero_grad()
-    between = whole(body)
-    engines.trained(engine, foreign_loss_of, 1)
-    return [before, between, whole(body), [engine.micro_steps, engine.global_steps]]
-
-
-def foreign_loss_of(model: nn.Module, number: int, rank: int) -> Tensor:
-    return model(rows(number, rank, 4, 6)).square().sum()

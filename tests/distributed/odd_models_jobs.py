@@ -4,9 +4,6 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
-from deepspeed.moe.layer import MoE
-from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
@@ -15,7 +12,6 @@ from torch.distributed.fsdp import fully_shard
 import ds_ext
 from tests.common import engines
 from tests.common.ranks import message, whole
-from tests.distributed import experts_jobs
 
 STEPS = 4
 
@@ -153,45 +149,6 @@ def in_pipeline() -> None:
         engine.train_batch(iter(data * 2))
     finally:
         print("moved" if not own.equal(before) else "as it was", flush=True)
-
-
-class Routed(Words):
-    """Experts of DeepSpeed, one on each of two ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.moe = MoE(6, nn.Linear(6, 6), num_experts=2, ep_size=2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.moe(self.embed(x).unsqueeze(0))[0]).square().mean()
-
-
-def in_experts(stage: int) -> dict[str, Any]:
-    """Resizes a weight of a model with experts that ranks divide among themselves."""
-    model = Routed()
-    groups = [{"params": list(model.parameters()), "name": "all"}]
-    optimizer = ds_ext.AdaLomo(split_params_into_different_moe_groups_for_optimizer(groups))
-    engine = engines.start(model, optimizer, stage)
-
-    def step() -> None:
-        engine.backward(engine(torch.arange(ROWS)))
-        engine.step()
-
-    return resized(model, model.embed.weight, step)
-
-
-def in_autoep(stage: int, where: str) -> dict[str, Any]:
-    """Resizes a weight of a model whose experts AutoEP divides, one of its stacks for instance."""
-    run = experts_jobs.Run("mixtral", "lomo", stage, ep=2)
-    model = experts_jobs.make(run.kind)
-    engine = experts_jobs.start(run, model, stage, run.ep)
-
-    def step() -> None:
-        engine.backward(experts_jobs.loss_of(engine, 0, dist.get_rank()))
-        engine.step()
-
-    name, weight = next((n, p) for n, p in model.named_parameters() if where in n)
-    return resized(model, weight, step) | {"name": name}
 
 
 def in_fsdp2(fused: bool) -> dict[str, Any]:

@@ -16,20 +16,21 @@ from tests.distributed import training_jobs
 from tests.distributed.training_jobs import Training
 
 
-def second_copies(rule: str, persist: int) -> dict[str, Any]:
-    """ZeRO++ hpZ on two "hosts" of two ranks: training, a checkpoint on the way, frozen layers."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    run = Training(rule, 3)
+def partly_frozen() -> models.Zoo:
+    """A model whose first parameter of those that stay gathered is frozen."""
     model = models.make(dropout=0.3)
-    model.up.bias.requires_grad_(persist == 0)  # the first of those that stay gathered
+    model.up.bias.requires_grad_(False)
+    return model
+
+
+def second_copies(run: Training) -> dict[str, Any]:
+    """ZeRO++ hpZ on "hosts" of two ranks: training with frozen layers."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, copies = partly_frozen(), []
     config = training_jobs.config(run)
-    config["zero_optimization"] |= {
-        "zero_hpz_partition_size": 2,
-        "stage3_param_persistence_threshold": persist,
-    }
-    optimizer = by_role.made(rule, model, run.hypers)
+    config["zero_optimization"]["zero_hpz_partition_size"] = 2
+    optimizer = by_role.made(run.rule, model, run.hypers)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-    before, copies = whole(model), []
     for step in range(training_jobs.STEPS):
         loss = training_jobs.loss_of(engine, run, step, 0, rank, world)
         held = [p.ds_secondary_tensor is not None for p in model.parameters()]
@@ -45,7 +46,7 @@ def second_copies(rule: str, persist: int) -> dict[str, Any]:
             (sum(held), halves, left, model.frozen.weight.ds_secondary_tensor is not None)
         )
     told = by_role.told(engine.optimizer, model)
-    return {"before": before, "after": whole(model), "copies": copies, "told": told}
+    return {"after": whole(model), "copies": copies, "told": told}
 
 
 def persistent_copies(frozen: int) -> list[tuple[float, float]]:

@@ -5,7 +5,6 @@ import torch
 
 from tests import worlds
 from tests.common import fused_losses
-from tests.common.engines import alone
 from tests.common.plain import mean_step
 from tests.common.updates import check_each
 from tests.distributed import exact_clipping_jobs
@@ -76,15 +75,3 @@ def test_gradients_of_others_are_those_of_one_pass(stage, reentrant):
 def test_an_engine_of_deepspeeds_own_in_the_loss_is_refused(stage):
     for said in worlds.run(2, exact_clipping_jobs.beside_deepspeeds, stage):
         assert "DeepSpeed's own" in said and "sharded" in said
-
-
-@pytest.mark.parametrize("stage, discard", [(0, True), (1, False), (2, True), (3, False)])
-def test_a_batch_whose_measuring_pass_failed_leaves_no_trace(stage, discard):
-    body = exact_clipping_jobs.make(False)[0]
-    sgd = torch.optim.SGD(body.parameters(), lr=exact_clipping_jobs.LR)
-    wanted = alone(
-        body, sgd, exact_clipping_jobs.foreign_loss_of, 1, max_norm=exact_clipping_jobs.CLIP
-    )
-    for before, between, after, steps in worlds.run(2, exact_clipping_jobs.failed, stage, discard):
-        assert steps == [1, 1] and all(between[n].equal(p) for n, p in before.items())
-        check_each(after, wanted.after, before)

@@ -28,8 +28,6 @@ def test_a_leaf_module_without_inputs_that_need_gradients_is_refused():
 
 RESIZED = [(stage, policy) for stage in (0, 1, 2, 3) for policy in ("fused", "sharded")]
 
-AUTOEP = [(stage, where) for stage in (0, 1, 2) for where in ("experts", "embed_tokens")]
-
 
 @pytest.mark.parametrize("stage, policy", params(RESIZED, [(1, "fused"), (3, "fused")]))
 def test_an_engine_refuses_them_in_backward(stage, policy):
@@ -51,17 +49,3 @@ def test_a_stage_of_a_pipeline_refuses_them_and_the_other_ends_with_it():
     for ended in (first, second):
         assert ended.code == 1 and "as it was" in ended.output
         assert ended.seconds < 60
-
-
-@pytest.mark.parametrize("stage, where", params(AUTOEP, [(1, "experts")]))
-def test_experts_that_autoep_divides_refuse_them(stage, where):
-    for found in worlds.run(2, odd_models_jobs.in_autoep, stage, where):
-        assert f"{found['name']} has the shape" in found["told"]
-        assert found["moved"] == [found["name"]]
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_a_model_with_experts_refuses_them(stage):
-    for found in worlds.run(2, odd_models_jobs.in_experts, stage):
-        assert "embed.weight has the shape [16, 6] now" in found["told"]
-        assert found["moved"] == ["embed.weight"]

@@ -11,6 +11,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.common import by_role, engines, models
 from tests.common.authors import ordinary
@@ -178,57 +179,40 @@ def train(run: Training) -> dict[str, Any]:
     return result
 
 
-class Reference:
-    """One process with the whole model and the global batch, and torch's clipping.
+def alone(
+    run: Training, world: int, told: by_role.Told | None = None, model: nn.Module | None = None
+) -> engines.Alone:
+    """One process with the whole model and the batches of all ranks, and torch's clipping.
 
     Rules of matrices have the groups that ``told`` names.
     """
+    model = model or models.make(dropout=0.3)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    hypers = dict(run.hypers)
+    if run.rule in MATRICES:
+        optimizer = by_role.as_told(run.rule, hypers, told, dict(model.named_parameters()))
+    else:
+        decay = hypers.pop("weight_decay")
+        groups = [{"params": list(model.parameters()), "weight_decay": decay}]
+        optimizer = ordinary(run.rule, groups, hypers)
+    parts, norms = range(run.accumulation), []
+    for step in range(STEPS):
+        losses = [loss_of(model, run, step, i, r, world) for r in range(world) for i in parts]
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        clip(run, model, norms)
+        optimizer.step()
+    return engines.Alone(before, {n: p.detach() for n, p in model.named_parameters()}, norms)
 
-    def __init__(self, run: Training, told: by_role.Told | None = None) -> None:
-        self.run = run
-        self.model = models.make(dropout=0.3)
-        self.before = {n: p.detach().clone() for n, p in self.model.named_parameters()}
-        hypers = dict(run.hypers)
-        if run.rule in MATRICES:
-            named = dict(self.model.named_parameters())
-            self.optimizer = by_role.as_told(run.rule, hypers, told, named)
-        else:
-            decay = hypers.pop("weight_decay")
-            groups = [{"params": list(self.model.parameters()), "weight_decay": decay}]
-            self.optimizer = ordinary(run.rule, groups, hypers)
-        self.norms: list[float] = []
 
-    def train(self, world: int) -> dict[str, torch.Tensor]:
-        """Takes all steps of a run on ``world`` ranks -> the weights."""
-        for step in range(STEPS):
-            self.step(step, world)
-        return {n: p.detach() for n, p in self.model.named_parameters()}
-
-    def step(self, step: int, world: int) -> None:
-        named = [p for p in self.model.parameters() if p.requires_grad]
-        for p in named:
-            p.grad = None
-        parts = world * self.run.accumulation
-        for rank in range(world):
-            for part in range(self.run.accumulation):
-                loss = loss_of(self.model, self.run, step, part, rank, world)
-                # not loss.backward(): it may let gradients share memory, and add to them twice
-                found = torch.autograd.grad(loss / parts, named, allow_unused=True)
-                for p, g in zip(named, found, strict=True):
-                    if g is not None:
-                        p.grad = g.clone() if p.grad is None else p.grad + g
-        self.clip()
-        self.optimizer.step()
-
-    def clip(self) -> None:
-        params = [p for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in params])
-        if self.run.clip_mode == "previous" and self.norms:
-            known = torch.tensor(self.norms[-1])
-        else:
-            known = norm
-        if self.run.max_norm:
-            torch.nn.utils.clip_grads_with_norm_(params, self.run.max_norm, known)
-        if self.run.clip_value:
-            torch.nn.utils.clip_grad_value_(params, self.run.clip_value)
-        self.norms.append(float(norm))
+def clip(run: Training, model: nn.Module, norms: list[float]) -> None:
+    """Clips the gradients as ``run`` says, and adds their norm to those of the steps before."""
+    params = [p for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in params])
+    if run.max_norm:
+        is_previous = run.clip_mode == "previous" and norms
+        known = torch.tensor(norms[-1]) if is_previous else norm
+        torch.nn.utils.clip_grads_with_norm_(params, run.max_norm, known)
+    if run.clip_value:
+        torch.nn.utils.clip_grad_value_(params, run.clip_value)
+    norms.append(float(norm))

@@ -1,5 +1,4 @@
-"""Training loops of one's own on real ranks, and the same in one process: accelerate's loop, and
-an engine's with an optimizer object of several parameter groups."""
+"""accelerate's training loop on real ranks and in one process; QLoRA's."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from deepspeed.runtime.lr_schedules import WarmupDecayLR
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 import ds_ext
@@ -37,13 +35,6 @@ class Loop:
 LOOPS = {"adalomo": Loop("adalomo", 1e-2), "lomo-clip": Loop("lomo", 0.1, max_norm=0.2)}
 LOOPS |= {"came-accumulation": Loop("came", 1e-3, accumulation=2)}
 LOOPS |= {"lomo-both": Loop("lomo", 0.1, max_norm=0.2, accumulation=2)}
-GROUPED = {
-    "lamb": {"betas": [(0.8, 0.99), (0.95, 0.9), (0.9, 0.999)], "lr": (1e-2, 3e-3, 1e-2)},
-    "came": {
-        "betas": [(0.8, 0.99, 0.999), (0.95, 0.9, 0.99), (0.9, 0.999, 0.9999)],
-        "lr": (1e-3, 3e-4, 1e-3),
-    },
-}
 
 
 def accelerated(loop: Loop, config: dict[str, Any], load) -> dict[str, Any]:
@@ -118,57 +109,6 @@ def accelerated_reference(loop: Loop, model, optimizer) -> tuple[list[float], li
             scheduler.step()
             rates.append(scheduler.get_last_lr()[0])
     return norms, rates
-
-
-def groups(model: torch.nn.Module, name: str) -> list[dict[str, Any]]:
-    """Attention, MLP and the rest, each with settings of its own."""
-    parts: list[list[torch.Tensor]] = [[], [], []]
-    for n, p in model.named_parameters():
-        parts["attn" not in n and 1 + ("mlp" not in n)].append(p)
-    betas, rates = GROUPED[name]["betas"], GROUPED[name]["lr"]
-    return [
-        {"params": part, "lr": lr, "betas": b, "weight_decay": decay}
-        for part, lr, b, decay in zip(parts, rates, betas, (0.3, 0.0, 0.05), strict=True)
-    ]
-
-
-def lambdas(optimizer: torch.optim.Optimizer) -> LambdaLR:
-    """One schedule for each group: falling, rising, and up and down."""
-    return LambdaLR(optimizer, [lambda t: 0.8**t, lambda t: 0.1 * t, lambda t: 1 + t % 2])
-
-
-def grouped(name: str, config: dict[str, Any], load) -> dict[str, Any]:
-    """This rank's part of an engine's loop with an optimizer object."""
-    model = load()
-    optimizer = OPTIMIZERS[name](groups(model, name))
-    made = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
-    made |= {"zero_optimization": config["zero_optimization"]}
-    engine = deepspeed.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=lambdas(optimizer), config=made
-    )[0]
-    rates = []
-    for _ in range(EPOCHS):
-        for parts in micro_batches():
-            engine.backward(engine(**parts[dist.get_rank()]).loss)
-            engine.step()
-            rates.append(engine.get_lr())
-    after = whole(model)
-    engine.destroy()
-    return {"after": after, "rates": rates}
-
-
-def grouped_reference(model, optimizer) -> list[list[float]]:
-    """The same loop in one process -> learning rates after each step."""
-    scheduler = lambdas(optimizer)
-    rates = []
-    for _ in range(EPOCHS):
-        for parts in micro_batches():
-            optimizer.zero_grad()
-            (sum(model(**part).loss for part in parts) / len(parts)).backward()
-            optimizer.step()
-            scheduler.step()
-            rates.append(scheduler.get_last_lr())
-    return rates
 
 
 def same_data(counts: tuple[str | None, ...], config: dict[str, Any]) -> str:

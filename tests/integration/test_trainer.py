@@ -1,5 +1,5 @@
 """HF Trainer on two ranks with the shipped configs, against HF Trainer in one process with the
-authors' optimizers; LoRA adapters; accelerate's own loop, and one of parameter groups."""
+authors' optimizers; LoRA adapters; accelerate's own loop."""
 
 import functools
 import itertools
@@ -17,7 +17,7 @@ from tests import worlds
 from tests.common import authors, by_role, hypers, updates
 from tests.common.choose import params
 from tests.integration import own_loops, trainer_jobs, trainer_runs
-from tests.integration.own_loops import GROUPED, LOOPS
+from tests.integration.own_loops import LOOPS
 from tests.integration.trainer_runs import BATCH, JOBS, STEPS
 
 LORA = [name for name, job in JOBS.items() if job.lora]
@@ -300,16 +300,6 @@ def test_accelerate_loop_equals_one_process(folder, name):
     loop = LOOPS[name]
     norms = check_loop(worlds.once(2, trainer_jobs.accelerate, folder, name)[0], loop)
     assert min(norms) > 1.2 * loop.max_norm
-
-
-@pytest.mark.supports("hyper-parameters per parameter group", stage=3, optimizer="name")
-@pytest.mark.parametrize("name", params(GROUPED, ["came"]))
-def test_groups_keep_their_settings_and_schedules(folder, name):
-    got, model = worlds.once(2, trainer_jobs.grouped, folder, name)[0], build()
-    optimizer = authors.ordinary(name, own_loops.groups(model, name), {"lr": 1.0})
-    rates = own_loops.grouped_reference(model, optimizer)
-    compare(got["after"], weights(model), weights(build()), len(rates))
-    assert got["rates"] == rates
 
 
 # What each rank asks accelerate for, the config beside that, and what is told.

@@ -84,10 +84,6 @@ def accelerate(folder: str, name: str) -> dict[str, Any]:
     return own_loops.accelerated(loop, config(loop.config), lambda: load(folder))
 
 
-def grouped(folder: str, name: str) -> dict[str, Any]:
-    return own_loops.grouped(name, config(name), lambda: load(folder))
-
-
 def ignored(folder: str) -> list[str]:
     """The errors of TrainingArguments that say something of the optimizer, as the config does."""
     cases: list[dict[str, Any]] = [

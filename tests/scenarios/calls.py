@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tests.scenarios import int8_uses
 from tests.scenarios.sides import KINDS, Net, Side, tensors, walk
 from tests.scenarios.ways import go_on_with_copies
 
@@ -382,12 +381,6 @@ def states_of_another_optimizer(side, draw):
 @call(3, ALONE)
 def deep_copy(pair, draw):
     pair.do(go_on_with_copies)
-
-
-@call(1, ("fused",))
-def weights_in_8_bits(pair, draw):
-    """A model of their own, since those of this sequence are too small."""
-    int8_uses.play(draw.randrange(10**6))
 
 
 @call(1, ("fused",))
