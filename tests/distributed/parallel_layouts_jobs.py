@@ -283,27 +283,6 @@ def remove_group(optimizer: Any, param: Tensor | None, second: str) -> None:
     groups[:] = [group for group in groups if group.get("name") != second]
 
 
-def saved_between(layout: str, stage: int) -> dict[str, Any]:
-    """A checkpoint of an engine whose groups were edited, loaded by one with the same edits."""
-    with laid_out(layout) as special, shared_folder() as folder:
-        engines = [special.engine(config(special, stage)) for _ in range(2)]
-        for step in range(4):
-            if step == 3:
-                engines[0].save_checkpoint(folder)
-                engines[1].load_checkpoint(folder)
-            for engine in engines[: 1 if step < 3 else 2]:
-                engine.backward(special.loss(engine, step))
-                engine.step()
-            if step < 2:
-                for engine in engines:
-                    param = dict(engine.module.named_parameters())[special.taken_out]
-                    (take_out, replace_group)[step](engine.optimizer, param, special.second)
-        first, other = map(special.weights, engines)
-        rates = [[group["lr"] for group in engine.optimizer.param_groups] for engine in engines]
-        same = all(torch.equal(p, other[n]) for n, p in first.items())
-        return {"same": same, "rates": rates}
-
-
 EDITS = [slow_down, replace_group, take_out, add_group, remove_group]
 
 

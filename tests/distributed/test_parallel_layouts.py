@@ -34,13 +34,6 @@ def test_edits_of_groups_are_followed_by_any_loss(layout, stage, passes, max_nor
         assert later == (False, False, False, False, False, True)  # after its group was removed
 
 
-@pytest.mark.parametrize("layout, stage", params(LAYOUTS, QUICK[:1]))
-def test_a_checkpoint_of_edited_groups_is_gone_on_from(layout, stage):
-    for got in worlds.run(2, parallel_layouts_jobs.saved_between, layout, stage):
-        assert got["same"]
-        assert got["rates"][0] == got["rates"][1] == pytest.approx([0.01, 0.03])
-
-
 @pytest.mark.parametrize("layout, stage", params(LAYOUTS, QUICK[3:]))
 def test_states_of_another_dtype_are_loaded_by_other_numbers_of_ranks(layout, stage, tmp_path):
     for told in worlds.run(2, parallel_layouts_jobs.saved, layout, stage, str(tmp_path)):

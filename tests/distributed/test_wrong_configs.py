@@ -14,6 +14,11 @@ def test_a_wrong_config_is_named_on_all_ranks():
             assert line.startswith(f"[rank{rank}]: ValueError: ") and words in line, text
 
 
+def test_groups_that_do_not_divide_the_ranks_are_refused_on_all_ranks():
+    for told in worlds.run(3, wrong_configs_jobs.undivided):
+        assert "zero_hpz_partition_size = 2 does not divide the 3 ranks" in told
+
+
 FROZEN = "ValueError: AdaLomo: all its parameters have requires_grad=False"
 BESIDE = 'optimizer.type "AdaLomo" in the config has no effect, because the program passes'
 FUNCTION = "ValueError: deepspeed.initialize: the optimizer is a function"
@@ -27,6 +32,10 @@ MISTAKES = {  # the error; or "" and the one warning
     "function": (FUNCTION, ""),
     "function_with_section": (FUNCTION, ""),
     "fused_at_stage_3": ("ValueError: fuse_into_backward: ZeRO-3 has partitioned", ""),
+    "compiled": ("ValueError: zero_optimization.stage = 3 cannot partition what torch.compile", ""),
+    "compiled_backward": ("ValueError: engine.compile(compiled_autograd_enabled=True)", ""),
+    "wrapped": ("ValueError: the model is wrapped by DistributedDataParallel: pass the model", ""),
+    "shared_memory": ("ValueError: parameters share memory with each other", ""),
     "no_optimizer": (
         'RuntimeError: this engine cannot train: its config has a section "ds_ext"',
         "",

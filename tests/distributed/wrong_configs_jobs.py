@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_ext
-from tests.common.ranks import logged
+from tests.common.ranks import logged, message
 
 SIZES = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 OURS: dict[str, Any] = {"ds_ext": {}}  # else the config is another optimizer's
@@ -29,6 +29,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "ds_ext.clip_mode is 'previos'": RIGHT | {"ds_ext": {"clip_mode": "previos"}},
 }
 
+SUPER = {"device": "cpu", "super_offload": True}
 NVME = {"device": "nvme", "nvme_path": "/x"}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
 KEPT = {"ds_ext": {"gradient_policy": "sharded"}}
@@ -67,7 +68,7 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
     ("zero_optimization.reduce_bucket_size", _zero(2, reduce_bucket_size="5e3")),
     ("zero_optimization.reduce_bucket_size", _zero(2, reduce_bucket_size=0.5)),
     ("DeepSpeedZeroConfig: reduce_bucket_size", _zero(2, reduce_bucket_size="0")),
-    ("compile.deepcompile", {"compile": {"deepcompile": "true"}}),
+    ("remove it; engine.compile() compiles the model", {"compile": {"deepcompile": "true"}}),
     ("bf16.enabled", {"bf16": {"enabled": 2}}),
     # Sections.
     (None, {"zero_optimization": True}),
@@ -117,6 +118,8 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
     ("DeepSpeedZeroConfig: stge", {"zero_optimization": {"stge": 3}}),
     ("zero_quantized_weights = True was removed", _zero(3, zero_quantized_weights="true")),
     ("zero_optimization.mics_shard_size = 2 is not supported", _zero(3, mics_shard_size=2)),
+    ("zero_optimization.zenflow", _zero(2, zenflow={"topk_ratio": 0.1})),
+    ("super_offload = True is not supported: remove it", _zero(3, offload_optimizer=SUPER)),
     (None, _zero(2, reduce_scatter=False)),
     ("offload_param.device = 'cpu' works only at", _zero(2, offload_param={"device": "cpu"})),
     # The optimizer.
@@ -228,6 +231,24 @@ class Mistakes:
         assert engine.module is model
         ds_ext.fuse_into_backward(model, ds_ext.AdaLomo(model.parameters()))
 
+    def compiled(self) -> None:
+        """A model that torch.compile has wrapped, at stage 3."""
+        _engine(torch.compile(nn.Linear(4, 4), backend="eager"), _zero(3))
+
+    def compiled_backward(self) -> None:
+        """Compiled autograd."""
+        _engine(nn.Linear(4, 4)).compile(backend="eager", compiled_autograd_enabled=True)
+
+    def wrapped(self) -> None:
+        """A model in DistributedDataParallel."""
+        _engine(nn.parallel.DistributedDataParallel(nn.Linear(4, 4)))
+
+    def shared_memory(self) -> None:
+        """A frozen parameter in the memory of a trained one."""
+        model = nn.Linear(6, 9)
+        model.frozen = nn.Parameter(model.weight.detach()[:3], requires_grad=False)
+        _engine(model)
+
     def no_optimizer(self) -> None:
         """A section for ds_ext in a config that names no optimizer."""
         config = SIZES | {"ds_ext": {"batch_splits": 1}}
@@ -244,6 +265,11 @@ class Mistakes:
 def _engine(model: nn.Module, changes: Any = None, **given: Any) -> Any:
     config = SIZES | _zero(1) | RIGHT | (changes or {})
     return deepspeed.initialize(model=model, config=config, **given)[0]
+
+
+def undivided() -> str:
+    """The error of copies for groups of ranks that do not divide all."""
+    return message(lambda: _engine(nn.Linear(4, 4), _zero(3, zero_hpz_partition_size=2)))
 
 
 def mistakes() -> dict[str, Run]:

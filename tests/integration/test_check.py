@@ -12,7 +12,7 @@ from ds_ext.config import optimizer_names
 from ds_ext.config.parsing import lookup
 from tests import worlds
 from tests.common.cli import refused
-from tests.distributed import refusals_jobs, wrong_configs_jobs
+from tests.distributed import wrong_configs_jobs
 from tests.distributed.wrong_configs_jobs import JUDGED, SIZES
 
 
@@ -182,16 +182,6 @@ def test_what_needs_no_model_is_found_without_one(what, tmp_path, capsys):
     errors, _ = checked(changed(**keys), tmp_path, capsys)
     assert len(errors) == (len(words) > 0), errors
     assert all(word in errors[0] for word in words), errors
-
-
-# What depends on the script, the launcher or the device.
-ELSEWHERE = {"compiled model", "compiled backward", "model in DDP", "memory of two parameters"}
-
-
-@pytest.mark.parametrize("name", sorted(refusals_jobs.REFUSED.keys() - ELSEWHERE))
-def test_what_an_engine_refuses_is_found(name, tmp_path, capsys):
-    config = refusals_jobs.REFUSED[name] | refusals_jobs.ADALOMO
-    assert checked(config, tmp_path, capsys, "--ranks", 3)[0]
 
 
 @pytest.mark.parametrize("number", range(len(JUDGED)))

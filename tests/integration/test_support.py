@@ -28,25 +28,23 @@ def test_a_row_names_stages_and_optimizers():
     stages["CAME"] = {"1", "2", "FSDP2"}
     shown = [("a", ("HSDP", s, name)) for name, own in stages.items() for s in own]
     shown += [("a", ("several hosts", "plain", name)) for name in ("LAMB", "CAME")]
-    shown += [("b", ("MiCS", support.REFUSED, "zero_optimization.mics_shard_size"))]
     table = support.matrix(shown)
     assert "| HSDP | ZeRO-1–3; FSDP2 | all except LOMO* |" in table
-    assert "| several hosts | plain PyTorch | CAME, LAMB |" in table and "MiCS" not in table
+    assert "| several hosts | plain PyTorch | CAME, LAMB |" in table
     assert "|  | ✓ except LOMO |  | ✓ except LOMO |" in support.by_stage(shown)
 
 
-SAID = [((["MiCS"],), {"stage": [None, 3], "optimizer": "came"}, ["plain CAME", "3 CAME"])]
-SAID += [(("MiCS",), {"stage": lambda stage: stage - 1, "optimizer": "rule"}, ["1 LAMB"])]
-SAID += [(("MiCS",), {"refused": "zero_optimization.x"}, ["refused zero_optimization.x"])]
+SAID = [((["HSDP"],), {"stage": [None, 3], "optimizer": "came"}, ["plain CAME", "3 CAME"])]
+SAID += [(("HSDP",), {"stage": lambda stage: stage - 1, "optimizer": "rule"}, ["1 LAMB"])]
 
 
 @pytest.mark.parametrize("args, told, expected", SAID)
 def test_a_mark_takes_values_from_the_parameters(args, told, expected):
     found = cells(args, told, {"stage": 2, "rule": "lamb"})
-    assert found == [("MiCS", *cell.split(" ")) for cell in expected]
+    assert found == [("HSDP", *cell.split(" ")) for cell in expected]
 
 
-@pytest.mark.parametrize("feature, stage, rule", [("MICS", 1, "CAME"), ("MiCS", 4, "CAME")])
+@pytest.mark.parametrize("feature, stage, rule", [("hsdp", 1, "CAME"), ("HSDP", 4, "CAME")])
 def test_a_mark_that_means_nothing_is_an_error(feature, stage, rule):
     with pytest.raises((KeyError, ValueError)):
         cells((feature,), {"stage": stage, "optimizer": rule}, {})

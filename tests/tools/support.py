@@ -7,7 +7,6 @@ A test says what it shows:
     @pytest.mark.supports("clipping", stage="fsdp2", optimizer="CAME")  # of fully_shard
     @pytest.mark.supports("clipping", **of(RUNS))  # RUNS[name] has .stage and .rule
     @pytest.mark.supports(lambda name: ..., stage=lambda name: ..., optimizer="CAME")
-    @pytest.mark.supports("MiCS", refused="zero_optimization.mics_shard_size")
 
 A function is called with the test's parameters that it names, and gives one value or a list (an
 empty one: nothing is shown). Features are those of ``FEATURES``, where a new one takes its place.
@@ -88,16 +87,11 @@ FEATURES = (
     "states offloaded to the host",
     "weights stored in int8",
     "ZeRO++ hpZ",
-    "MiCS",
-    "DeepCompile",
-    "ZenFlow",
-    "SuperOffload",
 )
 # In the table's order. A rule that is not among them yet is tested, and its name is missing here.
 OPTIMIZERS = ("LOMO", "AdaLomo", "Adafactor", "CAME", "LAMB", "GaLoreAdamW", "AdamW")
 OPTIMIZERS += ("SCALE", "SinkGD", "FlashAdamW", "Lion", "APOLLO", "APOLLOMini", "Muon")
 STAGES = {None: "plain", "fsdp2": "FSDP2", 0: "0", 1: "1", 2: "2", 3: "3"}
-REFUSED = "refused"  # in the place of a stage; the setting is in that of the optimizer
 ALL, EXCEPT = "✓", "✓ except "
 
 Cell = tuple[str, str, str]  # feature, stage, optimizer
@@ -115,8 +109,6 @@ def cells(args: tuple[Any, ...], told: Mapping[str, Any], params: Mapping[str, A
     features = _values(told["feature"], params)
     if unknown := [f for f in features if f not in FEATURES]:
         raise ValueError(f"supports: {unknown[0]!r} is not in FEATURES of tests/tools/support.py")
-    if REFUSED in told:
-        return [(f, REFUSED, told[REFUSED]) for f in features]
     stages = [STAGES[s] for s in _values(told["stage"], params)]
     names = [_full_name(o) for o in _values(told["optimizer"], params)]
     return [(f, s, o) for f in features for s in stages for o in names]
@@ -186,13 +178,12 @@ def by_stage(shown: Iterable[tuple[str, Cell]]) -> str:
 
 
 def _by_feature(shown: Iterable[tuple[str, Cell]]) -> list[tuple[str, Stages, set[str]]]:
-    """Each feature that works, with its optimizers by stage and the files of its tests."""
+    """Each feature with its optimizers by stage, and the files of its tests."""
     stages: dict[str, Stages] = {feature: {} for feature in FEATURES}
     files: dict[str, set[str]] = {feature: set() for feature in FEATURES}
     for file, (feature, stage, optimizer) in shown:
-        if stage != REFUSED:
-            stages[feature].setdefault(stage, set()).add(optimizer)
-            files[feature].add(file)
+        stages[feature].setdefault(stage, set()).add(optimizer)
+        files[feature].add(file)
     return [(feature, stages[feature], files[feature]) for feature in FEATURES if stages[feature]]
 
 

@@ -1,4 +1,4 @@
-"""What needs ranks of its own to be shown: hpZ, torch.compile, and refusals on every rank."""
+"""ZeRO++ hpZ's second copies of weights, and compiled models: jobs."""
 
 import copy
 from typing import Any
@@ -115,45 +115,3 @@ def compiled(stage: int | None, how: str, backend: str, max_norm: float) -> dict
         engine.compile(backend=counter)
     engines.trained(engine, loss_of, STEPS)
     return {"after": whole(model), "graphs": counter.frame_count}
-
-
-def base(stage: int, **zero: Any) -> dict[str, Any]:
-    zero |= {"stage": stage, "stage3_param_persistence_threshold": 5}
-    return {"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero}
-
-
-ADALOMO = {"optimizer": {"type": "AdaLomo", "params": {}}}
-CPU = {"device": "cpu"}
-# The config, or what else is asked for.
-REFUSED: dict[str, dict[str, Any]] = {
-    "mics": base(3, mics_shard_size=2),
-    "zenflow": base(2, zenflow={"topk_ratio": 0.1}, offload_optimizer=CPU),
-    "superoffload": base(3, offload_optimizer=CPU | {"super_offload": True}),
-    "deepcompile": base(3) | {"compile": {"deepcompile": True}},
-    "hpz that does not divide": base(3, zero_hpz_partition_size=2),
-    "compiled model": base(3),
-    "model in DDP": base(0),
-    "memory of two parameters": base(0),
-    "compiled backward": base(1),
-}
-
-
-def refusals() -> dict[str, str]:
-    """What each of these is told at ``initialize``."""
-    found = {}
-    for name, config in REFUSED.items():
-        model: Any = net()
-        if name == "compiled model":
-            model = torch.compile(model, backend="eager")
-        elif name == "model in DDP":
-            model = nn.parallel.DistributedDataParallel(model)
-        elif name == "memory of two parameters":
-            model.frozen = nn.Parameter(model.up.weight.detach()[:3], requires_grad=False)
-        try:
-            engine = deepspeed.initialize(model=model, config=config | ADALOMO)[0]
-            if name == "compiled backward":
-                engine.compile(backend="eager", compiled_autograd_enabled=True)
-            found[name] = ""
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
