@@ -1,7 +1,5 @@
 """Layers in pieces and a loss in chunks: jobs on real ranks, and the whole batch in one process."""
 
-import gc
-import weakref
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -17,12 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import ds_ext
-from benchmarks.memory import llama as sized_llama
-from ds_ext.forward import chunked_loss
 from ds_ext.forward.batch_splits import InPieces
 from ds_ext.forward.chunked_loss import ChunkedHead
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.planner.live_memory import LiveMemory
 from tests.common import engines
 from tests.common.ranks import message, whole
 from tests.distributed.fully_shard_jobs import whole as whole_dtensors
@@ -125,77 +120,6 @@ def train(case: Case) -> tuple[dict[str, Tensor], int]:
             engine.backward(engine(**batch(step, rank)).loss)
             engine.step()
     return whole(engine.module), gathers.call_count
-
-
-PARTS = 4  # pieces, or micro-batches
-PIECES, ACCUMULATION, WHOLE = "pieces", "accumulation", "whole batch"
-WIDE = (1024, 320, 640, 4, 5, 5, False)
-# Rows of a step and rank, tokens per row, and elements of a bucket: two of the smaller matrices.
-BATCH, TOKENS, BUCKET = 8, 64, 2**18
-# Matrices are above ZeRO-3's threshold for parameters that stay gathered. As in a model above
-# DeepSpeed's other limits, a layer is released after each use.
-ZERO = {"stage3_param_persistence_threshold": 10**5} | {f"stage3_{key}": 0 for key in NOTHING_KEPT}
-
-
-class WithoutGathers(LiveMemory):
-    """Counts live bytes without the weights that ZeRO-3 gathers for computing."""
-
-    def __init__(self) -> None:
-        super().__init__(())
-        self.is_gathering = False
-        self._gathered: set[int] = set()
-
-    def _see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if self.is_gathering and key not in self.sizes and key not in self._gathered:
-            self._gathered.add(key)
-            weakref.finalize(storage, self._gathered.discard, key).atexit = False
-        if key not in self._gathered:
-            super()._see(tensor)
-
-
-def chunk_like_a_part() -> Any:
-    """A context in which a chunk of the loss has as many logits as a micro-batch."""
-    return mock.patch.object(chunked_loss, "CHUNK_LOGITS", BATCH // PARTS * TOKENS * WIDE[0])
-
-
-def peak(way: str, stage: int) -> int:
-    """Peak bytes of the second step, on the rank that has most."""
-    count = PARTS if way == ACCUMULATION else 1
-    fetch = PartitionedParameterCoordinator.fetch_sub_module
-
-    def fetching(*args: Any, **kwargs: Any) -> None:
-        watch.is_gathering = True
-        fetch(*args, **kwargs)
-        watch.is_gathering = False
-
-    def loss_of(engine: Any, number: int, rank: int) -> Tensor:
-        return engine(parts[number % count], labels=parts[number % count]).loss
-
-    with (
-        chunk_like_a_part(),
-        mock.patch.object(PartitionedParameterCoordinator, "fetch_sub_module", fetching),
-        WithoutGathers() as watch,
-    ):
-        model = sized_llama(WIDE, torch.float32, torch.device("cpu")).train()
-        parts = torch.randint(0, WIDE[0], (BATCH, TOKENS)).chunk(count)
-        config = engines.config(
-            stage,
-            train_micro_batch_size_per_gpu=BATCH // count,
-            gradient_accumulation_steps=count,
-            optimizer={"type": "AdaLomo", "params": {"lr": 1e-5}},
-            zero={"reduce_bucket_size": BUCKET, **ZERO},
-            ds_ext={"batch_splits": PARTS if way == PIECES else 1, "chunked_loss": True},
-        )
-        engine = deepspeed.initialize(model=model, config=config)[0]
-        engines.train(engine, loss_of, 1, count)
-        gc.collect()
-        watch.most = watch.now
-        engines.train(engine, loss_of, 1, count)
-    most = torch.tensor(watch.most)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return int(most)
 
 
 def refusals(rank_rows: int) -> list[str]:

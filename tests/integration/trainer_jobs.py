@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -186,16 +185,3 @@ def reported(folder: str) -> dict[str, Any]:
         "told": trainer.model_wrapped.optimizer.metrics(),
         "names": [group["name"] for group in trainer.model_wrapped.optimizer.param_groups],
     }
-
-
-def monitored(folder: str) -> dict[str, Any]:
-    """An engine with DeepSpeed's own monitors of TensorBoard and CSV."""
-    where = {"enabled": True, "output_path": folder, "job_name": "monitored"}
-    made = {"train_micro_batch_size_per_gpu": 2}
-    made |= {"optimizer": {"type": "AdaLomo", "params": {"lr": 1e-3, "weight_decay": 0.1}}}
-    made |= {"zero_optimization": {"stage": 2}, "tensorboard": where, "csv_monitor": where}
-    engine = deepspeed.initialize(model=load(folder), config=made)[0]
-    rows = torch.stack([row["input_ids"] for row in data()[:2]])
-    engine.backward(engine(input_ids=rows, labels=rows).loss)
-    engine.step()
-    return engine.optimizer.metrics()
