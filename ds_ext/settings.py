@@ -32,6 +32,7 @@ class Setting:
     needs_stage_3: bool = False  # whether other values work at ZeRO stage 3 only
     excludes: tuple[str, ...] = ()  # keys that must be off then
     divides_ranks: bool = False  # whether the number of ranks must be a multiple of the value
+    only_in_run: bool = False  # whether only a run can check other values
 
 
 _HPZ = "zero_optimization.zero_hpz_partition_size"
@@ -177,10 +178,14 @@ SETTINGS: dict[str, Setting] = {
     "gradient_clipping": Setting(NonNegative),
     "data_types.grad_accum_dtype": Setting(_DTYPE),
     "sequence_parallel_size": Setting(
-        _COUNT, _at_most_one, excludes=(_AUTO_TP, _AUTO_EP), divides_ranks=True
+        _COUNT,
+        _at_most_one,
+        excludes=(_AUTO_TP, _AUTO_EP),
+        divides_ranks=True,
+        only_in_run=True,
     ),
-    "tensor_parallel.autotp_size": Setting(_SIZE, _at_most_one),
-    "expert_parallel.enabled": Setting(),
+    "tensor_parallel.autotp_size": Setting(_SIZE, _at_most_one, only_in_run=True),
+    "expert_parallel.enabled": Setting(only_in_run=True),
     "expert_parallel.expert_tensor_parallel_size": Setting(off=lambda v: v == 1, advice=_REMOVE),
     **{f"zero_optimization.{key}": setting for key, setting in _ZERO.items()},
     "bf16.enabled": Setting(_SWITCH),

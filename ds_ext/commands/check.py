@@ -21,7 +21,7 @@ from ds_ext.optimizer.model_view import ModelView, summary
 from ds_ext.optimizer.param_groups import Grouped
 from ds_ext.planner import models
 from ds_ext.rules import RuleEntry
-from ds_ext.settings import SIZES
+from ds_ext.settings import SETTINGS, SIZES
 
 HELP = "list all problems of a DeepSpeed config before a run"
 DESCRIPTION = (
@@ -149,9 +149,8 @@ def _unchecked(config: dict[str, Any], model: nn.Module | None, ranks: int | Non
     for key, what in of_model.items():
         if model is None and lookup(config, key) not in (None, "all-linear"):
             yield f"{key}: {what}; give --model to check it"
-    in_a_run = ["tensor_parallel.autotp_size", "expert_parallel.enabled", "sequence_parallel_size"]
-    in_a_run = [key for key in in_a_run if config_checks.is_on(config, key)]
-    in_a_run += ["scheduler"] if config.get("scheduler") else []
+    in_a_run = ["scheduler"] if config.get("scheduler") else []
+    in_a_run += [k for k in SETTINGS if SETTINGS[k].only_in_run and config_checks.is_on(config, k)]
     for key in in_a_run:
         yield f"{key}: can be checked only in a run"
     if ranks is None and all(isinstance(config.get(key), int) for key in SIZES[:2]):

@@ -1,12 +1,12 @@
 """The command line: one parser, and a function for each command."""
 
 import argparse
-import difflib
 import importlib
 from typing import Any, NoReturn
 
 import ds_ext
 from ds_ext.commands import check, config, plan, run, selftest
+from ds_ext.config.optimizer_names import did_you_mean
 
 # Each module has HELP, DESCRIPTION, ``add_options`` and ``run``, which returns the exit code (None
 # for 0) and raises ValueError for a wrong option.
@@ -34,8 +34,7 @@ class Parser(argparse.ArgumentParser):
 def _unknown(arguments: list[str], parser: Parser) -> str:
     """The message about arguments that a command does not have, with the nearest known option."""
     unknown = next((word for word in arguments if word.startswith("-")), arguments[0])
-    near = difflib.get_close_matches(unknown.partition("=")[0], parser.options(), n=1)
-    guess = f" Did you mean {near[0]}?" if near else ""
+    guess = did_you_mean(unknown.partition("=")[0], parser.options())
     return f"unknown {'option' if unknown.startswith('-') else 'argument'} {unknown}.{guess}"
 
 

@@ -61,9 +61,10 @@ def misspells_section(key: str) -> bool:
 
 
 def did_you_mean(key: str, known: Any) -> str:
-    """Returns " Did you mean ...?" with the closest known key, or "" if none is close."""
-    near = difflib.get_close_matches(key, known, n=1)
-    return f' Did you mean "{near[0]}"?' if near else ""
+    """Returns " Did you mean ...?" with the closest known name in any case, or "" if none is."""
+    by_lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(key.lower(), by_lower, n=1)
+    return f' Did you mean "{by_lower[near[0]]}"?' if near else ""
 
 
 def refuse_misspelled(name: str) -> None:
@@ -90,10 +91,8 @@ def refuse_unknown(name: str) -> None:
     if name.lower().startswith(PREFIX):
         named(name)
     spelled = [entry.spelling for entry in REGISTRY.values()]
-    by_lower = {known.lower(): known for known in [*deepspeeds(), *spelled]}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    guess = f' Did you mean "{by_lower[near[0]]}"?' if near else ""
     raise ValueError(
-        f"optimizer.type is {name!r}, which ds_ext, DeepSpeed and torch.optim do not have.{guess} "
+        f"optimizer.type is {name!r}, which ds_ext, DeepSpeed and torch.optim do not have."
+        f"{did_you_mean(name, [*deepspeeds(), *spelled])} "
         f"Optimizers of ds_ext: {', '.join(spelled)}."
     )

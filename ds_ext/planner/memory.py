@@ -246,15 +246,9 @@ def _stored(
 def rules_of(
     optimizer: type[RuleOptimizer], model: nn.Module, params: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the rule of each parameter of a model, by name.
+    """Returns the rule of each parameter of a model, by name: see ``RuleOptimizer.for_model``.
 
-    Args:
-        optimizer: the optimizer class.
-        model: the model, on any device including "meta".
-        params: the "optimizer.params" of a config.
-
-    Raises:
-        ValueError: see ``RuleOptimizer.for_model``.
+    ``params`` is the "optimizer.params" of a config. The model may be on the device "meta".
     """
     made = optimizer.for_model(model, **params)
     return {name: made.rule_of(param) for name, param in model.named_parameters()}

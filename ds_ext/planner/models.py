@@ -54,11 +54,9 @@ def config(model: str) -> Any:
 
 
 def build(config: Any, **options: Any) -> nn.Module:
-    """Returns the model of a config on the current default device.
+    """Returns the model of a config of transformers on the current default device.
 
-    Args:
-        config: a config of transformers.
-        **options: arguments of ``from_config``, such as ``dtype`` and ``attn_implementation``.
+    ``options`` are arguments of ``from_config``, such as ``dtype`` and ``attn_implementation``.
     """
     import transformers
 

@@ -275,12 +275,12 @@ def test_the_version_is_told(capsys):
 
 # Of each wrong line: what is told, and what is not, since nobody wrote it.
 TYPOS = {
-    "plan --modl llama-3.1-8b": ["unknown option --modl. Did you mean --model?"],
+    "plan --modl llama-3.1-8b": ['unknown option --modl. Did you mean "--model"?'],
     "plan --model llama-3.1-8b --optimizr lomo": [
-        "unknown option --optimizr. Did you mean --optimizer?"
+        'unknown option --optimizr. Did you mean "--optimizer"?'
     ],
-    "plan --model llama-3.1-8b --optimzer=lomo": ["Did you mean --optimizer?"],
-    "check --modle x ds.json": ["unknown option --modle. Did you mean --model?"],
+    "plan --model llama-3.1-8b --optimzer=lomo": ['Did you mean "--optimizer"?'],
+    "check --modle x ds.json": ['unknown option --modle. Did you mean "--model"?'],
     "config adalomo lomo": ["unknown argument lomo."],
     "plan --model llama-3.1-8b --stage 5": ["--stage", "invalid choice"],
     "plan --model no-such": ["--model no-such"],
