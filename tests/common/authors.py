@@ -14,9 +14,10 @@ import transformers
 
 from ds_ext.ops import rounding
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common import models
+from tests.common import models, table
 from tests.common.companded import rounded
 from tests.common.reference import normal_numbers
+from tests.common.simulated import Formula
 
 if TYPE_CHECKING:
     from tests.distributed.zero_jobs import Case
@@ -172,6 +173,20 @@ def by_formula(formula, before, steps, **hypers):
         found = zip(params, grads, states, strict=True)
         params = [formula(p, g, s, **hypers) for p, g, s in found]
     return params
+
+
+def of_paper(rule, formula, settings, shapes, steps, quick, **more):
+    """The ``Formula`` of a rule that a formula of this module computes."""
+
+    @functools.cache
+    def expected(setting, shapes):
+        before, grads = table.weights(shapes), table.gradients(steps, shapes)
+        return by_formula(formula, before, grads, **settings[setting])
+
+    def made(setting):
+        return rule(**settings[setting])
+
+    return Formula(made, expected, settings, shapes, steps, quick, **more)
 
 
 class InFP64(torch.optim.Optimizer):

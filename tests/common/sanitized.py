@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from ds_ext.ops.executors import table_passes, tables
 from ds_ext.ops.executors.native import library, native_table
 from ds_ext.ops.runs import Runs
+from ds_ext.ops.state import mapped
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, plans, state_checks
 from ds_ext.rules import REGISTRY
 from tests.common.hypers import SIMULATED
+from tests.common.states import entries
 
 BATCHED = [name for name, entry in REGISTRY.items() if entry.is_batched]
 SHAPES = [(), (1,), (5,), (33,), (300,), (1, 7), (7, 1), (16, 16), (13, 29), (70, 110), (3, 5, 9)]
@@ -102,17 +104,6 @@ def step(params: list[nn.Parameter], optimizer: RuleOptimizer) -> None:
     optimizer.step()
 
 
-def leaves(state: dict[str, Any]) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """The tensors of a state, and where each is kept."""
-    found = []
-    for key, x in state.items():
-        if isinstance(x, dict):
-            found += leaves(x)
-        elif isinstance(x, Tensor):
-            found.append((state, key, x))
-    return found
-
-
 def changed(chance: random.Random, x: Tensor) -> Tensor:
     """A tensor of another size, dtype or order in memory."""
     size = chance.randrange(0, 2 * x.numel() + 2)
@@ -129,9 +120,9 @@ def nothing(chance: random.Random, params: list[nn.Parameter], optimizer: RuleOp
 
 def edit(chance: random.Random, params: list[nn.Parameter], optimizer: RuleOptimizer) -> None:
     """Puts another tensor into a state, or other data into its tensor, or takes it out."""
-    found = [leaf for p in params for leaf in leaves(optimizer.state[p])]
+    found = [entry for p in params for entry in entries(optimizer.state[p])]
     if found:
-        state, key, x = chance.choice(found)
+        (*_, key), state, x = chance.choice(found)
         way = chance.randrange(3)
         if way == 0:
             del state[key]
@@ -144,17 +135,12 @@ def edit(chance: random.Random, params: list[nn.Parameter], optimizer: RuleOptim
 def load(chance: random.Random, params: list[nn.Parameter], optimizer: RuleOptimizer) -> None:
     """Loads a state in which a tensor was changed."""
     saved = optimizer.state_dict()
-    saved["state"] = {i: copied(state) for i, state in saved["state"].items()}
-    found = [leaf for state in saved["state"].values() for leaf in leaves(state)]
+    saved["state"] = mapped(saved["state"], lambda x: x)  # dicts of their own
+    found = [*entries(saved["state"])]
     if found:
-        state, key, x = chance.choice(found)
+        (*_, key), state, x = chance.choice(found)
         state[key] = changed(chance, x)
     optimizer.load_state_dict(saved)
-
-
-def copied(state: Any) -> Any:
-    """A state whose dicts are copies."""
-    return {k: copied(x) for k, x in state.items()} if isinstance(state, dict) else state
 
 
 def cast(chance: random.Random, params: list[nn.Parameter], optimizer: RuleOptimizer) -> None:

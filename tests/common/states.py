@@ -17,6 +17,17 @@ def tensors(x: Any) -> Iterator[Tensor]:
             yield from tensors(inner)
 
 
+def entries(
+    state: dict[str, Any], *above: str
+) -> Iterator[tuple[tuple[str, ...], dict[str, Any], Tensor]]:
+    """The tensors of nested dicts: the keys above each, the dict that it is in, and itself."""
+    for key, x in state.items():
+        if isinstance(x, dict):
+            yield from entries(x, *above, key)
+        elif isinstance(x, Tensor):
+            yield (*above, key), state, x
+
+
 def same(a: Any, b: Any) -> bool:
     """Whether two states have the same structure, dtypes and bits."""
     if isinstance(a, Tensor):

@@ -15,7 +15,7 @@ from tests.common import engines, fused_losses
 from tests.common.engines import rows
 from tests.common.ranks import message, whole
 from tests.distributed.fully_shard_jobs import whole as whole_dtensors
-from tests.unit.test_norm_prepass import Normed
+from tests.unit.test_exact_clipping import Normed
 
 CLIP = 0.05
 

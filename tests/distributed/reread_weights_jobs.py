@@ -7,7 +7,7 @@ import torch
 import ds_ext
 from tests.common import engines
 from tests.common.ranks import whole
-from tests.unit.test_reread_weights import Reading
+from tests.unit.test_odd_models import Reading
 
 
 def make() -> Reading:

@@ -16,7 +16,7 @@ from ds_ext.commands import run
 from ds_ext.commands.cli import main
 from ds_ext.config import optimizer_names
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common import newcomer
+from tests.common import adan
 from tests.common.choose import params
 from tests.common.cli import refused
 
@@ -202,24 +202,24 @@ def test_every_config_is_accepted_and_names_our_optimizer(stage, numbers, tmp_pa
 
 def test_optimizers_of_the_user_are_imported(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(tmp_path)
-    source = inspect.getsource(newcomer) + "\nenter()\n"
+    source = inspect.getsource(adan) + "\nenter()\n"
     (tmp_path / "own_rules.py").write_text(source)
-    optimizer = {"type": "Newcomer", "params": {"lr": 1}}
+    optimizer = {"type": "Adan", "params": {"lr": 1}}
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     try:
         for command in (
-            ["config", "newcomer", "--numbers"],
-            ["plan", "--model", "qwen3-0.6b", "--optimizer", "newcomer"],
+            ["config", "adan", "--numbers"],
+            ["plan", "--model", "qwen3-0.6b", "--optimizer", "adan"],
             ["check", str(tmp_path / "ds.json")],
         ):
             main([*command, "--import", "own_rules"])
             printed = capsys.readouterr().out
-            assert "Newcomer" in printed or "nothing is wrong" in printed
-            newcomer.leave()
+            assert "Adan" in printed or "nothing is wrong" in printed
+            adan.leave()
             del sys.modules["own_rules"]
         with pytest.raises(SystemExit):
-            main(["config", "newcomer", "--import", "own_rulse"])
+            main(["config", "adan", "--import", "own_rulse"])
         assert "--import own_rulse: No module named 'own_rulse'" in capsys.readouterr().err
     finally:
         sys.modules.pop("own_rules", None)

@@ -1,11 +1,9 @@
 """docs/adding-an-optimizer.md: its code is run, and gives an optimizer like any other."""
 
-import contextlib
 import importlib.util
 import re
 import sys
 from dataclasses import dataclass, fields, make_dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,11 +21,10 @@ from ds_ext.optimizer.sections import SectionConfig
 from ds_ext.planner import memory
 from ds_ext.rules import base
 from ds_ext.testing import check_rule
+from tests.common.own_rule import registered
 from tests.tools import snippets
 
-PAGE = next(up for up in Path(__file__).parents if (up / "docs").is_dir()) / (
-    "docs/adding-an-optimizer.md"
-)
+PAGE = snippets.ROOT / "docs/adding-an-optimizer.md"
 SHAPE, LR, MOMENTUM, DECAY, STEPS = (7, 5), 0.03, 0.6, 0.1, 4
 
 
@@ -99,25 +96,6 @@ def test_a_rule_without_yield_takes_no_rounds(page):
         m = MOMENTUM * m + p.grad
         wanted = wanted * (1 - LR * DECAY) - LR * m
     assert torch.allclose(p.detach(), wanted, rtol=0, atol=1e-12)
-
-
-@contextlib.contextmanager
-def registered(step, is_batched=False, **more):
-    """A rule of the registry with a step, and the moments "m" and "v"."""
-
-    class Own:
-        lr: NonNegative = 0.1
-
-        def state_spec(self, shard):
-            return {"m": Part.like(shard), "v": Part.like(shard)}
-
-    Own.step = step
-    rule = dataclass(frozen=True)(Own)
-    rules.register(paper="", state="", rounds="", is_batched=is_batched, **more)(rule)
-    try:
-        yield rule
-    finally:
-        del rules.REGISTRY["own"]
 
 
 def one_step(dtype, is_fused):

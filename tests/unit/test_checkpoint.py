@@ -16,6 +16,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.planner.live_memory import LiveMemory
+from tests.common import optimizer_ranks
 from tests.common.manifests import manifest
 
 SHAPE = (2048, 4608)
@@ -60,56 +61,47 @@ def test_a_rank_reads_its_part_and_no_more(tmp_path):
     assert watch.most - before >= size
 
 
-def many(rank, world):
-    """An optimizer with 30 parameters and states, and a rank's run of each, of a large world."""
-    params = [torch.nn.Parameter(torch.empty(0)) for _ in range(30)]
-    optimizer, own = ds_ext.CAME(params), {}
-    for i, p in enumerate(params):
-        shape = (i + 64, 70) if i % 3 else (640 * i + 10,)
-        values = torch.randn(shape, generator=torch.Generator().manual_seed(i))
-        shard = Shard.of_rank(shape, rank, world)
-        run = values.flatten()[shard.start : shard.stop].clone()
-        own[p] = OwnedRun(f"w{i}", run, shard, rank, world)
-        optimizer.update([RunUpdate(p, run, run.clone(), shard)], lambda total: None)
-    return optimizer, own
+def many(world):
+    """Ranks that have stepped 30 parameters, of which small ones are cut finely."""
+    shapes = [(i + 64, 70) if i % 3 else (640 * i + 10,) for i in range(30)]
+    drawn = [torch.Generator().manual_seed(i) for i in range(30)]
+    values = [torch.randn(s, generator=g) for s, g in zip(shapes, drawn, strict=True)]
+    ranks = optimizer_ranks.made(ds_ext.CAME, values, world)
+    for rank in ranks:
+        rank.optimizer.update(rank.updates(values), lambda total: None)
+    return ranks
 
 
 @pytest.fixture(scope="module")
 def saved_by_64():
-    return [resharding.save(*many(rank, 64)) for rank in range(64)]
+    return [resharding.save(rank.optimizer, rank.owned) for rank in many(64)]
 
 
 @pytest.mark.parametrize("world", [64, 128, 32, 7])
 def test_a_rank_opens_only_the_files_that_its_pieces_are_in(saved_by_64, world):
-    names = {f"w{i}" for i in range(30)}
+    names = {str(i) for i in range(30)}
     index = {"weights": names, "state": names, "accumulated": set()}
-    for rank in (0, 1, world // 2, world - 1):
+    ranks, everything = many(world), Pieces(Files(range(64), lambda r: saved_by_64[r]))
+    for number in (0, 1, world // 2, world - 1):
         opened = []
 
         def load(r, opened=opened):
             opened.append(r)
             return saved_by_64[r]
 
-        pieces = Pieces(Files(range(64), load), index, [], rank / world)
-        optimizer, own = many(rank, world)
-        before = [run.run.clone() for run in own.values()]
-        for run in own.values():
-            run.run.zero_()
+        pieces = Pieces(Files(range(64), load), index, [], number / world)
+        optimizer, own = ranks[number].optimizer, ranks[number].owned
+        for run in ranks[number].runs:
+            run.zero_()
         checks.check(pieces, optimizer, own, True)
         resharding.load_state(pieces, optimizer, own)
         assert not resharding.load_weights(pieces, optimizer, own)
-        assert pieces.first("accumulated", "gradients", "w0") is None
+        assert pieces.first("accumulated", "gradients", "0") is None
         assert len(opened) == len(set(opened))
         if world == 64:  # its own, and the states that all ranks need
-            assert set(opened) == {rank, *range(resharding.WRITERS)}
-        assert (
-            len(opened) <= 64 // world + 12 + resharding.WRITERS
-        )  # small parameters are cut finer
+            assert set(opened) == {number, *range(resharding.WRITERS)}
+        assert len(opened) <= 64 // world + 12 + resharding.WRITERS
         assert len(optimizer.state) == 30
-        assert all(
-            x.numel() == run.run.numel() for x, run in zip(before, own.values(), strict=True)
-        )
-        everything = Pieces(Files(range(64), lambda r: saved_by_64[r]))
         for run in own.values():
             assert torch.equal(run.run, everything.read(run.part, "weights", run.name))
 
@@ -117,8 +109,8 @@ def test_a_rank_opens_only_the_files_that_its_pieces_are_in(saved_by_64, world):
 def test_a_checkpoint_without_names_is_read_by_opening_all_files(saved_by_64):
     opened = []
     pieces = Pieces(Files(range(64), lambda r: opened.append(r) or saved_by_64[r]))
-    optimizer, own = many(3, 64)
-    checks.check(pieces, optimizer, own, True)
+    rank = many(64)[3]
+    checks.check(pieces, rank.optimizer, rank.owned, True)
     assert sorted(opened) == list(range(64))
 
 

@@ -1,6 +1,7 @@
 """``chunk_loss``: loss and gradients are those of all logits, which never exist as a whole."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_ext
 from ds_ext.planner.live_memory import LiveMemory
+from tests.common import updates
 from tests.common.ranks import message
 
 VOCAB, ROWS, LENGTH = 67, 3, 11
@@ -49,6 +51,13 @@ def trained(model: nn.Module, **given):
     return output, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+def check(found, grads):
+    """Compares gradients by name."""
+    assert found.keys() == grads.keys()
+    for name, grad in grads.items():
+        assert (found[name] - grad).norm() <= CLOSE * grad.norm(), name
+
+
 GIVEN = {"mean": {}, "of several batches": {"num_items_in_batch": torch.tensor(17)}}
 GIVEN |= {"shifted": {"shift_labels": inputs()["labels"].roll(-1, 1)}}
 GIVEN |= {"ignored": {"ignore_index": 3}}
@@ -66,9 +75,7 @@ def test_loss_and_gradients_are_those_of_all_logits(make_model, given):
         output, found = trained(model, **GIVEN[given])
         assert output.logits is None
         assert abs(output.loss - expected.loss) <= 1e-6 * expected.loss.abs()
-        assert found.keys() == grads.keys()
-        for name, grad in grads.items():
-            assert (found[name] - grad).norm() <= CLOSE * grad.norm(), name
+        check(found, grads)
     ds_ext.chunk_loss(model, 0)
     assert trained(model)[0].logits is not None
 
@@ -89,9 +96,7 @@ def test_a_gradient_penalty_is_that_of_all_logits(tied):
         penalties.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     expected, *others = penalties
     for found in others:
-        assert found.keys() == expected.keys()
-        for name, grad in expected.items():
-            assert (found[name] - grad).norm() <= CLOSE * grad.norm(), name
+        check(found, expected)
 
 
 class Largest(TorchDispatchMode):
@@ -187,14 +192,10 @@ def test_exact_clipping_runs_the_graph_twice():
         optimizer.step()
         norms.append(fused.norm)
     assert abs(norms[0] - norms[1]) <= CLOSE * norms[0]
-    start = make().state_dict()
-    for (name, a), b in zip(plain.named_parameters(), chunked.parameters(), strict=True):
-        assert (a - b).norm() <= 1e-5 * (a - start[name]).norm(), name
+    updates.check_each(chunked.state_dict(), dict(plain.named_parameters()), make().state_dict())
 
 
 def test_trainer_sees_the_arguments_of_forward():
-    import inspect
-
     model = make()
     expected = inspect.signature(model.forward)
     ds_ext.chunk_loss(model, 2)

@@ -193,8 +193,6 @@ class Keeping(nn.Module):
         match keep.kind:
             case "aux":
                 keep.aux = aux
-            case "first aux":
-                keep.aux = aux if keep.aux is None else keep.aux
             case "losses":
                 keep.losses.append(aux)
             case "by_name":
@@ -203,8 +201,6 @@ class Keeping(nn.Module):
                 keep.count += 1
             case "calls":
                 keep.calls += 1
-            case "new calls":
-                keep.calls = keep.calls + 1
             case "started":
                 keep.calls.fill_(1)
             case "given":
@@ -217,9 +213,9 @@ class Keeping(nn.Module):
 
 
 KEEPING = {
-    "aux": "kept.aux", "first aux": "kept.aux", "losses": "kept.losses",
+    "aux": "kept.aux", "losses": "kept.losses",
     "by_name": "kept.by_name", "count": "kept.count", "calls": "kept.calls",
-    "new calls": "kept.calls", "started": "kept.calls", "given": "its arguments",
+    "started": "kept.calls", "given": "its arguments",
 }  # fmt: skip
 
 

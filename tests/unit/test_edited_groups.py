@@ -1,5 +1,11 @@
-"""Edits of ``param_groups`` between steps. That a step follows them as torch: tests/scenarios."""
+"""Edits of ``param_groups`` between steps, and of their hyper-parameters: followed, or refused.
 
+That a step follows them as torch: tests/scenarios.
+"""
+
+import math
+
+import numpy
 import pytest
 import torch
 
@@ -105,18 +111,29 @@ def complex_numbers(groups):
     groups[0]["params"].append(p)
 
 
+def setting(key, value):
+    return lambda groups: groups[1].update({key: value})
+
+
 WRONG = [(in_two_groups, r"in param_groups\[0\] and in param_groups\[1\]")]
 WRONG += [(without_a_key, r"param_groups\[1\] has no 'betas': .*add_param_group")]
 WRONG += [(complex_numbers, "is torch.complex64")]
+WRONG += [
+    (setting(key, value), rf"param_groups\[1\]\.{key} is {shown}; allowed: a {kind}")
+    for key, value, shown, kind in (
+        *(("lr", math.nan, "nan", "number"), ("lr", -1e-3, "-0.001", "number")),
+        *(("lr", "1e-3", "'1e-3'", "number"), ("betas", (0.9,), r"\(0.9,\)", "list of 2")),
+    )
+]
 
 
-@pytest.mark.parametrize("fuses", [False, True])
+@pytest.mark.parametrize("policy", [None, "fused", "sharded"])
 @pytest.mark.parametrize("edit, words", WRONG)
-def test_an_edit_that_cannot_be_followed_is_refused_before_any_weight_moves(edit, words, fuses):
+def test_an_edit_that_cannot_be_followed_is_refused_before_any_weight_moves(edit, words, policy):
     model = network()
     optimizer = ds_ext.AdamW(groups_of(model), lr=0.01)
-    if fuses:
-        ds_ext.fuse_into_backward(model, optimizer)
+    if policy:
+        ds_ext.fuse_into_backward(model, optimizer, gradient_policy=policy)
     groups = [{**group, "params": [*group["params"]]} for group in optimizer.param_groups]
     edit(optimizer.param_groups)
     for _ in range(2):
@@ -127,6 +144,66 @@ def test_an_edit_that_cannot_be_followed_is_refused_before_any_weight_moves(edit
     model.zero_grad()
     one_step(model, optimizer)
     assert not any(map(torch.equal, model.parameters(), network().parameters()))
+
+
+def test_kept_gradients_are_not_stepped_by_what_is_set_after_backward():
+    model = network()
+    optimizer = ds_ext.AdaLomo(model.parameters())
+    ds_ext.fuse_into_backward(model, optimizer, gradient_policy="sharded")
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.param_groups[0]["lr"] = -1.0
+    with pytest.raises(ValueError, match=r"param_groups\[0\].lr is -1.0"):
+        optimizer.step()
+    assert all(map(torch.equal, model.parameters(), network().parameters()))
+
+
+NUMBERS = [("lr", 0.25, kind(0.25)) for kind in (numpy.float32, numpy.float64, torch.tensor)]
+NUMBERS += [("betas", (0.5, 0.75), kind([0.5, 0.75])) for kind in (numpy.array, torch.tensor)]
+
+
+@pytest.mark.parametrize("key, number, value", NUMBERS)
+def test_scalars_and_arrays_of_numpy_and_torch_are_numbers(key, number, value):
+    stepped = []
+    for given, changed in (({key: number}, {}), ({key: value}, {}), ({}, {key: value})):
+        model = network()
+        optimizer = ds_ext.AdamW(model.parameters(), **given)
+        optimizer.param_groups[0].update(changed)
+        one_step(model, optimizer)
+        stepped.append([p.detach() for p in model.parameters()])
+    for others in stepped[1:]:
+        assert all(map(torch.equal, stepped[0], others))
+    with pytest.raises(ValueError, match=rf"{key} is .*; allowed: a"):
+        ds_ext.AdamW(model.parameters(), **{key: torch.tensor([0.5, 0.75, 0.75])})
+
+
+def test_a_tensor_that_is_a_rate_is_read_at_each_step():
+    found = []
+    for made in (ds_ext.LOMO, torch.optim.SGD):
+        rate, model = torch.tensor(0.5), network()
+        first, *others = model.parameters()
+        optimizer = made([first], lr=rate)
+        optimizer.add_param_group({"params": others})
+        for lr in (0.5, 0.125):
+            rate.fill_(lr)
+            one_step(model, optimizer)
+        found.append([p.detach() for p in model.parameters()])
+        assert all(group["lr"] is rate for group in optimizer.param_groups)
+    for ours, torchs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, torchs)
+
+
+def test_a_rule_is_made_anew_only_when_its_group_has_changed():
+    model = network()
+    optimizer = ds_ext.AdamW(groups_of(model))
+    first, last = model[0].weight, model[4].weight
+    rule, other = optimizer.rule_of(first), optimizer.rule_of(last)
+    assert optimizer.rule_of(first) is rule
+    betas = [0.5, 0.6]
+    optimizer.param_groups[0]["betas"] = betas
+    assert optimizer.rule_of(first).betas == (0.5, 0.6)
+    betas[0] = 0.7  # in place
+    assert optimizer.rule_of(first).betas == (0.7, 0.6)
+    assert optimizer.rule_of(last) is other
 
 
 def test_a_parameter_from_outside_a_fused_model_is_refused():

@@ -5,7 +5,6 @@ sharded is held against the same rule on whole parameters; what a rule computes 
 authors' code or its paper in a file of its own.
 """
 
-import itertools
 import math
 
 import pytest
@@ -17,19 +16,14 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.testing import check_rule
 from ds_ext.testing.properties import shrunk, smallest_eps, tensors
 from ds_ext.testing.simulation import with_zeros
-from tests.common import hypers, needs, newcomer, paths, plain, table
-from tests.common.choose import params, spread
+from tests.common import hypers, needs, paths, plain, table
 from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, shapes_of, sharded_error
-from tests.common.table import WORLDS, gradients, weights
+from tests.common.table import gradients, weights
 from tests.distributed import resume_jobs
 
 
 def simulated_rule(name):
     return OPTIMIZERS[name].hypers(**hypers.SIMULATED[name])
-
-
-MANY = [n for n in WORLDS if n > 1]
-ON_RANKS = list(itertools.product(OPTIMIZERS, MANY))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -86,23 +80,6 @@ ZEROS = ((6, 10), (10, 6), (12,), (5, 5), (4, 3, 5), (3, 2, 1, 1), (9,), (70, 70
 KERNEL_ZEROS = ((6, 10), (12,), (4, 3, 5), (5, 5))  # Triton's interpreter is slow
 
 
-@pytest.mark.parametrize("name, world", params(ON_RANKS, spread(OPTIMIZERS, [(3,), (2,)])))
-def test_zero_rows_and_columns_on_ranks_with_the_smallest_eps(name, world):
-    """0 / 0 is 0: as rows of an embedding that no token uses, or experts that are frozen."""
-    hyper = hypers.SIMULATED[name] | {"weight_decay": 0.0} | smallest_eps(OPTIMIZERS[name].rule)
-    rule, shapes = OPTIMIZERS[name].hypers(**hyper), shapes_of(name, ZEROS)
-    before = weights(shapes)
-    whole, ranks = Ranks(rule, before, 1), Ranks(rule, before, world)
-    for grads in map(with_zeros, gradients(4, shapes)):
-        whole.step(grads)
-        ranks.step(grads)
-    for i, (p, old) in enumerate(zip(whole.params, before, strict=True)):
-        assert p.isfinite().all(), shapes[i]
-        if i % 4 == 3:
-            assert torch.equal(p, old)
-    assert max(changed_errors(ranks.params, whole.params, before)) <= EXACT
-
-
 @pytest.mark.parametrize("path", ["ops", "native", pytest.param("kernels", marks=needs.triton)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_zero_rows_and_columns_with_the_smallest_eps(name, path, monkeypatch):
@@ -132,21 +109,6 @@ def changed_errors(found, expected, before):
     return errors(*zip(*some, strict=True))
 
 
-EMPTY = ((0,), (0, 5), (5, 0), (2, 0, 3), (0, 4, 4), (3, 4))
-
-
-@pytest.mark.parametrize("path", ["ops", "native", pytest.param("kernels", marks=needs.triton)])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_parameters_without_elements_have_finite_states(name, path, monkeypatch):
-    paths.use(monkeypatch, path)
-    shapes = shapes_of(name, EMPTY)
-    weights_ = [torch.nn.Parameter(p) for p in weights(shapes, torch.float32)]
-    optimizer = OPTIMIZERS[name](weights_, **hypers.SIMULATED[name])
-    plain.steps(optimizer, weights_, gradients(2, shapes, torch.float32))
-    for p in weights_:
-        assert all(x.isfinite().all() for x in (p, *tensors(optimizer.state.get(p, {}))))
-
-
 N = 64 * 96
 STATISTICS = 4 * (64 + 96)  # of rows and columns
 LOW_RANK = 8 * 3 * 96  # two moments of a projected gradient
@@ -169,30 +131,6 @@ def test_ranks_share_a_state_of_known_size(name, shape):
             if rank == 0 or not part.is_shared:
                 found += math.prod(part.shape) * part.dtype_for(torch.float32).itemsize
     assert found == BYTES[name]
-
-
-@pytest.fixture
-def joined():
-    """A rule that is new, in the registry."""
-    newcomer.enter()
-    yield newcomer.NAME
-    newcomer.leave()
-
-
-def test_a_new_rule_is_held_to_what_every_rule_is(joined):
-    test_it_has_the_properties_of_every_rule(joined)
-    test_a_missing_reduction_is_seen(joined)
-    test_nothing_becomes_nan_where_gradients_are_zero_or_of_low_rank(joined, {})
-
-
-def test_a_new_rule_that_is_wrong_on_ranks_is_seen():
-    newcomer.enter(is_broken=True)
-    try:
-        assert sharded_error(newcomer.NAME, 3, 3)[0] > BROKEN
-        with pytest.raises(AssertionError, match="Newcomer .* is the same on 2 ranks as on one"):
-            check_rule(simulated_rule(newcomer.NAME))
-    finally:
-        newcomer.leave()
 
 
 def test_the_kinds_of_runs_that_are_resumed_are_of_every_rule():

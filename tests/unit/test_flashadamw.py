@@ -1,21 +1,21 @@
-"""FlashAdamW and Lion on simulated ranks are the papers' algorithms on whole parameters.
+"""FlashAdamW and Lion: their papers' algorithms on simulated ranks, and moments of 8 bits.
 
 The moments of the transcription are rounded as the paper rounds them: codes of 8 bits, and a scale
-for 32 elements of the flattened parameter. They are decoded in fp32, as everywhere: a last bit that
-differs there would be another code now and then.
+for 32 elements of the flattened parameter.
 """
 
-import functools
-
+import numpy as np
+import pytest
 import torch
 
+import ds_ext
 from ds_ext.ops import companding, formats, schema
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.rules import REGISTRY, all_rules
-from tests.common import authors, table
+from tests.common import authors, needs, paths, table
 from tests.common.companded import scale_of
-from tests.common.simulated import Formula, Ranks, errors, stepped
+from tests.common.simulated import Ranks, errors, stepped
 from tests.common.table import SHAPES
 
 STEPS = 10
@@ -34,22 +34,13 @@ QUICK = [(("flashadamw", "decay"), 7), (("flashadamw", "betas-eps"), 2), (("lion
 QUICK += [(("flashadamw", "defaults"), 1), (("lion", "8 bits"), 1), (("lion", "8 bits"), 7)]
 
 
-def expected(rule, setting, shapes):
-    _, formula, settings = RULES[rule]
-    before, steps = table.weights(shapes), table.gradients(STEPS, shapes)
-    return authors.by_formula(formula, before, steps, **settings[setting])
-
-
 def formula(name):
-    rule, _, settings = RULES[name]
-    return Formula(
-        lambda setting: rule(**settings[setting]),
-        functools.partial(expected, name),
-        settings,
-        (*SHAPES, *WIDE),
-        STEPS,
-        lambda case: ((name, case[0]), case[1]) in QUICK,
-    )
+    rule, by_paper, settings = RULES[name]
+
+    def is_quick(case):
+        return ((name, case[0]), case[1]) in QUICK
+
+    return authors.of_paper(rule, by_paper, settings, (*SHAPES, *WIDE), STEPS, is_quick)
 
 
 FORMULAS = {name: formula(name) for name in RULES}
@@ -134,10 +125,104 @@ def test_values_beyond_all_scales_are_bounded():
 
 
 def test_only_runs_of_whole_groups_are_batched():
-    entries = REGISTRY
     for world, whole in ((2, True), (3, False)):
         shard = Shard.of_rank((64, 32), 0, world)
         assert formats.splits_groups(shard, 32) != whole
-        assert entries["flashadamw"].batches(all_rules.FlashAdamW(), shard) == whole
-        assert entries["lion"].batches(all_rules.Lion(nbits=8), shard) == whole
-        assert entries["lion"].batches(all_rules.Lion(), shard)
+        assert REGISTRY["flashadamw"].batches(all_rules.FlashAdamW(), shard) == whole
+        assert REGISTRY["lion"].batches(all_rules.Lion(nbits=8), shard) == whole
+        assert REGISTRY["lion"].batches(all_rules.Lion(), shard)
+
+
+# Moments have the same bits by torch's operations, native code and kernels.
+
+SIZES = (4 * 4096, 4999)  # tiles of vectors, and others with half a group
+ODD = (0.0, -0.0, 1e-9, -1e-9, 1e-20, 1e-40, -1e-45, 1e5, 3e7)
+HUGE = (1.8e19, -1.9e19, 1e30, -3.4e38)  # squares of three are infinite
+ADAM = [{}, {"eps": 1e-30}, {"betas": (0.4, 0.3)}, {"betas": (0.0, 0.9)}]
+CASES = [("FlashAdamW", hypers) for hypers in ADAM]
+CASES += [("Lion", {"nbits": 8}), ("Lion", {"nbits": 8, "betas": (0.3, 0.2)})]
+
+
+def gradients(is_huge):
+    """Numbers of all sizes."""
+    draw = torch.Generator().manual_seed(0)
+    for n in SIZES:
+        g = torch.randn(n, generator=draw)
+        spread = torch.randint(-40, 10, (n // 32 + 1,), generator=draw).repeat_interleave(32)[:n]
+        g *= spread.float().exp2()
+        for i, x in enumerate((*ODD, *HUGE) if is_huge else ODD):
+            g[i::101] = x
+        yield g
+
+
+def after_a_step(name, hypers, path, monkeypatch):
+    """Weights and states after one step from all codes and many scales."""
+    paths.use(monkeypatch, path)
+    draw = torch.Generator().manual_seed(1)
+    before = [torch.randn(n, generator=draw) for n in SIZES]
+    ps = [torch.nn.Parameter(x.clone()) for x in before]
+    optimizer = getattr(ds_ext, name)(ps, lr=1e-2, weight_decay=0.1, **hypers)
+    for p in ps:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    states = [
+        optimizer.state[p][key] for p in ps for key in ("m", "v") if key in optimizer.state[p]
+    ]
+    for moment in states:
+        code, scale = moment["code"], moment["scale"]
+        least = -127 if code.dtype == torch.int8 else 0
+        code.copy_(torch.randint(least, least + 255, code.shape, generator=draw))
+        scale.copy_(torch.randint(-(2**15), 2**15, scale.shape, generator=draw))
+        code[:255], scale[0], scale[-1] = torch.arange(least, least + 255), 0, -1
+    huge = hypers.get("betas", (0.9, 0.999))[1] > 0.5  # else v is infinite minus infinite
+    for p, g in zip(ps, gradients(huge), strict=True):
+        p.grad = g
+    optimizer.step()
+    assert not any(p.equal(x) for p, x in zip(ps, before, strict=True))
+    found = [x for moment in states for x in (moment["code"], moment["scale"])]
+    return [*(p.detach().view(torch.int32) for p in ps), *found]
+
+
+@needs.triton
+@pytest.mark.parametrize("name, hypers", CASES)
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+def test_any_number_has_the_bits_of_the_ops(name, hypers, monkeypatch):
+    expected = after_a_step(name, hypers, "ops", monkeypatch)
+    for path in ("native", "kernels"):
+        for found, want in zip(
+            after_a_step(name, hypers, path, monkeypatch), expected, strict=True
+        ):
+            assert found.equal(want), (path, (found != want).nonzero().view(-1)[:9])
+
+
+@needs.triton
+@pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="it replaces the approximations of the interpreter, which a GPU does not use",
+)
+@pytest.mark.parametrize("toward", [-np.inf, np.inf])
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+def test_bits_do_not_depend_on_the_last_bit_of_approximations(toward, monkeypatch):
+    """A GPU's reciprocals and roots are inexact before they are corrected."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    expected, made = after_a_step("FlashAdamW", {}, "ops", monkeypatch), []
+    for name in ("create_fdiv", "create_rsqrt"):
+        monkeypatch.setattr(InterpreterBuilder, name, inexact(name, toward, made))
+    found = after_a_step("FlashAdamW", {}, "kernels", monkeypatch)
+    assert {*made} == {"create_fdiv", "create_rsqrt"} and all(map(torch.equal, found, expected))
+
+
+def inexact(name, toward, made):
+    """An operation of Triton's interpreter with an error of one unit in the last place."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    exact = getattr(InterpreterBuilder, name)
+
+    def operation(*args):
+        made.append(name)
+        handle = exact(*args)
+        handle.data = np.nextafter(handle.data, np.float32(toward))
+        return handle
+
+    return operation

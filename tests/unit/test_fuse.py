@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import REGISTRY
-from tests.common import by_role, models
+from tests.common import by_role, models, updates
 from tests.common.choose import params, spread
 from tests.common.hypers import FOR_ALL, NEEDED, changed
 from tests.common.states import same
@@ -150,10 +150,7 @@ def test_both_backward_passes_see_the_same_random_numbers(policy):
         optimizer.step()
         assert torch.equal(torch.rand(1), after)  # and the script's numbers are not disturbed
         assert fused.norm == pytest.approx(float(norm), rel=1e-5) and fused.norm > 1e-3
-    start = weights(models.make())
-    expected = weights(plain)
-    for n, p in weights(model).items():
-        assert (p - expected[n]).norm() <= 1e-5 * (expected[n] - start[n]).norm() + 1e-9, n
+    updates.check_each(weights(model), weights(plain), weights(models.make()), steps=3)
 
 
 def clipped(model, optimizer, **how):
@@ -279,9 +276,7 @@ def test_backward_passes_add_up_though_autograd_lets_gradients_share_memory(chec
         for part in range(3):
             model(models.batch(10 * step + part, 1)[0], step=step).backward()
         optimizer.step()
-    start, expected = weights(models.make()), weights(plain)
-    for n, p in weights(model).items():
-        assert (p - expected[n]).norm() <= 1e-4 * (expected[n] - start[n]).norm(), n
+    updates.check_each(weights(model), weights(plain), weights(models.make()), close=1e-4)
 
 
 def test_an_optimizer_of_others_is_a_type_error():

@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.host_gpu import Calls
 from ds_ext.distributed import lockstep
 from ds_ext.ops import block_sizes, joint
 from ds_ext.ops.executors.native import native_table
@@ -56,17 +56,6 @@ def test_a_bucket_of_equal_matrices_gets_the_weights_of_each_alone(setting, shap
             ranks.step([g])
     expected = [ranks.params[0] for ranks in alone]
     assert max(errors(bucket.params, expected, before)) <= bound
-
-
-class Calls(TorchDispatchMode):
-    """Counts the operations of torch that are no views."""
-
-    made = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        is_view = any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
-        self.made += not is_view
-        return func(*args, **kwargs or {})
 
 
 def calls_of(name, shape, matrices):

@@ -1,34 +1,24 @@
 """LAMB on simulated ranks is the paper's algorithm on whole parameters, to 1e-9 in fp64."""
 
-import functools
-
 import pytest
 import torch
 
 import ds_ext
 from ds_ext.rules import all_rules
-from tests.common import authors, table
-from tests.common.simulated import Formula, Ranks, stepped
+from tests.common import authors
+from tests.common.simulated import Ranks, stepped
 from tests.common.table import SHAPES, WORLDS
 
 STEPS = 10
-
-
 SETTINGS = {"defaults": {}, "decay": {"lr": 0.02, "weight_decay": 0.3}}
 SETTINGS |= {"betas-eps": {"betas": (0.8, 0.95), "eps": 0.3}}
 SETTINGS |= {"uncorrected": {"bias_correction": False}}
 SETTINGS |= {"clamped": {"min_coeff": 0.5, "max_coeff": 1.5}, "capped": {"max_coeff": 1.0}}
 
 
-@functools.cache
-def expected(setting, shapes):
-    before, steps = table.weights(shapes), table.gradients(STEPS, shapes)
-    return authors.by_formula(authors.lamb, before, steps, **SETTINGS[setting])
-
-
-FORMULA = Formula(
-    lambda setting: all_rules.LAMB(**SETTINGS[setting]),
-    expected,
+FORMULA = authors.of_paper(
+    all_rules.LAMB,
+    authors.lamb,
     SETTINGS,
     SHAPES,
     STEPS,

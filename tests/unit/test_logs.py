@@ -1,13 +1,20 @@
-"""The log goes where the application says, or to stderr once training begins; never on import."""
+"""Where the log goes, never on import, and what its first lines tell when training begins."""
 
 import io
 import logging
 
 import pytest
 import torch
+from torch import nn
 
 import ds_ext
-from ds_ext import logs
+from ds_ext import logs, rates
+from ds_ext.backward import startup_log
+from ds_ext.ops.state import nbytes
+from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.rules import REGISTRY
+from tests.common.hypers import NEEDED
+from tests.common.ranks import logged
 
 
 @pytest.fixture
@@ -107,3 +114,111 @@ def test_a_level_that_was_set_stays(fresh, capsys):
     assert not capsys.readouterr().err
     logs.logger.warning("heard")
     assert capsys.readouterr().err == "[ds_ext] heard\n"
+
+
+# What is said when training begins.
+
+RULES = [*((name, {}) for name in REGISTRY), ("adafactor", {"scale_parameter": False})]
+
+
+def moved(name, hypers, size):
+    """How far a matrix of RMS 1 times ``size`` is moved by its first step."""
+    generator = torch.Generator().manual_seed(2)
+    p = nn.Parameter(size * torch.randn(6, 8, generator=generator, dtype=torch.float64))
+    before = p.detach().clone()
+    optimizer = OPTIMIZERS[name]([p], weight_decay=0.0, **(NEEDED[name] | hypers))
+    p.grad = torch.randn(6, 8, generator=generator, dtype=torch.float64)
+    optimizer.step()
+    return (p.detach() - before).norm(), optimizer.is_relative(p)
+
+
+@pytest.mark.parametrize("name, hypers", RULES)
+def test_a_rule_is_registered_as_relative_if_its_steps_are(name, hypers):
+    (one, is_relative), (eight, _) = (moved(name, hypers, size) for size in (1, 8))
+    assert eight / one == pytest.approx(8 if is_relative else 1, rel=1e-6)
+
+
+class Adapted(nn.Module):
+    """A layer with a bias and an adapter, whose second matrix starts at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+        self.lora_A = nn.Parameter(torch.randn(2, 5))
+        self.lora_B = nn.Parameter(torch.zeros(4, 2))
+        self.norm = nn.LayerNorm(4)  # its bias is zero, which is normal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layer(x) + x @ self.lora_A.T @ self.lora_B.T)
+
+
+def said(optimizer, model):
+    with logged() as lines:
+        ds_ext.fuse_into_backward(model, optimizer)
+    return lines
+
+
+@pytest.mark.parametrize("name", ["adalomo", "lamb", "adafactor"])
+def test_matrices_that_start_at_zero_are_told_of_with_what_to_do(name):
+    model = Adapted()
+    told = said(OPTIMIZERS[name](model.parameters()), model)
+    (line,) = [line for line in told if "start at zero" in line]
+    assert "hardly move: lora_B. Use" in line
+    assert 'param_groups=[{"match": "lora_", "type": "AdamW", "lr": 1e-3}]' in line
+    model.lora_B.data[3, 1] = 1e-9
+    assert not [x for x in said(OPTIMIZERS[name](model.parameters()), model) if "zero" in x]
+
+
+@pytest.mark.parametrize("name", ["lomo", "adamw", "came", "sinkgd"])
+def test_rules_that_are_not_relative_do_not_mind_zeros(name):
+    model = Adapted()
+    optimizer = OPTIMIZERS[name].for_model(model, lr=5e-5)
+    assert not [line for line in said(optimizer, model) if "zero" in line or "small" in line]
+
+
+def test_the_advice_is_taken():
+    model = Adapted()
+    entries = [{"match": "lora_", "type": "AdamW", "lr": 1e-4}]
+    told = said(ds_ext.AdaLomo.for_model(model, param_groups=entries), model)
+    assert not [line for line in told if "start at zero" in line or "is small" in line]
+    assert told[-1].startswith("AdaLomo and AdamW, ")
+
+
+@pytest.mark.parametrize(
+    "lr, is_told", [(5e-5, True), (1e-6, True), (0.0, False), (1e-4, False), (1e-3, False)]
+)
+def test_a_rate_that_suits_adamw_is_told_of(lr, is_told):
+    model = nn.Linear(4, 4)
+    optimizer = ds_ext.AdaLomo(model.parameters(), lr=lr)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)  # begins at 0
+    told = [line for line in said(optimizer, model) if "is small for AdaLomo" in line]
+    assert len(told) == is_told
+    assert all(f"lr = {lr:g} " in line and rates.advice("AdaLomo") in line for line in told)
+
+
+def test_a_rule_without_a_tabled_rate_is_told_of_in_a_whole_sentence(monkeypatch):
+    monkeypatch.setattr(rates, "RATES", {})
+    model = nn.Linear(4, 4)
+    told = said(ds_ext.AdaLomo(model.parameters(), lr=5e-5), model)
+    assert any(line.endswith("relative to the weights: try larger ones.") for line in told)
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("weight_update", ["stochastic", "master", "master24"])
+def test_the_bytes_of_state_are_those_that_are_held(name, weight_update):
+    model = Adapted().bfloat16()
+    hypers = NEEDED[name] | {"weight_update": weight_update}
+    optimizer = OPTIMIZERS[name].for_model(model, **hypers)
+    fused = ds_ext.fuse_into_backward(model, optimizer)
+    expected = startup_log.state_bytes(optimizer, fused.layout)
+    model(torch.randn(3, 5).bfloat16()).sum().backward()
+    optimizer.step()
+    assert sum(nbytes(state) for state in optimizer.state.values()) == expected
+
+
+def test_the_first_line_tells_how_a_model_is_stepped():
+    model = Adapted().bfloat16()
+    told = said(ds_ext.LAMB(model.parameters(), weight_update="master"), model)
+    assert told[0].startswith("LAMB, without DeepSpeed, 1 rank: 50 parameters trained, ")
+    assert 'gradient_policy "fused", weights bfloat16 ("master"), ' in told[0]
+    assert told[0].endswith(" MiB of state on this rank")

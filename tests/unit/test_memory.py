@@ -5,25 +5,24 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 import ds_ext
 from benchmarks import memory as benchmark
 from ds_ext.backward import gradient_config
 from ds_ext.backward.buckets import Buckets
 from ds_ext.backward.fused_backward import FusedBackward
-from ds_ext.distributed import lockstep
 from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.distributed.placement import Sharded
 from ds_ext.ops import int8
-from ds_ext.ops.shard import Shard
-from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.optimizer.updates import RunUpdate
+from ds_ext.optimizer import OPTIMIZERS, expert_stacks
 from ds_ext.planner import memory
 from ds_ext.planner import models as known
-from tests.common import int8_model, models
+from ds_ext.planner.live_memory import LiveMemory
+from ds_ext.planner.memory import shapes_of
+from tests.common import int8_model, models, optimizer_ranks
 from tests.common.choose import params, spread
 from tests.common.hypers import FOR_ALL
-from tests.common.simulated import begin_alone
 from tests.common.states import tensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,11 +42,19 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(vocab_size=301, **sizes, **heads))
 
 
-MODELS = {"llama": llama, "zoo": lambda: models.make().requires_grad_(True)}
+class Stacked(nn.Module):
+    """Four experts, whose weights and biases are stacks."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.Module()
+        self.experts.num_experts = 4
+        self.experts.up = nn.Parameter(torch.randn(4, 50, 30))
+        self.experts.up_bias = nn.Parameter(torch.randn(4, 50))
+        self.table = nn.Parameter(torch.randn(4, 300))
 
 
-def shapes_of(model):
-    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+MODELS = {"llama": llama, "zoo": lambda: models.make().requires_grad_(True), "experts": Stacked}
 
 
 def held(values):
@@ -66,7 +73,7 @@ def close(planned, measured):
 def test_a_plain_step_holds_what_is_planned(name, hypers, model, dtype):
     module = MODELS[model]().to(DTYPES[dtype])
     params = list(module.parameters())
-    optimizer = OPTIMIZERS[name](params, **hypers)
+    optimizer = OPTIMIZERS[name](params, **hypers).separate_experts(module)
     for p in params:
         p.grad = torch.randn_like(p)
     optimizer.step()
@@ -121,20 +128,18 @@ def test_simulated_ranks_hold_what_is_planned(setting, model, dtype, ranks):
     name, hypers = setting
     module = MODELS[model]().to(DTYPES[dtype])
     params = list(module.parameters())
-    optimizers = [OPTIMIZERS[name](params, **hypers) for _ in range(ranks)]
-    begun = []
-    for rank, optimizer in enumerate(optimizers):
-        shards = [Shard.of_rank(tuple(p.shape), rank, ranks) for p in params]
-        runs = [p.detach().view(-1)[s.start : s.stop] for p, s in zip(params, shards, strict=True)]
-        updates = [
-            RunUpdate(p, run.clone(), torch.randn_like(run), shard)
-            for p, run, shard in zip(params, runs, shards, strict=True)
-        ]
-        begun.append([begin_alone(optimizer, u)[0] for u in updates])
-    with torch.no_grad():
-        lockstep.simulate(begun)
-    held_by = [held(t for s in o.state.values() for t in tensors(s)) for o in optimizers]
-    rule = optimizers[0].hypers(**hypers)
+    stacks = [i for i, p in enumerate(params) if p in expert_stacks.find(module)]
+
+    def make(params):
+        optimizer = OPTIMIZERS[name](params, **hypers)
+        optimizer.stacks = dict.fromkeys((params[i] for i in stacks), 0)
+        return optimizer
+
+    made = optimizer_ranks.made(make, params, ranks)
+    optimizer_ranks.step(made, [torch.randn_like(p) for p in params])
+    states = [rank.optimizer.state.values() for rank in made]
+    held_by = [held(t for s in state for t in tensors(s)) for state in states]
+    rule = OPTIMIZERS[name].hypers(**hypers)
     for stage in (1, 2, 3):
         planned = memory.optimizer_memory(
             rule, shapes_of(module), stage, ranks, DTYPES[dtype], BUCKET
@@ -268,3 +273,55 @@ def test_adamw_without_its_copies_is_the_zero_papers():
     assert whole.weights + whole.state + whole.master == 14 * N  # 16 with 2 of the gradients
     third = memory.adamw(SEVEN, 3, 8, torch.bfloat16, 2**24)
     assert (third.state, third.master) == (N, N / 2)  # 12/d
+
+
+# Live bytes, from allocation to release. A float takes 4 bytes.
+
+
+def test_tensors_are_counted_from_when_they_are_made_until_they_are_freed():
+    kept = torch.zeros(100)
+    with LiveMemory([kept, kept.view(10, 10)]) as watch:
+        assert watch.now == watch.most == 400
+        a = torch.ones(1000)
+        assert watch.now == 4400
+        b = kept + 1
+        assert watch.now == 4800
+        del a
+        assert (watch.now, watch.most) == (800, 4800)
+        c = torch.ones(50)
+        assert (watch.now, watch.most) == (1000, 4800)
+    del b, c
+    assert watch.now == 400
+
+
+def test_what_needs_no_memory_of_its_own_is_not_counted():
+    kept = torch.ones(100)
+    with LiveMemory([kept]) as watch:
+        kept.mul_(2).add_(1)
+        torch.mul(kept, 3, out=kept)
+        parts = [kept.view(10, 10).t(), kept[3:], kept.detach(), *kept.split(30)]
+        assert (watch.now, watch.most) == (400, 400)
+        doubled = parts[0] * 2
+        view = doubled[1:]
+        del doubled
+        assert watch.now == 800
+        del view
+        assert watch.now == 400
+
+
+def test_a_storage_that_grows_counts_as_it_is():
+    with LiveMemory([]) as watch:
+        x = torch.ones(100)
+        x.resize_(300)
+        assert watch.now == 1200
+
+
+def test_backward_is_watched():
+    w, c = torch.ones(1000, requires_grad=True), torch.ones(1000)
+    with LiveMemory([w, c]) as watch:
+        loss = (w * c).sum()  # the product is freed: nothing saves it
+        assert (watch.now, watch.most) == (8004, 12004)
+        loss.backward()  # the gradient of the loss, and the product that becomes that of w
+        assert (watch.now, watch.most) == (12004, 12008)
+        w.grad = None
+        assert watch.now == 8004

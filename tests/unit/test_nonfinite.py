@@ -14,14 +14,12 @@ import ds_ext
 from benchmarks import traffic
 from ds_ext.distributed import lockstep
 from ds_ext.ops.batch import CPU
-from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import zeros
+from ds_ext.ops.state import leaves
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.nonfinite import GradCheck
-from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
-from tests.common import needs, newcomer, paths, table
+from tests.common import needs, optimizer_ranks, paths, table
 from tests.common.choose import params
 from tests.common.hypers import SIMULATED, changed
 
@@ -40,25 +38,14 @@ def simulate(ranks):
             flat.copy_(total)
 
 
-class Member:
+class Member(optimizer_ranks.Rank):
     """One of the ranks that step the runs of a bucket."""
 
     DEVICE = CPU
 
-    def __init__(self, name, rank, world, weights, hypers):
-        self.shards = [Shard.of_rank(tuple(w.shape), rank, world) for w in weights]
-        self.params = [nn.Parameter(w.clone()) for w in weights]
-        self.runs = self.cut(weights)
-        self.optimizer = OPTIMIZERS[name](self.params, **hypers)
-
-    def cut(self, tensors):
-        pairs = zip(tensors, self.shards, strict=True)
-        return [x.flatten()[shard.start : shard.stop].clone() for x, shard in pairs]
-
     def begin(self, grads, without):
         """Begins a step -> it, and its check."""
-        updates = map(RunUpdate, self.params, self.runs, self.cut(grads), self.shards)
-        bucket = [u for i, u in enumerate(updates) if i not in without]
+        bucket = [u for i, u in enumerate(self.updates(grads)) if i not in without]
         check = GradCheck(self.checked({u.param: u.shard for u in bucket}))
         return self.optimizer.begin(bucket, check), check
 
@@ -76,9 +63,16 @@ class Member:
 
 
 class Simulated:
+    """Ranks that step by whole gradients; a parameter of which some are bad is skipped."""
+
+    MEMBER, SETTINGS = Member, SETTINGS
+
     def __init__(self, name, world, shapes, dtype=torch.float32, **how):
-        weights, hypers = table.weights(shapes, dtype), SETTINGS[name] | how
-        self.ranks = [Member(name, rank, world, weights, hypers) for rank in range(world)]
+        hypers = self.SETTINGS[name] | how
+        cuts = [[Shard.of_rank(s, rank, world) for s in shapes] for rank in range(world)]
+        weights = table.weights(shapes, dtype)
+        make = functools.partial(OPTIMIZERS[name], **hypers)
+        self.ranks = [self.MEMBER(make, weights, shards) for shards in cuts]
 
     @torch.no_grad()
     def step(self, grads, without=()):
@@ -108,15 +102,9 @@ class Simulated:
         return list(zip(*(rank.contents() for rank in self.ranks), strict=True))
 
 
-def flattened(state, above=""):
-    """The tensors and numbers of a state, by path."""
-    found = {}
-    for key, x in state.items():
-        if isinstance(x, dict):
-            found |= flattened(x, f"{above}{key}.")
-        else:
-            found[above + key] = x.clone() if isinstance(x, torch.Tensor) else torch.tensor(x)
-    return found
+def flattened(state):
+    """Copies of the tensors and numbers of a state, by path."""
+    return {path: torch.as_tensor(x).clone() for path, x in leaves(state)}
 
 
 def same(a, b, equal=torch.equal):
@@ -216,42 +204,11 @@ def test_large_gradients_whose_sums_are_finite_are_good():
     assert [rank.optimizer.state[rank.params[0]]["step"] for rank in ranks.ranks] == [1, 1]
 
 
-@pytest.mark.parametrize("name", [*OPTIMIZERS, newcomer.NAME])
-def test_what_comes_first_is_registered_as_it_is(name):
-    """By bits, and at all numbers of steps in which a rule may take another course."""
-    if name == newcomer.NAME:
-        newcomer.enter()
-    try:
-        check_what_comes_first(name)
-    finally:
-        if name == newcomer.NAME:
-            newcomer.leave()
-
-
-def check_what_comes_first(name):
-    settings = SETTINGS[name] if name in OPTIMIZERS else {}
-    rule = REGISTRY[name].rule(**settings)
-    generator = torch.Generator().manual_seed(0)
-    for shape, world in itertools.product(shapes_for(name), (1, 2, 7)):
-        shards = [Shard.of_rank(shape, rank, world) for rank in range(world)]
-        (found,) = {REGISTRY[name].sums_first(rule, shard) for shard in shards}
-        writes = False
-        for shard, t in itertools.product(shards, range(1, 6)):
-            p, g = (torch.randn(len(shard), generator=generator) for _ in range(2))
-            state = zeros(rule.state_spec(shard), p)
-            before = flattened(state | {"p": p})
-            step = rule.step(p, g, state, t, shard)
-            yielded = bool(next(step, ()))
-            after = flattened(state | {"p": p})
-            writes |= not yielded or not same([[before]], [[after]])
-        # FlashAdamW yields first where a cut goes through a group: it need not be told apart. No
-        # round checks a rule that is not batched.
-        need_not = name == "flashadamw" or not REGISTRY[name].is_batched
-        assert found == (not writes) or (need_not and not found), (shape, world)
-
-
 def test_rules_that_are_known_to_be_judged_by_their_rounds():
-    """If a rule leaves this list, its gradients are passed over once more in backward."""
+    """If a rule leaves this list, its gradients are passed over once more in backward.
+
+    That a rule of the list yields before it writes: test_every_rule.py.
+    """
     for name, entry in REGISTRY.items():
         shard = Shard.of_rank((32, 64), 1, 2)
         assert entry.sums_first(entry.rule(**SETTINGS[name]), shard) == (name in JUDGED), name
@@ -266,30 +223,6 @@ def test_a_changed_setting_is_followed():
     assert optimizer.first_round_checks(shards) == {p}
     optimizer.param_groups[0]["momentum"] = 0.9  # which changes before the round
     assert optimizer.first_round_checks(shards) == set()
-
-
-def test_matrices_are_passed_over_twice_in_backward(monkeypatch):
-    """A read for the sums and one for the update, and none to see whether gradients are good."""
-    paths.use(monkeypatch, "native")
-    model = nn.Sequential(nn.Linear(60, 50), nn.Linear(50, 40))
-    fused = ds_ext.fuse_into_backward(model, ds_ext.AdaLomo(model.parameters()))
-    passes = []
-    run = NativeTable.run
-
-    def noted(self, name, *args, **how):
-        passes.append((name, int(self.entries["n"].max())))
-        return run(self, name, *args, **how)
-
-    monkeypatch.setattr(NativeTable, "run", noted)
-    for step in range(3):
-        passes.clear()
-        model(torch.randn(3, 60)).square().sum().backward()
-        fused.optimizer.step()
-        large = [name for name, n in passes if n >= 2000]
-        # RMS(p) is known from the second step on: the pass for it reads a few weights
-        assert sorted(large) == sorted(["weighted_sums", "square_sums", "factors", "apply"] * 2), (
-            step
-        )
 
 
 @needs.triton

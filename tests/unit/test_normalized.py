@@ -1,7 +1,5 @@
 """SinkGD and SCALE on simulated ranks are the papers' algorithms on whole parameters."""
 
-import functools
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from ds_ext import ops
 from ds_ext.ops.shard import Shard
 from ds_ext.rules import all_rules
 from tests.common import authors, needs, paths, plain, table
-from tests.common.simulated import Formula, Ranks, errors, stepped
+from tests.common.simulated import Ranks, errors, stepped
 
 SHAPES = ((5,), (1, 7), (7, 1), (3, 5), (16, 16), (13, 29), (64, 33), (4, 3, 5), (6, 2, 3, 3))
 STEPS = 5
@@ -35,31 +33,19 @@ SETTINGS = {
 }
 
 
-def by_paper(name, before, steps, **hypers):
-    """The parameters after the gradients ``steps`` by the paper's algorithm."""
-    return authors.by_formula(PAPERS[name][1], before, steps, **hypers)
-
-
-@functools.cache
-def expected(case, shapes):
-    steps = table.gradients(STEPS, shapes)
-    return by_paper(case.split()[0], table.weights(shapes), steps, **SETTINGS[case][0])
-
-
 def rule_of(case):
     return PAPERS[case.split()[0]][0](**SETTINGS[case][0])
 
 
 def formula(name, misplaced):
-    return Formula(
-        rule_of,
-        expected,
-        [case for case in SETTINGS if case.startswith(name)],
-        SHAPES,
-        STEPS,
-        lambda c: c[1] == 3 or c == ("sinkgd decay", 7),
-        misplaced=[(case, 3, ((13, 29),), 5) for case in misplaced],
-    )
+    rule, by_paper = PAPERS[name]
+    settings = {case: hypers for case, (hypers, *_) in SETTINGS.items() if case.startswith(name)}
+    misplaced = [(case, 3, ((13, 29),), 5) for case in misplaced]
+
+    def is_quick(case):
+        return case[1] == 3 or case == ("sinkgd decay", 7)
+
+    return authors.of_paper(rule, by_paper, settings, SHAPES, STEPS, is_quick, misplaced=misplaced)
 
 
 FORMULAS = {"sinkgd": formula("sinkgd", ("sinkgd decay",))}
@@ -101,7 +87,8 @@ def test_fp32_equals_the_paper(case, factor, path, monkeypatch):
     weights, _ = plain.stepped(lambda params: ours(params, **hypers), before, steps)
     doubles = [p.double() for p in before], [[g.double() for g in gs] for gs in steps]
     close = 1e-5 if "defaults" in case else 1e-4
-    assert max(errors(weights, by_paper(name, *doubles, **hypers), before)) <= close
+    expected = authors.by_formula(PAPERS[name][1], *doubles, **hypers)
+    assert max(errors(weights, expected, before)) <= close
 
 
 @pytest.mark.parametrize("path", ["native", "ops"])

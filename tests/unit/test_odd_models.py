@@ -1,18 +1,16 @@
-"""Models of unusual memory and gradients, and what other wrappers have made of a model."""
-
-import copy
+"""Models of unusual parameters, memory and gradients, and models that others have wrapped."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
 import ds_ext
 from ds_ext.distributed import dtensors
 from ds_ext.optimizer import OPTIMIZERS, param_checks
 from tests.common.hypers import FOR_ALL, NEEDED
 
-HYPERS = NEEDED
 HOW = {"fused": {}, "sharded": {"gradient_policy": "sharded"}}
 HOW |= {"clipped": {"max_grad_norm": 0.1, "clip_mode": "previous"}}
 
@@ -46,7 +44,7 @@ class Words(nn.Module):
 def test_sparse_gradients_are_made_dense(name, how):
     def trained(sparse):
         model = Words(sparse)
-        optimizer = OPTIMIZERS[name](model.parameters(), **HYPERS[name])
+        optimizer = OPTIMIZERS[name](model.parameters(), **NEEDED[name])
         if how != "plain":
             fused = ds_ext.fuse_into_backward(model, optimizer, **HOW[how])
             fused.clipping.previous_norm = 1.0
@@ -56,27 +54,6 @@ def test_sparse_gradients_are_made_dense(name, how):
     for p, got, begun in zip(trained(False), trained(True), start, strict=True):
         assert (got - p).norm() <= 1e-5 * (p - begun).norm()
         assert not torch.equal(p, begun)
-
-
-@pytest.mark.parametrize("policy", ["fused", "sharded"])
-def test_channels_last_after_fusing_changes_no_number(policy):
-    torch.manual_seed(5)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3))
-    plain, start = copy.deepcopy(model), copy.deepcopy(model)
-    optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
-    ds_ext.fuse_into_backward(model, optimizer, gradient_policy=policy)
-    model.to(memory_format=torch.channels_last)
-    assert not model[0].weight.is_contiguous()
-
-    def loss_of(m, step):
-        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step))
-        return m(x.to(memory_format=torch.channels_last)).square().mean()
-
-    expected = steps(plain, torch.optim.SGD(plain.parameters(), 0.1), loss_of)
-    for p, got, begun in zip(
-        expected, steps(model, optimizer, loss_of), start.parameters(), strict=True
-    ):
-        assert (got - p).norm() <= 1e-5 * (p - begun).norm()
 
 
 class Pair(nn.Module):
@@ -131,6 +108,73 @@ def test_views_of_one_tensor_that_do_not_overlap_are_stepped(kind, is_fused):
         torch.testing.assert_close(p, q)
 
 
+class Reading(nn.Module):
+    """``weight`` is also read without a gradient, by a node that runs after its step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.weight = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.linear(torch.tanh(self.first(x)), self.weight.detach())
+        return F.linear(torch.tanh(h), self.weight).square().sum()
+
+
+@pytest.mark.parametrize("name", FOR_ALL)
+def test_a_weight_that_was_read_detached_and_is_needed_after_its_step_is_an_error(name):
+    model = Reading()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    ds_ext.fuse_into_backward(model, optimizer)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(torch.randn(3, 5)).backward()
+
+
+class Rotating(nn.Module):
+    def __init__(self, trains: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        turn = torch.polar(torch.ones(2), torch.arange(2.0))
+        self.turn = nn.Parameter(turn, requires_grad=trains)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(self.linear(x).view(-1, 2, 2)) * self.turn
+        return torch.view_as_real(pairs).square().sum()
+
+
+@pytest.mark.parametrize("name", FOR_ALL)
+def test_complex_parameters_are_refused(name):
+    with pytest.raises(ValueError, match="complex64.*view_as_real"):
+        OPTIMIZERS[name](Rotating(trains=True).parameters())
+
+
+def test_a_group_with_a_complex_parameter_is_refused_and_not_added():
+    model = Rotating(trains=True)
+    optimizer = ds_ext.LOMO(model.linear.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="complex64"):
+        optimizer.add_param_group({"params": [model.turn]})
+    assert len(optimizer.param_groups) == 1 and model.turn not in optimizer.group_of
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_complex_parameter_may_be_frozen_but_not_trained_later(fuse):
+    model = Rotating(trains=False)
+    optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
+    if fuse:
+        ds_ext.fuse_into_backward(model, optimizer)
+    before = model.linear.weight.detach().clone()
+    model(torch.randn(3, 4)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert not torch.equal(model.linear.weight, before)
+    model.turn.requires_grad_(True)
+    state = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with pytest.raises(ValueError, match="complex64"):
+        model(torch.randn(3, 4)).backward()
+        optimizer.step()
+    assert all(torch.equal(p, state[n]) for n, p in model.named_parameters())
+
+
 @pytest.fixture
 def group(tmp_path):
     dist.init_process_group(
@@ -180,31 +224,6 @@ def test_parameters_beside_those_of_fully_shard_are_refused(group):
     ds_ext.fuse_into_backward(model, optimizer)
     for p, was in zip(model.parameters(), before, strict=True):
         assert torch.equal(dtensors.local(p), was)
-
-
-@pytest.mark.parametrize("is_fused", [True, False])
-def test_parameters_that_were_cut_after_the_optimizer_was_made_are_followed(group, is_fused):
-    """As accelerate does it: it puts the parts into the groups of the optimizer."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(4)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-    alone, start = copy.deepcopy(model), copy.deepcopy(model)
-    optimizer = ds_ext.CAME(model.parameters(), lr=1e-3)
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    optimizer.param_groups[0]["params"] = list(model.parameters())
-    if is_fused:
-        ds_ext.fuse_into_backward(model, optimizer)
-
-    def loss_of(m, step):
-        return m(torch.randn(3, 4, generator=torch.Generator().manual_seed(step))).square().mean()
-
-    expected = steps(alone, ds_ext.CAME(alone.parameters(), lr=1e-3), loss_of)
-    got = [dtensors.local(p) for p in steps(model, optimizer, loss_of)]
-    for p, new, begun in zip(expected, got, start.parameters(), strict=True):
-        assert (new - p).norm() <= 1e-5 * (p - begun).norm() and not torch.equal(p, begun)
-    assert {*optimizer.state} == {*model.parameters()}
 
 
 def test_deepspeed_is_given_no_model_that_torch_has_spread(group):

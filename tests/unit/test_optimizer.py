@@ -15,11 +15,11 @@ from ds_ext.ops.expressions import accumulator
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 from tests.common import authors, table
 from tests.common.hypers import FOR_ALL, SIMULATED
 from tests.common.plain import steps
+from tests.common.simulated import errors
 from tests.common.states import from_file, same, tensors
 from tests.common.table import RULES, SHAPES
 
@@ -29,17 +29,6 @@ HYPERS = SIMULATED
 
 def parameters(dtype=torch.float64, shapes=SHAPES):
     return [nn.Parameter(p) for p in table.weights(shapes, dtype)]
-
-
-def relative(got, expected, before):
-    return max(
-        float((a - b).detach().norm() / (b - c).detach().norm())
-        for a, b, c in zip(got, expected, before, strict=True)
-    )
-
-
-def same_bits(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def test_every_rule_has_an_optimizer():
@@ -62,7 +51,7 @@ def test_groups_have_their_own_hyper_parameters(name):
     groups = [{"params": [p]} | g for p, g in zip(theirs, own, strict=True)]
     steps(optimizer, params, gradients)
     steps(authors.ordinary(name, groups, HYPERS[name]), theirs, gradients)
-    assert relative(params, theirs, table.weights(shapes)) <= 1e-9
+    assert max(errors(params, theirs, table.weights(shapes))) <= 1e-9
 
 
 def test_groups_of_a_scheduled_optimizer_make_another():
@@ -83,22 +72,7 @@ def test_steps_are_counted_by_parameter(name):
     theirs = [nn.Parameter(p) for p in table.weights(shapes)[:1]]
     reference = authors.ordinary(name, [{"params": theirs}], HYPERS[name])
     steps(reference, theirs, [grads[:1] for grads in gradients[2:]])
-    assert relative(params[:1], theirs, table.weights(shapes)[:1]) <= 1e-9
-
-
-def test_update_steps_a_bucket_with_one_reduction_a_round():
-    params, (grads,) = parameters(), table.gradients(1)
-    optimizer = ds_ext.CAME(params)
-    updates = [
-        RunUpdate(p, p.detach().view(-1), g.view(-1), Shard.whole(p.shape))
-        for p, g in zip(params, grads, strict=True)
-    ]
-    sizes = []
-    assert optimizer.update(updates, lambda total: sizes.append(total.numel())) == 2
-    assert len(sizes) == 2
-    alone = parameters()
-    steps(ds_ext.CAME(alone), alone, [grads])
-    assert same_bits(params, alone)
+    assert max(errors(params[:1], theirs, table.weights(shapes)[:1])) <= 1e-9
 
 
 def _views():
@@ -123,9 +97,7 @@ def test_weights_and_gradients_that_are_not_contiguous(name):
             v.grad = torch.empty_like(v).copy_(d.grad)
         for optimizer in optimizers:
             optimizer.step()
-    assert same_bits(views, dense) and not any(
-        torch.equal(a, b) for a, b in zip(views, before, strict=True)
-    )
+    assert same(views, dense) and not any(map(torch.equal, views, before))
     assert [(v.data_ptr(), v.stride()) for v in views] == places
 
 
@@ -151,9 +123,9 @@ def test_resumed_equals_uninterrupted(name, dtype, mode):
     resumed.load_state_dict(from_file(optimizer.state_dict()))
     steps(resumed, second, gradients[3:])
 
-    assert same_bits(second, through)
+    assert same(second, through)
     mine, theirs = ([*tensors(o.state_dict())] for o in (resumed, whole))
-    assert same_bits(mine, theirs)
+    assert same(mine, theirs)
     states = [{k: x for k, x in s.items() if k != "master"} for s in resumed.state.values()]
     kept = [leaves(optimizer.hypers(**HYPERS[name]).state_spec(Shard.whole(s))) for s in SHAPES]
     expected = {part.dtype or accumulator(dtype) for parts in kept for _, part in parts}
@@ -186,6 +158,7 @@ def test_a_state_of_other_groups_is_refused():
         one.load_state_dict(two.state_dict())
 
 
+WARMUP = {"warmup_init": True, "relative_step": False, "lr": 1e-3}
 REFUSED = [
     # (optimizer, hyper-parameters, what the message must hold): each kind of value once. The
     # reference page and ds_ext/__init__.pyi hold each key's kind and default.
@@ -198,34 +171,15 @@ REFUSED = [
     ("lomo", {"lr": "auto"}, ["optimizer.params.lr is 'auto'", "HF Trainer", "write a value"]),
     ("adalomo", {"clip_threshold": 0}, ["clip_threshold is 0;", "a number > 0"]),
     ("adalomo", {"decay_rate": 0.8}, ["decay_rate is 0.8", "a number < 0"]),
-    (
-        "adalomo",
-        {"eps": 1e-8},
-        ["optimizer.params.eps is 1e-08", "a list of 2: [a number >= 0, a number >= 0]", "Adam"],
-    ),
+    ("adalomo", {"eps": 1e-8}, ["eps is 1e-08", "a list of 2: [a number >= 0, a numb", "Adam"]),
     ("adalomo", {"eps": [1e-30, -1e-3]}, ["eps is [1e-30, -0.001]", "a list of 2"]),
     ("adafactor", {"beta1": 1.0}, ["beta1 is 1.0", "a number in [0, 1) or null"]),
     ("adafactor", {"relative_step": 0, "lr": 1.0}, ["relative_step is 0", "true or false"]),
     ("adafactor", {"lr": 1e-3}, ["Adafactor", "lr=0.001", "relative_step", "to false"]),
     ("adafactor", {"relative_step": False}, ["Adafactor", "lr is missing"]),
-    (
-        "adafactor",
-        {"warmup_init": True, "relative_step": False, "lr": 1e-3},
-        ["warmup_init=true needs relative_step=true"],
-    ),
-    (
-        "came",
-        {"betas": [0.9, 0.999]},
-        ["optimizer.params.betas is [0.9, 0.999]", "a list of 3: [a number in [0, 1)", "Adam"],
-    ),
-    (
-        "lomo",
-        {"weight_update": "exact"},
-        [
-            "optimizer.params.weight_update is 'exact'",
-            '"stochastic", "nearest", "master" or "master24"',
-        ],
-    ),
+    ("adafactor", WARMUP, ["warmup_init=true needs relative_step=true"]),
+    ("came", {"betas": [0.9, 0.999]}, ["betas is [0.9, 0.999]", "a list of 3: [a num", "Adam"]),
+    ("lomo", {"weight_update": "exact"}, ["'exact'", '"nearest", "master" or "master24"']),
     ("lomo", {"seed": -1}, ["LOMO: optimizer.params.seed is -1", "a whole number >= 0"]),
     ("lamb", {"min_coeff": 2.0, "max_coeff": 1.0}, ["min_coeff=2.0 is larger than max_coeff=1.0"]),
     ("sinkgd", {"base_width": 64, "spectral": "muon"}, ['base_width=64 and spectral="muon" both']),

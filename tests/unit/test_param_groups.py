@@ -1,15 +1,13 @@
-"""Several rules in one model: entries by name, and what a rule is not for."""
-
-import copy
-from dataclasses import replace
+"""Param groups of a model: weight decay, entries by name, and the rule of each parameter's role."""
 
 import pytest
 import torch
 from torch import nn
 
 import ds_ext
+from ds_ext.engine.parameters import unpartitioned_shape
 from ds_ext.optimizer import param_groups
-from ds_ext.optimizer.model_view import ModelView
+from ds_ext.optimizer.model_view import ModelView, summary
 from ds_ext.rules import REGISTRY
 
 
@@ -28,10 +26,14 @@ class Net(nn.Module):
         return self.lm_head(self.norm(x))
 
 
-def loss_of(model, step):
-    made = torch.Generator().manual_seed(step)
-    x, y = torch.randint(10, (2, 7, 5), generator=made)
-    return nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+def by_name(model, groups):
+    """The group of each parameter."""
+    names = {p: n for n, p in model.named_parameters()}
+    return {names[p]: group for group in groups for p in group["params"]}
+
+
+def names_of(model, group):
+    return {*by_name(model, [group])}
 
 
 MIXED = [
@@ -64,23 +66,6 @@ def test_what_other_rules_share_comes_from_the_optimizer():
     assert (lomo["type"], lomo["lr"]) == ("LOMO", 0.02)
 
 
-def test_a_state_of_mixed_rules_is_restored():
-    torch.manual_seed(0)
-    models = [Net(), Net()]
-    optimizers = [ds_ext.AdaLomo.for_model(m, lr=0.02, param_groups=MIXED) for m in models]
-    for step in range(2):
-        loss_of(models[0], step).backward()
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-    models[1].load_state_dict(models[0].state_dict())
-    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-    for model, optimizer in zip(models, optimizers, strict=True):
-        loss_of(model, 2).backward()
-        optimizer.step()
-    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
 ILL = [
     ([], r"param_groups is \[\]; allowed: a list of"),
     ({"match": "norm"}, r"param_groups is .*; allowed: a list of"),
@@ -107,9 +92,8 @@ def test_ill_entries_are_refused(entries, message):
 def test_what_a_rule_is_not_for_is_given_to_others():
     model = Net()
     optimizer = ds_ext.GaLoreAdamW.for_model(model, rank=2, others={"lr": 1e-4})
-    names = {p: n for n, p in model.named_parameters()}
     own, others = optimizer.param_groups
-    assert {names[p] for p in own["params"]} == {f"layers.{i}.weight" for i in range(3)}
+    assert names_of(model, own) == {f"layers.{i}.weight" for i in range(3)}
     assert (own["rank"], own["lr"]) == (2, 1e-3)
     assert (others["rank"], others["lr"]) == (None, 1e-4)
     mixed = ds_ext.GaLoreAdamW.for_model(model, others={"type": "LOMO", "lr": 0.1})
@@ -120,8 +104,8 @@ def test_entries_without_a_type_leave_the_choice_to_the_rule():
     model = Net()
     entries = [{"match": "lm_head|layers.0", "lr": 1e-4}]
     optimizer = ds_ext.GaLoreAdamW.for_model(model, rank=2, param_groups=entries)
-    names = {p: n for n, p in model.named_parameters()}
-    found = {names[p]: (g["rank"], g["lr"]) for g in optimizer.param_groups for p in g["params"]}
+    found = by_name(model, optimizer.param_groups)
+    found = {name: (group["rank"], group["lr"]) for name, group in found.items()}
     assert found["lm_head.weight"] == (None, 1e-4) and found["embed.weight"] == (None, 1e-3)
     assert found["layers.0.weight"] == (2, 1e-4) and found["layers.1.weight"] == (2, 1e-3)
 
@@ -144,33 +128,11 @@ def test_rules_for_all_parameters_have_no_others():
         ds_ext.AdaLomo.for_model(Net(), others={"lr": 1.0})
 
 
-@pytest.fixture
-def matrices_only(monkeypatch):
-    """A rule that is for matrices of linear layers, as if it were registered so."""
-    entry = REGISTRY["lomo"]
-    roles = {"other": {"type": "AdaLomo"}, "head": {"type": "AdaLomo", "lr": 0.5}}
-    roles["embedding"] = roles["other"]
-    monkeypatch.setitem(REGISTRY, "lomo", replace(entry, roles=roles, any_shape=False))
-
-
-def test_roles_choose_the_rule(matrices_only):
-    model = Net()
-    optimizer = ds_ext.LOMO.for_model(model, lr=0.1)
-    names = {p: n for n, p in model.named_parameters()}
-    found = {
-        names[p]: (g.get("type"), g["lr"]) for g in optimizer.param_groups for p in g["params"]
-    }
-    assert found["layers.1.weight"] == (None, 0.1)
-    assert found["lm_head.weight"] == ("AdaLomo", 0.5)
-    assert found["embed.weight"] == found["norm.bias"] == ("AdaLomo", 0.1)
-
-
 @pytest.mark.parametrize("kind", ["SCALE", "SinkGD"])
 def test_the_papers_roles(kind):
     model = Net()
     optimizer = getattr(ds_ext, kind).for_model(model, lr=0.1)
-    names = {p: n for n, p in model.named_parameters()}
-    found = {names[p]: g for g in optimizer.param_groups for p in g["params"]}
+    found = by_name(model, optimizer.param_groups)
     other = "FlashAdamW" if kind == "SinkGD" else "AdamW"
     assert "type" not in found["layers.1.weight"] and found["norm.bias"]["type"] == other
     ends = found["embed.weight"], found["lm_head.weight"]
@@ -181,17 +143,15 @@ def test_the_papers_roles(kind):
     assert shown == [("column", 0.0), ("row", 0.9), ("row", 0.0)]
 
 
-def test_vectors_of_a_rule_for_matrices_are_refused(matrices_only):
+def test_vectors_of_a_rule_for_matrices_are_refused():
     model = Net()
     weight = model.layers[0].weight.detach().clone()
-    message = (
-        r"LOMO supports only matrices, but a parameter has the shape \[6\].*LOMO.for_model\(model"
-    )
+    message = r"Muon supports only matrices, but a parameter has the shape \[6\].*Muon.for_model\("
     with pytest.raises(ValueError, match=message):
-        ds_ext.fuse_into_backward(model, ds_ext.LOMO(model.parameters()))
-    loss_of(model, 0).backward()
+        ds_ext.fuse_into_backward(model, ds_ext.Muon(model.parameters()))
+    model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
     with pytest.raises(ValueError, match=message):
-        ds_ext.LOMO(model.parameters()).step()
+        ds_ext.Muon(model.parameters()).step()
     assert torch.equal(weight, model.layers[0].weight)
 
 
@@ -218,3 +178,159 @@ def test_a_model_that_zero_3_has_cut_is_refused():
     model.weight.data = torch.empty(0)  # as zero.Init leaves it
     with pytest.raises(ValueError, match="config of deepspeed.initialize instead"):
         ds_ext.AdaLomo.for_model(model)
+
+
+# ``target_modules`` chooses the matrices that GaLore-AdamW projects.
+
+
+class Layered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {"q_proj": nn.Linear(4, 4), "mlp": nn.Linear(4, 4), "norm": nn.LayerNorm(4)}
+            )
+            for _ in range(11)
+        )
+        self.lm_head = nn.Linear(4, 10, bias=False)
+        self.score = nn.Linear(4, 2)
+
+
+def grouped(module, params, targets="all-linear", **view):
+    """Groups as GaLore's target_modules make them."""
+    groups = params if isinstance(params[0], dict) else [{"params": params}]
+    entry = REGISTRY["galoreadamw"]
+    return param_groups.role_groups(entry, ModelView(module, **view), groups, targets)
+
+
+def projected(module, groups):
+    """Names of the parameters whose group keeps its rank."""
+    return {n for n, g in by_name(module, groups).items() if g.get("rank", 1) is not None}
+
+
+ALL = {f"layers.{i}.{name}.weight" for i in range(11) for name in ("q_proj", "mlp")}
+
+
+@pytest.mark.parametrize(
+    "targets, expected",
+    [
+        ("all-linear", ALL | {"score.weight"}),
+        (["q_proj"], {f"layers.{i}.q_proj.weight" for i in range(11)}),
+        (["q_proj", "score"], {f"layers.{i}.q_proj.weight" for i in range(11)} | {"score.weight"}),
+        ([r"layers\.1\.mlp"], {"layers.1.mlp.weight"}),
+        ([r".*\.\d\d\.mlp"], {"layers.10.mlp.weight"}),
+        ("embed", {"embed.weight"}),
+        (["lm_head"], {"lm_head.weight"}),
+    ],
+)
+def test_target_modules(targets, expected):
+    module = Layered()
+    params = list(module.parameters())
+    groups = grouped(module, params, targets)
+    assert projected(module, groups) == expected
+    assert [p for p in params if any(p is q for g in groups for q in g["params"])] == params
+    assert sum(len(g["params"]) for g in groups) == len(params)
+    ds_ext.GaLoreAdamW(groups, rank=2)
+
+
+def test_target_modules_split_the_groups_of_weight_decay():
+    module = Layered()
+    given = param_groups.decay_groups(ModelView(module), list(module.parameters()), 0.1)
+    groups = grouped(module, given, ["q_proj"])
+    assert [(g["weight_decay"], "rank" in g, len(g["params"])) for g in groups] == [
+        (0.1, False, 11),
+        (0.1, True, 14),
+        (0.0, True, 45),
+    ]
+    assert all(g.get("rank") is None for g in groups)
+
+
+def test_tied_and_partitioned_weights():
+    module = Layered()
+    module.lm_head.weight = module.embed.weight
+    groups = grouped(module, list(module.parameters()))
+    assert projected(module, groups) == ALL | {"score.weight"}
+    for p in module.parameters():  # as under ZeRO-3
+        p.ds_shape = p.shape
+        p.data = torch.empty(0)
+    params = list(module.parameters())
+    groups = grouped(module, params, shape=unpartitioned_shape)
+    assert projected(module, groups) == ALL | {"score.weight"}
+
+
+def test_target_modules_that_match_nothing_are_refused():
+    module = Layered()
+    params = list(module.parameters())
+    for targets in (["q_prj"], "norm", ["q_proj", "valu"]):
+        with pytest.raises(ValueError, match=r"target_modules: '.*' matches no trained matrix"):
+            grouped(module, params, targets)
+    with pytest.raises(ValueError, match=r"target_modules.*not a regular expression"):
+        grouped(module, params, ["q_proj("])
+    for targets in (3, [], ""):
+        with pytest.raises(ValueError, match=r"target_modules is .*; allowed"):
+            grouped(module, params, targets)
+    with pytest.raises(ValueError, match=r"target_modules is \"all-linear\", but no"):
+        grouped(module, [module.embed.weight])
+
+
+# Weight decay.
+
+
+class RMSNorm(nn.Module):
+    """A norm of HF's kind, with a weight of two dimensions to tell type from shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3))
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 3)
+        parts = ("proj", nn.Linear, (3, 3)), ("ln", nn.LayerNorm, (3,)), ("rms", RMSNorm, ())
+        parts += (("conv", nn.Conv1d, (3, 3, 2)),)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({name: kind(*sizes) for name, kind, sizes in parts}) for _ in range(12)
+        )
+        self.attention = nn.MultiheadAttention(3, 1)
+        self.experts = nn.Parameter(torch.zeros(2, 3, 3))
+        self.table_bias = nn.Parameter(torch.zeros(4, 4))
+        self.gain = nn.Parameter(torch.tensor(1.0))
+        self.head = nn.Linear(3, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+DECAYED = {"embed.weight", "layers.*.proj.weight", "layers.*.conv.weight"}
+DECAYED |= {"attention.in_proj_weight", "attention.out_proj.weight", "experts"}
+
+
+def test_decay_groups_spare_norms_biases_and_vectors():
+    model = Mixed()
+    params = list(model.parameters())
+    decayed, spared = param_groups.decay_groups(ModelView(model), params, 0.1)
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
+    got = summary(by_name(model, [decayed]))
+    assert {entry.split(" ")[0] for entry in got.split(", ")} == DECAYED
+    assert len(decayed["params"]) == 4 + 2 * 12  # the tied weight once
+    # together all of them, once each, in the order given
+    ids = {id(p): i for i, p in enumerate(params)}
+    orders = [[ids[id(p)] for p in group["params"]] for group in (decayed, spared)]
+    assert sorted(orders[0] + orders[1]) == list(range(len(params)))
+    assert all(order == sorted(order) for order in orders)
+
+
+def test_decay_groups_keep_to_the_parameters_given():
+    model, stranger = nn.Linear(3, 2), nn.Parameter(torch.zeros(2, 2))
+    decayed, spared = param_groups.decay_groups(ModelView(model), [stranger, model.weight], 0.1)
+    assert [p is model.weight for p in decayed["params"]] == [True]
+    assert [p is stranger for p in spared["params"]] == [True]  # of unknown kind
+
+
+def test_summary_leaves_layer_numbers_out():
+    names = [f"model.layers.{i}.mlp.{j}.weight" for i in range(12) for j in range(2)]
+    expected = "model.layers.*.mlp.*.weight (24), head.weight, norm2.bias"
+    assert summary([*names, "head.weight", "norm2.bias"]) == expected
+    assert summary([]) == "none"
+    assert summary(iter(["a.0.b", "a.1.b"])) == "a.*.b (2)"

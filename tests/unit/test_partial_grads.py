@@ -37,46 +37,46 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("checkpointing", [None, "reentrant", "nonreentrant"])
-def test_generating_by_a_part_of_the_model_between_steps_does_not_count(checkpointing):
+def check_steps(checkpointing, loss_of, names_in_parts, moved=frozenset()):
+    """Compares fused steps with plain ones, and which gradients were expected in parts."""
     model, optimizer, fused = make(checkpointing)
     plain, ordinary, _ = make(checkpointing, fuse=False)
-    in_parts = (
-        {"inner.shared.weight", "inner.shared.bias"} if checkpointing == "reentrant" else {""}
-    )
-    names = {p: n for n, p in model.named_parameters()}
     for step in range(3):
-        tokens = models.batch(step, 1)[0]
-        before = state(model)
+        tokens, before = models.batch(step, 1)[0], state(model)
+        loss = loss_of(model, tokens)
+        uses = fused.buckets.uses
+        assert {n for n, p in model.named_parameters() if uses.in_parts(p)} == names_in_parts
+        loss.backward()
+        assert moved <= {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+        optimizer.step()
+        ordinary.zero_grad()
+        loss_of(plain, tokens).backward()
+        ordinary.step()
+    assert same(state(model), state(plain))
+
+
+WAYS = [None, "reentrant", "nonreentrant"]
+IN_PARTS = {"reentrant": {"inner.shared.weight", "inner.shared.bias"}}
+MOVED = {"inner.embed.weight", "inner.up.weight", "inner.norm.bias", "value"}
+
+
+@pytest.mark.parametrize("checkpointing", WAYS)
+def test_generating_by_a_part_of_the_model_between_steps_does_not_count(checkpointing):
+    def loss_of(model, tokens):
         model.generate(tokens)
         loss = model(tokens)
         model.generate(tokens)  # to look at it before backward
-        assert {names[p] for p in names if fused.buckets.uses.in_parts(p)} <= in_parts
-        loss.backward()
-        moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
-        assert {"inner.embed.weight", "inner.up.weight", "inner.norm.bias", "value"} <= moved
-        optimizer.step()
-        ordinary.zero_grad()
-        plain(tokens).backward()
-        ordinary.step()
-    assert same(state(model), state(plain))
+        return loss
+
+    check_steps(checkpointing, loss_of, IN_PARTS.get(checkpointing, set()), MOVED)
 
 
-@pytest.mark.parametrize("checkpointing", ["reentrant", "nonreentrant"])
+@pytest.mark.parametrize("checkpointing", WAYS[1:])
 def test_segments_count_where_a_part_of_the_model_is_called_by_itself(checkpointing):
-    model, optimizer, fused = make(checkpointing)
-    plain, ordinary, _ = make(checkpointing, fuse=False)
-    for step in range(3):
-        tokens = models.batch(step, 1)[0]
-        loss = model.inner(tokens)
-        shared = model.inner.shared.weight
-        assert fused.buckets.uses.in_parts(shared) == (checkpointing == "reentrant")
-        loss.backward()
-        optimizer.step()
-        ordinary.zero_grad()
-        plain.inner(tokens).backward()
-        ordinary.step()
-    assert same(state(model), state(plain))
+    def loss_of(model, tokens):
+        return model.inner(tokens)
+
+    check_steps(checkpointing, loss_of, IN_PARTS.get(checkpointing, set()))
 
 
 def test_a_forward_that_raised_leaves_no_call_behind():

@@ -1,6 +1,5 @@
 """Writing weights back: unbiased or exact, the same however a parameter is cut, on what is due."""
 
-import functools
 import itertools
 
 import pytest
@@ -16,12 +15,10 @@ from ds_ext.ops import products, rounding, sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.sixteen_bit import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
-from tests.common import choose, table
+from tests.common import choose, optimizer_ranks, table
 from tests.common.hypers import FOR_ALL, Table
 from tests.common.plain import steps
-from tests.common.simulated import begin_alone, cut
 from tests.common.states import from_file
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -229,41 +226,17 @@ def test_steps_with_a_master_have_the_bits_of_fp32(name, half, monkeypatch):
         for optimizer in optimizers:
             optimizer.step()
         for p, q in zip(kept, exact, strict=True):
-            assert value(optimizers[0], p).equal(q)
+            assert number(optimizers[0], p).equal(q)
     assert not any(a.equal(b) for a, b in zip(kept, before, strict=True))
 
 
-def value(optimizer, param):
-    """The fp32 number that a weight and its master stand for."""
-    shard, s = Shard.whole(param.shape), optimizer.state[param]
-    how = RoundingConfig(optimizer.group_of[param]["weight_update"])
-    written = sixteen_bit.weight(param.detach().view(-1), s, how, 0, shard)
-    return torch.cat([written.block(b).reshape(-1) for b in shard.blocks()]).view(param.shape)
-
-
 def number(optimizer, param):
-    """The same as an optimizer tells it, as a checkpoint has it."""
+    """The number that a weight and its master stand for, as a checkpoint has it."""
     run = param.detach().view(-1)
     return optimizer.weights(param, run, Shard.whole(tuple(param.shape))).view(param.shape)
 
 
 # Sharded = whole, and resumed = uninterrupted, in every way of writing.
-
-
-def begin(name, mode, half, rank, world, weights):
-    """A step of one of ``world`` ranks -> (function of gradients that begins it, runs)."""
-    params = [nn.Parameter(p.clone()) for p in weights]
-    optimizer = OPTIMIZERS[name](params, **SETTINGS[name], weight_update=mode, seed=3)
-    shards = [Shard.of_rank(p.shape, rank, world) for p in weights]
-    runs = [cut(p, s) for p, s in zip(weights, shards, strict=True)]
-
-    def step(gradients):
-        parts = zip(params, runs, gradients, shards, strict=True)
-        return [
-            begin_alone(optimizer, RunUpdate(p, run, cut(g, s), s))[0] for p, run, g, s in parts
-        ]
-
-    return step, runs
 
 
 CUTS = list(itertools.product(MODES, HALVES.values(), [1, 2, 3, 7]))
@@ -277,19 +250,22 @@ def test_a_sharded_step_has_the_bits_of_a_whole_one(name, mode, half, world, mon
     """Given the same totals: sums in another order may differ in their last bit."""
     monkeypatch.setattr(Shard, "holds_rows", property(lambda _: False))  # as many rounds
     weights = table.weights(SHAPES, half)
-    make = functools.partial(begin, name, mode, half, weights=weights)
-    whole, *ranks = [make(rank=0, world=1)] + [make(rank=r, world=world) for r in range(world)]
+
+    def make(params):
+        return OPTIMIZERS[name](params, **SETTINGS[name], weight_update=mode, seed=3)
+
+    whole, ranks = (optimizer_ranks.made(make, weights, n) for n in (1, world))
     for gradients in table.gradients(5, SHAPES, half):
         with torch.no_grad():
-            first, *others = [step(gradients) for step, _ in (whole, *ranks)]
+            first, *others = [rank.begin(gradients) for rank in (*whole, *ranks)]
             if name in GROUPED:  # of one number and zeros, and none for the whole
                 assert lockstep.simulate([first]) == 0
                 lockstep.simulate(others)
             else:
                 answer_alike([first, *others])
-    for i, run in enumerate(whole[1]):
-        assert torch.cat([runs[i] for _, runs in ranks]).equal(run), SHAPES[i]
-    assert not all(run.equal(p.view(-1)) for run, p in zip(whole[1], weights, strict=True))
+    found, expected = optimizer_ranks.whole(ranks), optimizer_ranks.whole(whole)
+    assert all(map(torch.equal, found, expected))
+    assert not all(map(torch.equal, expected, weights))
 
 
 def answer_alike(begun):
@@ -299,21 +275,6 @@ def answer_alike(begun):
         assert (torch.stack(ranks).sum(0) - whole).norm() <= 1e-4 * whole.norm()
         for flat in ranks:
             flat.copy_(whole)
-
-
-@halves
-@modes
-def test_a_checkpoint_of_runs_has_the_same_bits(mode, half):
-    gradients = table.gradients(8, SHAPES, half)
-    through, _ = trained(mode, half, gradients)
-    first, halfway = trained(mode, half, gradients[:4])
-    saved = Pieces([from_file(resharding.save(halfway, owned(first)))])
-    second = [nn.Parameter(torch.zeros_like(p)) for p in first]
-    resumed = AdaLomo(second, weight_update=mode)
-    resharding.load_state(saved, resumed, owned(second))
-    resharding.load_weights(saved, resumed, owned(second))
-    steps(resumed, second, gradients[4:])
-    assert all(p.equal(q) for p, q in zip(second, through, strict=True))
 
 
 def trained(mode, half, gradients):
@@ -344,13 +305,16 @@ def test_a_seed_changes_the_bits_of_stochastic_rounding_alone():
         assert run(mode, 0).equal(run(mode, 1)) == (mode != "stochastic")
 
 
+FORMS = [MASTERS, MASTERS[::-1], (*MASTERS[1:], "nearest"), *((mode, mode) for mode in MODES)]
+
+
 @halves
-@pytest.mark.parametrize("mode, other", [MASTERS, MASTERS[::-1], (*MASTERS[1:], "nearest")])
-def test_a_master_of_another_form_stands_for_the_same(mode, other, half):
-    """Chosen between steps, loaded by ``load_state_dict``, or by a checkpoint."""
+@pytest.mark.parametrize("mode, other", FORMS)
+def test_a_checkpoint_goes_on_with_the_same_bits_also_in_another_form(mode, other, half):
+    """As if the form was chosen between steps."""
     gradients = table.gradients(5, SHAPES, half)
     kept, optimizer = trained(mode, half, gradients[:4])
-    before = [value(optimizer, p) for p in kept]
+    before = [number(optimizer, p) for p in kept]
     saved = Pieces([from_file(resharding.save(optimizer, owned(kept)))])
     saved.saved[0]["groups"][0]["weight_update"] = other
     loaded = [nn.Parameter(torch.zeros_like(p)) for p in kept]
@@ -360,33 +324,14 @@ def test_a_master_of_another_form_stands_for_the_same(mode, other, half):
     optimizer.param_groups[0]["weight_update"] = other
     for made, params in ((optimizer, kept), (resumed, loaded)):
         for p, x in zip(params, before, strict=True):
+            sixteen_bit.prepare(p.detach().view(-1), made.state[p], RoundingConfig(other))
             now = number(made, p)
-            if made is optimizer and other != "nearest":
-                now = value(made, p)  # in its new form
             part = half_spacings(x.to(half)) / 127
-            most = {"master": 0, "master24": 0.5002, "nearest": 127}[other]
+            most = {"master": 0, "master24": 0.5002}.get(other, 127 * (mode != other))
             assert ((now - x).abs() <= most * part + 1e-7 * x.abs()).all()
-            assert other == "nearest" or not now.equal(p)
+            assert other not in MASTERS or not now.equal(p)
     steps(optimizer, kept, gradients[4:])
     steps(resumed, loaded, gradients[4:])
     for p, q in zip(kept, loaded, strict=True):
-        assert ("master" in optimizer.state[p]) == (other != "nearest")
+        assert ("master" in optimizer.state[p]) == (other in MASTERS)
         assert p.equal(q) and number(optimizer, p).equal(number(resumed, q))
-
-
-# What it is for: updates of less than half a bf16's spacing. u = 1 at every step, so that p falls
-# by lr · RMS(p) each time.
-
-
-@halves
-@pytest.mark.parametrize(
-    "mode, error", [("stochastic", 3e-4), ("master", 1e-6), ("master24", 2e-4), ("nearest", 0)]
-)
-def test_small_updates_are_not_lost_but_by_rounding_to_nearest(mode, error, half):
-    lr = 1e-4 if half == torch.bfloat16 else 2e-5
-    p = nn.Parameter(torch.full((64, 64), 1.0, dtype=half))
-    optimizer = AdaLomo([p], lr=lr, weight_update=mode)
-    steps(optimizer, [p], [[torch.ones_like(p)]] * 20)
-    held = value(optimizer, p) if mode in MASTERS else p.float()
-    expected = 1 if mode == "nearest" else (1 - lr) ** 20
-    assert held.mean().item() == pytest.approx(expected, abs=error)

@@ -14,6 +14,7 @@ from ds_ext.ops import block_sizes
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner.live_memory import LiveMemory
 from ds_ext.rules import REGISTRY
+from tests.common.states import tensors
 from tests.worlds import ROOT
 
 NO_LAUNCH = {"empty", "empty_like", "new_empty", "detach", "_unsafe_view"}  # and views
@@ -43,16 +44,7 @@ def stepped(name, shape, dtype, n=1):
         p.grad = torch.zeros_like(p)
     optimizer = OPTIMIZERS[name](params)
     optimizer.step()
-    states = [x for state in optimizer.state.values() for x in tensors(state)]
-    return optimizer, [*params, *(p.grad for p in params), *states]
-
-
-def tensors(state):
-    for x in state.values():
-        if isinstance(x, dict):
-            yield from tensors(x)
-        elif isinstance(x, torch.Tensor):
-            yield x
+    return optimizer, [*params, *(p.grad for p in params), *tensors([*optimizer.state.values()])]
 
 
 def operations(name, dtype, n):

@@ -10,10 +10,11 @@ import math
 import pytest
 import torch
 
+import ds_ext
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
-from tests.common import table
+from tests.common import plain, table
 from tests.common.reference import Authors
 from tests.common.simulated import Formula, Ranks, errors
 from tests.common.table import RULES, SHAPES, VECTORS
@@ -145,3 +146,38 @@ def test_adafactor_relative_step_size(t, warmup, expected):
     ranks.t = t - 1
     ranks.step([g])  # u = sign(g): all magnitudes are equal, and RMS(u) is clipped to 1
     assert torch.allclose(p - ranks.params[0], expected * g.sign(), rtol=1e-9)
+
+
+# Steps that are nearly weight decay alone, where lomo_optim and AdaLomo are 2e-2 apart.
+
+
+def gradients(shape):
+    tiny = torch.randn(shape) * 1e-8
+    spike = tiny.clone()
+    spike.view(-1)[5] = 1e5
+    return {"zeros": torch.zeros(shape), "tiny": tiny, "spike": spike}
+
+
+@pytest.mark.parametrize("shape", [(64, 48), (48,)])
+@pytest.mark.parametrize("kind", ["zeros", "tiny", "spike"])
+def test_one_step_is_as_near_to_fp64_as_weights_of_fp32_can_be(kind, shape):
+    def by_ours(p):
+        (after,), _ = plain.stepped(lambda params: ds_ext.AdaLomo(params, **hypers), [p], [[g]])
+        return after.double()
+
+    def by_authors(p):
+        reference = Authors("adalomo", [p], **hypers)
+        reference.step([g.to(p.dtype)])
+        return reference.params[0].detach().double()
+
+    hypers = {"lr": 1e-3, "weight_decay": 0.1}
+    torch.manual_seed(0)
+    p, g = torch.randn(shape) * 0.02, gradients(shape)[kind]
+    exact = by_authors(p.double())
+    update = (exact - p.double()).norm()
+    assert (by_ours(p.double()) - exact).norm() <= 1e-9 * update
+    least = (exact.float().double() - exact).norm()
+    error, theirs = ((by(p) - exact).norm() for by in (by_ours, by_authors))
+    assert error <= 1.01 * least and error <= theirs
+    if kind == "zeros":
+        assert theirs > 1.2 * error > 5e-3 * update

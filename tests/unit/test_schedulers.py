@@ -10,7 +10,6 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.utils import groups as deepspeed_groups
 from torch.optim import lr_scheduler as torch_schedules
 
-import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import authors
 
@@ -135,39 +134,27 @@ TORCH = {
 }
 
 
-@pytest.mark.supports("schedulers of torch", stage=3, optimizer="LOMO")
-@pytest.mark.parametrize("given", ["config", "callable", "object"])
-@pytest.mark.parametrize("kind", TORCH)
-def test_torch_scheduler(kind, given):
-    params = TORCH[kind]
-
-    def make(optimizer):
-        return getattr(torch_schedules, kind)(optimizer, **params)
-
-    if given == "config":
-        engine = start(config={"scheduler": {"type": kind, "params": params}})
-    elif given == "callable":
-        engine = start(make=make)
-    else:
-        engine = start(make=make, client=lambda m: ds_ext.LOMO(m.parameters(), lr=LR))
-    assert_equal(run(engine), reference(make))
-
-
 HUGGING_FACE = {"linear": {}, "cosine_with_restarts": {"num_cycles": 2}, "inverse_sqrt": {}}
 HUGGING_FACE |= {"warmup_stable_decay": {"num_decay_steps": 4}}
+GIVEN = [("torch", name, how) for name in TORCH for how in ("config", "callable", "object")]
+GIVEN += [("Hugging Face", name, how) for name in HUGGING_FACE for how in ("callable", "object")]
 
 
-@pytest.mark.supports("schedulers of Hugging Face", stage=3, optimizer="LOMO")
-@pytest.mark.parametrize("given", ["callable", "object"])
-@pytest.mark.parametrize("name", HUGGING_FACE)
-def test_hugging_face_scheduler(name, given):
+@pytest.mark.supports(lambda library: f"schedulers of {library}", stage=3, optimizer="LOMO")
+@pytest.mark.parametrize("library, name, given", GIVEN)
+def test_a_scheduler_is_followed_however_it_is_given(library, name, given):
     def make(optimizer):
-        return transformers.get_scheduler(
-            name, optimizer, 3, STEPS, scheduler_specific_kwargs=HUGGING_FACE[name]
-        )
+        if library == "torch":
+            return getattr(torch_schedules, name)(optimizer, **TORCH[name])
+        more = HUGGING_FACE[name]
+        return transformers.get_scheduler(name, optimizer, 3, STEPS, scheduler_specific_kwargs=more)
 
-    client = None if given == "callable" else lambda m: ds_ext.LOMO(m.parameters(), lr=LR)
-    assert_equal(run(start(make=make, client=client)), reference(make))
+    ways = {
+        "config": {"config": {"scheduler": {"type": name, "params": TORCH.get(name)}}},
+        "callable": {"make": make},
+        "object": {"make": make, "client": own("lomo", LR)},
+    }
+    assert_equal(run(start(**ways[given])), reference(make))
 
 
 def metric(step):

@@ -1,15 +1,12 @@
-"""Settings of a DeepSpeed config: each that cannot be honoured is refused by name; decay groups."""
+"""Settings of a DeepSpeed config: each that cannot be honoured is refused by name."""
 
 import pytest
 import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, get_zero_config
-from torch import nn
 
 from ds_ext import settings
 from ds_ext.backward import gradient_config
 from ds_ext.config import config_checks, parsing
-from ds_ext.optimizer import param_groups
-from ds_ext.optimizer.model_view import ModelView, summary
 
 
 def refuse(*given):
@@ -242,69 +239,3 @@ def test_bucket_size():
 def test_a_bucket_size_that_is_none_is_refused(size):
     with pytest.raises(ValueError, match="zero_optimization.reduce_bucket_size is .*; allowed"):
         refuse(config("zero_optimization.reduce_bucket_size", size))
-
-
-class RMSNorm(nn.Module):
-    """A norm of HF's kind, with a weight of two dimensions to tell type from shape."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 3))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(7, 3)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "proj": nn.Linear(3, 3),
-                    "ln": nn.LayerNorm(3),
-                    "conv": nn.Conv1d(3, 3, 2),
-                    "rms": RMSNorm(),
-                }
-            )
-            for _ in range(12)
-        )
-        self.attention = nn.MultiheadAttention(3, 1)
-        self.experts = nn.Parameter(torch.zeros(2, 3, 3))
-        self.table_bias = nn.Parameter(torch.zeros(4, 4))
-        self.gain = nn.Parameter(torch.tensor(1.0))
-        self.head = nn.Linear(3, 7, bias=False)
-        self.head.weight = self.embed.weight
-
-
-DECAYED = {"embed.weight", "layers.*.proj.weight", "layers.*.conv.weight"}
-DECAYED |= {"attention.in_proj_weight", "attention.out_proj.weight", "experts"}
-
-
-def test_decay_groups_spare_norms_biases_and_vectors():
-    model = Model()
-    params = list(model.parameters())
-    decayed, spared = param_groups.decay_groups(ModelView(model), params, 0.1)
-    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
-    names = {p: name for name, p in model.named_parameters()}
-    got = summary(names[p] for p in decayed["params"])
-    assert {entry.split(" ")[0] for entry in got.split(", ")} == DECAYED
-    assert len(decayed["params"]) == 4 + 2 * 12  # the tied weight once
-    # together all of them, once each, in the order given
-    ids = {id(p): i for i, p in enumerate(params)}
-    orders = [[ids[id(p)] for p in group["params"]] for group in (decayed, spared)]
-    assert sorted(orders[0] + orders[1]) == list(range(len(params)))
-    assert all(order == sorted(order) for order in orders)
-
-
-def test_decay_groups_keep_to_the_parameters_given():
-    model, stranger = nn.Linear(3, 2), nn.Parameter(torch.zeros(2, 2))
-    decayed, spared = param_groups.decay_groups(ModelView(model), [stranger, model.weight], 0.1)
-    assert [p is model.weight for p in decayed["params"]] == [True]
-    assert [p is stranger for p in spared["params"]] == [True]  # of unknown kind
-
-
-def test_summary_leaves_layer_numbers_out():
-    names = [f"model.layers.{i}.mlp.{j}.weight" for i in range(12) for j in range(2)]
-    expected = "model.layers.*.mlp.*.weight (24), head.weight, norm2.bias"
-    assert summary([*names, "head.weight", "norm2.bias"]) == expected
-    assert summary([]) == "none"
-    assert summary(iter(["a.0.b", "a.1.b"])) == "a.*.b (2)"

@@ -88,12 +88,6 @@ def test_ranks_cover_the_parameter_by_equal_runs(shape, world):
 
 
 @given(shapes)
-def test_one_rank_holds_the_whole(shape):
-    assert Shard.of_rank(shape, 0, 1) == Shard.whole(shape)
-    assert len(Shard.whole(shape)) == math.prod(shape)
-
-
-@given(shapes)
 def test_mats_rows_and_cols_are_those_of_the_shape(shape):
     shard = Shard.whole(shape)
     assert shard.mats * shard.rows * shard.cols == math.prod(shape)
@@ -101,13 +95,6 @@ def test_mats_rows_and_cols_are_those_of_the_shape(shape):
         assert not shard.is_matrix and (shard.mats, shard.rows) == (1, 1)
     else:
         assert shard.is_matrix and (shard.rows, shard.cols) == shape[-2:]
-
-
-@given(shapes, st.integers(0, 2400), st.integers(1, 400))
-def test_an_empty_run_has_no_blocks(shape, at, limit):
-    at = min(at, math.prod(shape))
-    shard = Shard(shape, at, at, 1)
-    assert len(shard) == 0 and list(shard.blocks(limit)) == []
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 3)])

@@ -9,17 +9,14 @@ import itertools
 import pytest
 import torch
 
-from ds_ext.distributed import lockstep
 from ds_ext.ops import sixteen_bit
 from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.executors.triton import launches
 from ds_ext.ops.shard import Box, Shard, TensorParallelSplit
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.optimizer.updates import RunUpdate
-from tests.common import needs, paths, table
+from tests.common import needs, optimizer_ranks, paths, table
 from tests.common.choose import params
 from tests.common.hypers import FOR_ALL, SIMULATED, changed
-from tests.common.simulated import begin_alone
 
 SHAPE = (12, 20)
 DIVIDED = {
@@ -55,37 +52,31 @@ def part_of(whole, shard):
     return torch.cat(held)[shard.start : shard.stop].clone()
 
 
-def steps(name, hypers, shards, weights, gradients, cut, dtype=torch.float64):
-    """Runs after some steps of simulated ranks -> runs, states, rounds."""
-    params = [torch.nn.Parameter(weights.to(dtype)) for _ in shards]
-    optimizers = [OPTIMIZERS[name]([p], **hypers) for p in params]
-    runs = [cut(weights.to(dtype), shard) for shard in shards]
-    for whole in gradients:
-        with torch.no_grad():
-            taken = lockstep.simulate(
-                [
-                    [begin_alone(o, RunUpdate(p, run, cut(whole.to(dtype), shard), shard))[0]]
-                    for p, o, run, shard in zip(params, optimizers, runs, shards, strict=True)
-                ]
-            )
-    states = [o.state[p] for o, p in zip(optimizers, params, strict=True)]
-    return runs, states, taken
+class Rank(optimizer_ranks.Rank):
+    """One rank's run of a matrix that is split."""
+
+    def cut(self, tensors):
+        return [part_of(x, shard) for x, shard in zip(tensors, self.shards, strict=True)]
 
 
 def whole_and_split(name, hypers, boxes, world, shape=SHAPE, dtype=torch.float64):
     """The worst error of a split parameter's runs, relative to the update; the states; rounds."""
-    (weights,) = table.weights((shape,))
-    gradients = [g for (g,) in table.gradients(STEPS, (shape,))]
-    shards = shards_of(boxes, world, shape)
-    (expected,), _, _ = steps(
-        name, hypers, [Shard.whole(shape)], weights, gradients, lambda x, _: x.flatten().clone()
-    )
-    found, states, taken = steps(name, hypers, shards, weights, gradients, part_of, dtype)
+    (weights,), gradients = table.weights((shape,)), table.gradients(STEPS, (shape,))
+
+    def make(params):
+        return OPTIMIZERS[name](params, **hypers)
+
+    (one,) = optimizer_ranks.made(make, [weights], 1)
+    optimizer_ranks.step([one], *gradients)
+    (expected,), shards = one.runs, shards_of(boxes, world, shape)
+    ranks = [Rank(make, [weights.to(dtype)], [shard]) for shard in shards]
+    taken = optimizer_ranks.step(ranks, *([g.to(dtype)] for (g,) in gradients))
+    states = [rank.optimizer.state[rank.params[0]] for rank in ranks]
     whole = expected.view(shape)
     size = (whole - weights).norm()
     error = sum(
-        float((run.double() - part_of(whole, shard)).norm() ** 2)
-        for run, shard in zip(found, shards, strict=True)
+        float((rank.runs[0].double() - part_of(whole, shard)).norm() ** 2)
+        for rank, shard in zip(ranks, shards, strict=True)
     )
     return error**0.5 / float(size), states, taken
 

@@ -5,7 +5,6 @@
 
 import copy
 import itertools
-import math
 
 import pytest
 import torch
@@ -17,21 +16,15 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 import ds_ext
 from ds_ext import rules
-from ds_ext.checkpoint import checks, resharding
-from ds_ext.checkpoint.pieces import Pieces
-from ds_ext.checkpoint.resharding import OwnedRun
-from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import nbytes, zeros
+from ds_ext.ops.state import zeros
 from ds_ext.optimizer import OPTIMIZERS, expert_stacks, param_groups
 from ds_ext.optimizer.model_view import ModelView
-from ds_ext.optimizer.updates import RunUpdate
-from ds_ext.planner import memory
-from tests.common import table
+from tests.common import optimizer_ranks, table
 from tests.common.choose import params
 from tests.common.hypers import FOR_ALL, SIMULATED, changed
-from tests.common.reference import Authors
-from tests.common.simulated import EXACT, begin_alone
+from tests.common.optimizer_ranks import step, whole
+from tests.common.simulated import EXACT
 from tests.common.states import tensors
 
 SHAPES = ((5, 6, 9), (3, 7, 4), (4, 11), (1, 5, 3), (3, 2, 3, 4))
@@ -54,42 +47,15 @@ def gradients(idle=()):
     return made
 
 
-class Rank:
-    """One rank's runs of stacks, and its optimizer of them."""
+def ranks_of(name, values, world, hypers, first=0):
+    """Ranks with runs of stacks, whose experts count from ``first``."""
 
-    def __init__(self, name, rank, world, values, hypers, stacked=True):
-        self.rank, self.world = rank, world
-        self.keys = [nn.Parameter(torch.empty(0)) for _ in values]
-        self.shards = [Shard.of_rank(tuple(v.shape), rank, world) for v in values]
-        self.runs = self.cut(values)
-        self.optimizer = OPTIMIZERS[name](self.keys, **hypers)
-        self.optimizer.stacks = dict.fromkeys(self.keys, 0) if stacked else {}
+    def make(params):
+        optimizer = OPTIMIZERS[name](params, **hypers)
+        optimizer.stacks = dict.fromkeys(params, first)
+        return optimizer
 
-    def cut(self, values):
-        pairs = zip(values, self.shards, strict=True)
-        return [v.detach().reshape(-1)[s.start : s.stop].clone() for v, s in pairs]
-
-    def rules(self, grads):
-        with torch.no_grad():
-            each = zip(self.keys, self.runs, self.cut(grads), self.shards, strict=True)
-            return [rule for u in each for rule in begin_alone(self.optimizer, RunUpdate(*u))]
-
-    @property
-    def owned(self):
-        each = enumerate(zip(self.keys, self.runs, self.shards, strict=True))
-        place = self.rank, self.world
-        return {key: OwnedRun(str(i), run, shard, *place) for i, (key, run, shard) in each}
-
-
-def train(ranks, steps):
-    for grads in steps:
-        with torch.no_grad():
-            lockstep.simulate([rank.rules(grads) for rank in ranks])
-
-
-def whole(ranks, shapes=SHAPES):
-    runs = zip(*(rank.runs for rank in ranks), strict=True)
-    return [torch.cat(r).view(s) for r, s in zip(runs, shapes, strict=True)]
+    return optimizer_ranks.made(make, values, world)
 
 
 def apart(name, values, steps, hypers):
@@ -119,17 +85,10 @@ BY_RANKS = [*itertools.product(HYPERS, (1, 2, 3, 7)), ("adafactor", 40)]
 @pytest.mark.parametrize("name, world", params(BY_RANKS, lambda case: case[1] == 3))
 def test_an_expert_is_stepped_as_a_parameter_of_its_own(name, world):
     before, steps = table.weights(SHAPES), gradients()
-    ranks = [Rank(name, r, world, before, HYPERS[name]) for r in range(world)]
-    train(ranks, steps)
+    ranks = ranks_of(name, before, world, HYPERS[name])
+    step(ranks, *steps)
     expected = apart(name, before, steps, HYPERS[name])
     assert worst(whole(ranks), expected, before) <= 1e-9
-    if name in table.RULES and world == 3:
-        for v, *grads, got in zip(before, *steps, whole(ranks), strict=True):
-            reference = Authors(name, list(v), **HYPERS[name])
-            for g in grads:
-                reference.step(list(g))
-            theirs = torch.stack([p.detach() for p in reference.params])
-            assert worst([got], [theirs], [v]) <= 1e-8
 
 
 def test_8_bit_moments_are_rounded_in_an_experts_own_blocks():
@@ -139,9 +98,9 @@ def test_8_bit_moments_are_rounded_in_an_experts_own_blocks():
     before, steps = table.weights(shapes, torch.float32), table.gradients(4, shapes, torch.float32)
     expected = apart("galoreadamw", before, steps, hypers)
     for world in (1, 2, 7):
-        ranks = [Rank("galoreadamw", r, world, before, hypers) for r in range(world)]
-        train(ranks, steps)
-        assert worst(whole(ranks, shapes), expected, before) <= 1e-6
+        ranks = ranks_of("galoreadamw", before, world, hypers)
+        step(ranks, *steps)
+        assert worst(whole(ranks), expected, before) <= 1e-6
 
 
 @pytest.mark.parametrize("name", params(HYPERS, ["adafactor", "lamb", "scale"]))
@@ -150,8 +109,8 @@ def test_idle_experts_stay_finite_and_move_as_their_decay_says(name):
     steps = [[g.float() for g in grads] for grads in steps]
     for decay in (0.0, 0.1):
         hypers = HYPERS[name] | {"weight_decay": decay}
-        ranks = [Rank(name, r, 3, before, hypers) for r in range(3)]
-        train(ranks, steps * 3)
+        ranks = ranks_of(name, before, 3, hypers)
+        step(ranks, *steps * 3)
         for got, p in zip(whole(ranks), before, strict=True):
             assert got.isfinite().all()
             for i in range(len(p)):
@@ -174,15 +133,14 @@ def test_16_bit_experts_have_the_same_bits_on_any_number_of_ranks(dtype, weight_
     hypers = {"lr": 1e-3, "weight_update": weight_update}
     seen = []
     for world in (1, 2, 7):
-        ranks = [Rank("lomo", r, world, before, hypers) for r in range(world)]
-        train(ranks, steps)
+        ranks = ranks_of("lomo", before, world, hypers)
+        step(ranks, *steps)
         seen.append(whole(ranks))
-    for other in seen[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
     # As the noise of the whole parameter is: the step of one tensor, LOMO's being by element.
-    together = Rank("lomo", 0, 1, before, hypers, stacked=False)
-    train([together], steps)
-    assert all(torch.equal(a, b) for a, b in zip(seen[0], whole([together]), strict=True))
+    together = optimizer_ranks.made(lambda params: ds_ext.LOMO(params, **hypers), before, 1)
+    step(together, *steps)
+    for other in (*seen[1:], whole(together)):
+        assert all(map(torch.equal, seen[0], other))
 
 
 def test_experts_that_other_ranks_do_not_have_keep_their_noise():
@@ -191,34 +149,28 @@ def test_experts_that_other_ranks_do_not_have_keep_their_noise():
     before = [w.bfloat16() for w in table.weights(shape)]
     grads = [g.round().bfloat16() for g in table.gradients(1, shape)[0]]
     hypers = {"lr": 1e-3, "weight_update": "stochastic"}
-    every, half, astray = (Rank("lomo", 0, 1, w, hypers) for w in (before, *[[before[0][2:]]] * 2))
-    half.optimizer.stacks = dict.fromkeys(half.keys, 2)
-    train([every], [grads])
-    train([half], [[grads[0][2:]]])
-    train([astray], [[grads[0][2:]]])
-    expected = whole([every], shape)[0][2:]
-    assert torch.equal(whole([half], ((2, 6, 9),))[0], expected)
-    assert not torch.equal(whole([astray], ((2, 6, 9),))[0], expected)
-    (state,) = half.optimizer.state.values()
+    part, part_of_grads = [before[0][2:]], [grads[0][2:]]
+    every, half = ranks_of("lomo", before, 1, hypers), ranks_of("lomo", part, 1, hypers, first=2)
+    astray = ranks_of("lomo", part, 1, hypers)
+    for ranks, own in ((every, grads), (half, part_of_grads), (astray, part_of_grads)):
+        step(ranks, own)
+    expected = whole(every)[0][2:]
+    assert torch.equal(whole(half)[0], expected)
+    assert not torch.equal(whole(astray)[0], expected)
+    (state,) = half[0].optimizer.state.values()
     assert list(state["experts"]) == ["2", "3"]
 
 
 @pytest.mark.parametrize("name", HYPERS)
 def test_a_checkpoint_of_experts_is_gone_on_from_by_other_ranks(name):
     before, steps = table.weights(SHAPES), gradients()
-    straight = [Rank(name, r, 2, before, HYPERS[name]) for r in range(2)]
-    train(straight, steps)
-    first = [Rank(name, r, 2, before, HYPERS[name]) for r in range(2)]
-    train(first, steps[:3])
-    saved = [resharding.save(r.optimizer, r.owned) for r in first]
-    nothing = [torch.zeros_like(v) for v in before]
-    again = [Rank(name, r, 3, nothing, HYPERS[name]) for r in range(3)]
-    for rank in again:
-        pieces = Pieces(copy.deepcopy(saved))
-        checks.check(pieces, rank.optimizer, rank.owned, True)
-        resharding.load_state(pieces, rank.optimizer, rank.owned)
-        resharding.load_weights(pieces, rank.optimizer, rank.owned)
-    train(again, steps[3:])
+    straight = ranks_of(name, before, 2, HYPERS[name])
+    step(straight, *steps)
+    first = ranks_of(name, before, 2, HYPERS[name])
+    step(first, *steps[:3])
+    again = ranks_of(name, [torch.zeros_like(v) for v in before], 3, HYPERS[name])
+    optimizer_ranks.load(again, first)
+    step(again, *steps[3:])
     assert worst(whole(again), whole(straight), before) <= 1e-9
 
 
@@ -340,25 +292,3 @@ def test_a_plain_step_separates_experts_when_it_is_told_to():
         together.load_state_dict(optimizer.state_dict())
     twin = copy.deepcopy((one, optimizer))
     assert twin[1].stacks.keys() == expert_stacks.find(twin[0])
-
-
-@pytest.mark.parametrize("name", HYPERS)
-@pytest.mark.parametrize("world", [1, 3])
-def test_the_planner_counts_the_state_of_experts(name, world):
-    layer = Experts(4)
-    hypers = HYPERS[name]
-    rule = OPTIMIZERS[name].hypers(**OPTIMIZERS[name].check(hypers))
-    stage = 3 if world > 1 else 0
-    planned = memory.optimizer_memory(
-        rule, memory.shapes_of(layer), stage, world, torch.float32, 100
-    )
-    values = [p.detach() for p in layer.parameters()]
-    held = []
-    ranks = [Rank(name, r, world, values, hypers) for r in range(world)]
-    for rank in ranks:
-        rank.optimizer.stacks = dict.fromkeys(rank.keys[:2], 0)
-    train(ranks, [[torch.randn_like(v) for v in values]])
-    for rank in ranks:
-        held.append(nbytes([dict(s) for s in rank.optimizer.state.values()]))
-    assert planned.state == max(held)
-    assert math.prod(memory.shapes_of(layer)["up"]) == 60

@@ -1,22 +1,25 @@
-"""A state that does not match its rule's state_spec is rejected before the step."""
+"""A state that does not match its rule's state_spec is refused, whether it was loaded or edited."""
 
 import copy
+import functools
 import itertools
 
 import pytest
 import torch
 from torch import nn
 
-from ds_ext.optimizer import OPTIMIZERS
+import ds_ext
+from ds_ext.ops.state import mapped
+from ds_ext.optimizer import OPTIMIZERS, plain_step
 from ds_ext.rules import REGISTRY
 from tests.common import table
 from tests.common.choose import params, spread
 from tests.common.hypers import SIMULATED, changed
-from tests.common.states import same
+from tests.common.states import entries, same
 
 HYPERS = changed(SIMULATED, galoreadamw={"rank": 3}, apollo={"rank": 3})
 SHAPES = ((12, 8), (9, 5))
-WITHOUT_STATE = {"lomo", "sinkgd"}
+WITHOUT_STATE = {"lomo", "sinkgd", "scale-plain"}
 MORE = {  # further forms of what a rule keeps
     "adafactor-plain": ("adafactor", {"beta1": None}),
     "scale-plain": ("scale", {"momentum": 0.0}),
@@ -27,6 +30,8 @@ MORE = {  # further forms of what a rule keeps
     "lomo-ema": ("lomo", {"ema_decay": 0.9}),
 }
 FORMS = {name: (name, {}) for name in OPTIMIZERS} | MORE
+KEEPING = [form for form in FORMS if form not in WITHOUT_STATE]
+MASTERS = list(itertools.product((torch.bfloat16, torch.float16), ("master", "master24")))
 
 
 def made(form, shapes=SHAPES, dtype=torch.float32, **hypers):
@@ -72,20 +77,6 @@ def refuses(optimizer, params, saved, match):
     return refused(params, optimizer, lambda: optimizer.load_state_dict(saved), match)
 
 
-def mapped(state, change):
-    if isinstance(state, dict):
-        return {k: mapped(x, change) for k, x in state.items()}
-    return change(state) if isinstance(state, torch.Tensor) else state
-
-
-def tensors(state, *above):
-    for key, x in state.items():
-        if isinstance(x, dict):
-            yield from tensors(x, *above, key)
-        elif isinstance(x, torch.Tensor):
-            yield (*above, key), state, x
-
-
 # Loading.
 
 
@@ -109,37 +100,6 @@ def test_a_state_of_another_optimizer_is_refused(form, steps):
             assert all(map(torch.equal, params, weights)), other
         else:
             assert refuses(optimizer, params, saved, "not a state of"), other
-
-
-def test_a_state_under_the_groups_of_another_optimizer_is_refused():
-    """Its groups are those of the one that loads it: keys, shapes and dtypes tell."""
-    count = 0
-    for form, other in itertools.permutations(FORMS, 2):
-        params, optimizer = stepped(other)
-        saved = stepped(form)[1].state_dict() | {
-            "param_groups": copy.deepcopy(optimizer.state_dict()["param_groups"])
-        }
-        kept = [{k for k, _, _ in tensors(s["state"][0])} for s in (saved, optimizer.state_dict())]
-        if kept[1] <= kept[0]:
-            continue  # it has all that the other keeps: see the next test for shapes and dtypes
-        count += 1
-        assert refuses(optimizer, params, saved, "not fit")
-    assert count > len(FORMS) ** 2 / 3
-
-
-@pytest.mark.parametrize("form", [f for f in FORMS if f not in {*WITHOUT_STATE, "scale-plain"}])
-def test_a_state_of_other_shapes_is_refused(form):
-    params, optimizer = stepped(form)
-    for shapes in (((12, 8), (9, 6)), ((12, 8), (10, 5)), ((13, 8), (9, 5)), ((8, 12), (5, 9))):
-        saved = stepped(form, shapes=shapes)[1].state_dict()
-        sizes = [
-            [x.shape for of in s["state"].values() for *_, x in tensors(of)]
-            for s in (saved, optimizer.state_dict())
-        ]
-        if sizes[0] == sizes[1]:
-            continue  # flat moments of as many elements
-        assert refuses(optimizer, params, saved, r"layers\.[01] .* shape")
-    step(params, optimizer)
 
 
 DTYPES = [torch.float64, torch.bfloat16, torch.float16]
@@ -170,31 +130,22 @@ def test_a_state_of_another_floating_dtype_is_cast(form, dtype):
     assert all(p.isfinite().all() for p in params)
 
 
-@pytest.mark.parametrize("step_", [None, -1, 1.5, "two", torch.zeros(2)])
-def test_a_step_that_is_no_number_of_steps_is_refused(step_):
+STEPS = (None, -1, 1.5, "two", torch.zeros(2))
+WRONG = [(lambda saved, x=x: saved["state"][1].update(step=x), "layers.1 .* step") for x in STEPS]
+WRONG += [
+    (lambda saved: saved["state"][1].pop("step"), "lacks step"),
+    (lambda saved: saved["param_groups"][0].update(betas=(0.9, 1.5)), "betas"),
+    # a state dict without a number, as 0.1.0 wrote it, loads: test_old_checkpoints.py
+    (lambda saved: saved.update(ds_ext=2), "format 2, but .* reads format 1: a newer ds_ext wrote"),
+]
+
+
+@pytest.mark.parametrize("edit, match", WRONG)
+def test_what_is_no_state_dict_is_refused(edit, match):
     params, optimizer = stepped("adamw")
     saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][1]["step"] = step_
-    assert refuses(optimizer, params, saved, "layers.1 .* step")
-    del saved["state"][1]["step"]
-    assert refuses(optimizer, params, saved, "lacks step")
-
-
-def test_saved_hyper_parameters_that_are_not_allowed_are_refused():
-    params, optimizer = stepped("adamw")
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["param_groups"][0]["betas"] = (0.9, 1.5)
-    assert refuses(optimizer, params, saved, "betas")
-
-
-def test_a_format_of_a_newer_version_is_refused():
-    """A state dict without a number, as 0.1.0 wrote it, loads: test_old_checkpoints.py."""
-    params, optimizer = stepped("adamw")
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["ds_ext"] += 1
-    assert refuses(
-        optimizer, params, saved, "format 2, but .* reads format 1: a newer ds_ext wrote"
-    )
+    edit(saved)
+    assert refuses(optimizer, params, saved, match)
 
 
 def test_groups_of_other_types_are_refused():
@@ -207,26 +158,162 @@ def test_groups_of_other_types_are_refused():
     assert refuses(optimizer, params, saved, "Lion steps it")
 
 
-# Masters.
-
-MASTERS = [(torch.bfloat16, "master"), (torch.float16, "master"), (torch.bfloat16, "master24")]
-MASTERS += [(torch.float16, "master24")]
+# Edits between steps.
 
 
-@pytest.mark.parametrize("dtype, how", MASTERS)
-@pytest.mark.parametrize("name", ["lomo", "adalomo", "galoreadamw"])
-def test_a_master_of_another_size_is_refused(name, dtype, how):
-    params, optimizer = stepped(name, dtype=dtype, weight_update=how)
-    saved = copy.deepcopy(optimizer.state_dict())
-    for wrong in (lambda x: x[:-1], lambda x: torch.cat([x, x]), lambda x: x[:, None]):
-        edited = copy.deepcopy(saved)
-        edited["state"][1]["master"] = wrong(edited["state"][1]["master"])
-        assert refuses(optimizer, params, edited, "layers.1 .* master ")
-        optimizer.state[params[1]]["master"] = wrong(saved["state"][1]["master"])
-        with pytest.raises(ValueError, match="layers.1 .* master "):
-            step(params, optimizer)
-        optimizer.load_state_dict(saved)
+@pytest.mark.parametrize("form", KEEPING)
+def test_a_resized_parameter_is_refused_before_anything_is_stepped(form):
+    params, optimizer = stepped(form)
+    params[1].data = torch.randn(14, 5)
+    before = picture(params, optimizer)
+    with pytest.raises(ValueError, match=r"layers.1 .* del optimizer\.state\[param\]"):
+        step(params, optimizer)
+    assert same(before, picture(params, optimizer))
+    del optimizer.state[params[1]]
     step(params, optimizer)
+    assert params[1].isfinite().all() and [optimizer.state[p]["step"] for p in params] == [3, 1]
+
+
+def test_a_gradient_of_before_a_resize_is_refused():
+    params, optimizer = made("lomo")
+    params[1].grad = torch.ones(9, 5)
+    params[1].data = torch.randn(14, 5)
+    assert refused(
+        params, optimizer, optimizer.step, "layers.1 has 70 elements and its gradient 45"
+    )
+
+
+def missing(state, key):
+    del state[key]
+
+
+def nothing(state, key):
+    state[key] = None
+
+
+def shorter(state, key):
+    state[key] = state[key].flatten()[:-1] if state[key].numel() > 1 else state[key].new_zeros(3)
+
+
+def longer(state, key):
+    state[key] = torch.cat([state[key].flatten()] * 2)
+
+
+def whole_numbers(state, key):
+    state[key] = torch.zeros(state[key].shape, dtype=torch.int32)
+
+
+EDITS = (missing, nothing, shorter, longer, whole_numbers)
+WAYS = list(itertools.product([0, 1], EDITS))
+
+
+@pytest.mark.parametrize(
+    "form, at, edit", params([(f, *w) for f in KEEPING for w in WAYS], [*spread(KEEPING, WAYS)])
+)
+def test_an_edited_state_is_refused(form, at, edit):
+    check_edits(*stepped(form), at, edit)
+
+
+@pytest.mark.parametrize("edit", EDITS[1:4])
+@pytest.mark.parametrize("dtype, how", MASTERS)
+def test_an_edited_master_is_refused(dtype, how, edit):
+    check_edits(*stepped("lomo", dtype=dtype, weight_update=how), 1, edit)
+
+
+def check_edits(params, optimizer, at, edit):
+    """Edits each tensor of a parameter's state, which the next step and a load refuse."""
+    saved = optimizer.state_dict()
+    for keys, *_ in list(entries(optimizer.state[params[at]])):
+        is_made_again = keys == ("ema",) or keys[0] not in saved["state"][at]
+        if edit is missing and is_made_again:  # an average, or a cache, which is not saved
+            continue
+        own, twin, given = copy.deepcopy((params, optimizer, saved))
+        loads = functools.partial(twin.load_state_dict, given)
+        steps = functools.partial(step, own, twin)
+        for state, call in ((given["state"][at], loads), (twin.state[own[at]], steps)):
+            for inner in [inner for path, inner, _ in entries(state) if path == keys]:
+                edit(inner, keys[-1])
+                assert refused(own, twin, call, f"layers.{at} .*{keys[-1]}")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_wrong_number_of_steps_is_refused(form):
+    params, optimizer = stepped(form)
+    optimizer.state[params[1]]["step"] = -1
+    assert refused(params, optimizer, lambda: step(params, optimizer), "layers.1 .*step is -1")
+
+
+def test_an_edited_state_is_refused_before_another_bucket_is_stepped(monkeypatch):
+    monkeypatch.setattr(plain_step, "BATCHED_BUCKET_ELEMENTS", 1)
+    params, optimizer = stepped("adalomo")
+    optimizer.state[params[1]]["v"]["row"] = torch.zeros(1, 3)
+    assert refused(params, optimizer, lambda: step(params, optimizer), "layers.1 .*v.row")
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("form", KEEPING)
+def test_a_state_that_lies_otherwise_in_memory_or_was_cast_is_followed(form, in_place):
+    def strided(x):
+        return torch.stack([x, x], dim=-1)[..., 0]
+
+    def wider(x):
+        return x.double() if x.is_floating_point() else strided(x)
+
+    for change in (strided, wider):
+        (params, optimizer), (twins, twin) = stepped(form), stepped(form)
+        for p in params:
+            for keys, inner, x in list(entries(optimizer.state[p])):
+                if in_place:
+                    x.data = change(x)
+                else:
+                    inner[keys[-1]] = change(x)
+        step(params, optimizer, 2, seed=1)
+        step(twins, twin, 2, seed=1)
+        assert all(map(torch.equal, params, twins))
+
+
+def test_after_a_refused_step_the_next_takes_the_states_as_they_are_then():
+    """The one that is refused is stepped alone, beside one whose state had been looked at."""
+    pair, twins = [(table.weights(SHAPES, torch.float32)) for _ in range(2)]
+    # no pass takes fp64
+    made_of = [[nn.Parameter(p[0]), nn.Parameter(p[1].double())] for p in (pair, twins)]
+    both = [ds_ext.AdamW(p) for p in made_of]
+    for p, optimizer in zip(made_of, both, strict=True):
+        step(p, optimizer)
+    own, state = made_of[0], both[0].state
+    kept = state[own[1]].pop("m")
+    with pytest.raises(ValueError, match="lacks m"):
+        step(own, both[0], seed=1)
+    state[own[1]]["m"] = kept
+    for key in ("m", "v"):
+        state[own[0]][key] = state[own[0]][key].clone()
+    for p, optimizer in zip(made_of, both, strict=True):
+        step(p, optimizer, 2, seed=1)
+    assert all(map(torch.equal, *made_of))
+    assert same(state[own[0]], both[1].state[made_of[1][0]])
+
+
+@pytest.mark.parametrize(
+    "name, hypers, change",
+    [
+        ("lion", {}, {"nbits": 8}),
+        ("lion", {"nbits": 8}, {"nbits": 32}),
+        ("adafactor", {"beta1": None}, {"beta1": 0.9}),
+        ("scale", {"momentum": 0.0}, {"momentum": 0.9}),
+        ("galoreadamw", {}, {"rank": 2}),
+        ("apollo", {}, {"rank": 2}),
+    ],
+)
+def test_a_hyper_parameter_that_another_state_belongs_to_is_refused(name, hypers, change):
+    params, optimizer = stepped(name, **hypers)
+    before = picture(params, optimizer)[:2]
+    optimizer.param_groups[0].update(change)
+    if "nbits" in change:
+        with pytest.raises(ValueError, match="layers.0 does not fit it: its kind of m is that of"):
+            optimizer.state_dict()
+    with pytest.raises(ValueError, match="layers.0 does not fit it"):
+        step(params, optimizer)
+    assert same(before, picture(params, optimizer)[:2])
 
 
 @pytest.mark.parametrize("how", ["master", "master24"])
@@ -261,4 +348,36 @@ def _without_masters(saved):
     return saved
 
 
-# Between steps.
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(10, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.embed(x)).square().mean()
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("policy", ["fused", "sharded"])
+def test_a_resize_of_a_fused_model_is_refused_in_backward(policy, clip):
+    model = Model()
+    optimizer = ds_ext.AdamW(model.named_parameters())
+    fused = ds_ext.fuse_into_backward(
+        model, optimizer, bucket_size=1, gradient_policy=policy, max_grad_norm=clip
+    )
+    fused.backward(model(torch.arange(10)))
+    optimizer.step()
+    model.embed.weight.data = torch.randn(16, 6)
+    before = picture([*model.parameters()], optimizer)
+    with pytest.raises(RuntimeError, match=r"embed.weight has the shape \[16, 6\] now"):
+        fused.backward(model(torch.arange(16)))
+    with pytest.raises(ValueError, match="embed.weight does not fit"):
+        ds_ext.fuse_into_backward(model, optimizer)
+    assert same(before, picture([*model.parameters()], optimizer))
+    optimizer.state.pop(model.embed.weight)
+    fused = ds_ext.fuse_into_backward(model, optimizer)
+    fused.backward(model(torch.arange(16)))
+    optimizer.step()
+    assert (model.embed.weight != before[0][0]).any(dim=1).all()

@@ -1,5 +1,10 @@
-"""Loops written for other optimizers: closures, gradient scalers, torch's own clipping."""
+"""Loops written for other optimizers: gradient scalers, torch's clipping, zero_grad, loading.
 
+Gradients that are discarded: tests/scenarios.
+"""
+
+import copy
+import logging
 from unittest import mock
 
 import pytest
@@ -19,6 +24,12 @@ def make() -> nn.Module:
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     return model(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).square().sum()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    loss_of(model, step).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def test_a_gradient_scaler_is_refused_before_a_weight_moves():
@@ -146,3 +157,42 @@ def test_the_metrics_callback_and_its_subclasses_come_before_others(kind):
     assert logs["skipped_steps"] == 1.0 and logs["bytes_sent"] == 3.0
     with pytest.raises(RuntimeError, match="pass the callback to Trainer"):
         callback.on_train_begin(args, state, control, optimizer=optimizer)
+
+
+def test_what_was_stepped_stays_and_a_warning_says_so(caplog):
+    def fail(grad):
+        raise InterruptedError
+
+    model = make()
+    optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
+    ds_ext.fuse_into_backward(model, optimizer, bucket_size=1)
+    h = model[0](torch.ones(4, 5))
+    h.register_hook(fail)
+    with pytest.raises(InterruptedError):
+        model[1:](h).square().sum().backward()
+    with caplog.at_level(logging.WARNING, "ds_ext"):
+        optimizer.zero_grad()
+        optimizer.zero_grad()
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert "already updated 2 of 4 parameters" in message and "sharded" in message
+
+
+def test_a_state_that_is_loaded_before_the_step_steps_kept_gradients_and_warns_of_used_ones(caplog):
+    stepped = []
+    for how in (None, {"gradient_policy": "sharded"}, {"bucket_size": 1}):
+        model = make()
+        optimizer = ds_ext.AdamW(model.parameters(), lr=0.1)
+        if how is not None:
+            ds_ext.fuse_into_backward(model, optimizer, **how)
+        train(model, optimizer, 0)
+        saved = copy.deepcopy(optimizer.state_dict())
+        train(model, optimizer, 1)
+        loss_of(model, 2).backward()
+        with caplog.at_level(logging.WARNING, "ds_ext"):
+            optimizer.load_state_dict(saved)
+        optimizer.step()
+        stepped.append([p.detach() for p in model.parameters()])
+        assert len(caplog.records) == (how == {"bucket_size": 1})
+        optimizer.load_state_dict(saved)
+    assert all(map(torch.equal, *stepped[:2])) and len(caplog.records) == 1
+    assert "backward has already updated parameters" in caplog.text

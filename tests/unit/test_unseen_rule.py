@@ -7,18 +7,17 @@ import torch
 from torch import nn
 
 from ds_ext import ops
-from ds_ext.hyperparams import NonNegative
 from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.executors.table_passes import TableBatch
 from ds_ext.ops.executors.triton.kernel_table import KernelTable
 from ds_ext.ops.expressions import WeightStorage
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import Part
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.rules import REGISTRY, register
+from ds_ext.rules import REGISTRY
 from ds_ext.testing import check_rule
 from tests.common import adan, needs, paths, table
+from tests.common.own_rule import registered
 from tests.common.plain import steps
 
 SHAPES = ((12, 8), (9,), (2, 5, 7), (1, 40))
@@ -231,24 +230,16 @@ def test_statistics_of_another_dtype_are_right_too(path, monkeypatch):
         assert torch.allclose(a.float(), b.float(), rtol=1e-5)
 
 
-def of_state(dtype, is_batched):
-    """A rule whose state has a dtype, in the registry: SGD with momentum."""
+def momentum(self, p, g, s, t, shard):
+    ops.lerp_(s["m"], g, 0.5, shard)
+    ops.apply_(p, s["m"], shard, lr=self.lr)
 
-    @register(paper="", state="2/d", rounds="0", is_batched=is_batched)
-    @dataclass(frozen=True)
-    class Kept:
-        """Momentum."""
 
-        lr: NonNegative = 0.1
-        weight_decay: NonNegative = 0.0
-
-        def state_spec(self, shard):
-            return {"m": replace(Part.like(shard), dtype=dtype)}
-
-        def step(self, p, g, s, t, shard):
-            ops.lerp_(s["m"], g, 0.5, shard)
-            ops.apply_(p, s["m"], shard, lr=self.lr, weight_decay=self.weight_decay)
-            yield from ()
+def own_steps(params, gradients):
+    """Steps by the rule that is registered."""
+    optimizer = OPTIMIZERS["own"](params)
+    steps(optimizer, params, gradients)
+    return optimizer
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -256,13 +247,9 @@ def of_state(dtype, is_batched):
 @pytest.mark.parametrize("path", PATHS)
 def test_a_state_may_have_any_dtype(path, is_batched, dtype, monkeypatch):
     paths.use(monkeypatch, path)
-    of_state(dtype, is_batched)
-    try:
-        params = [nn.Parameter(torch.zeros(shape)) for shape in ((1000,), (30, 40), (7,))]
-        optimizer = OPTIMIZERS["kept"](params)
-        steps(optimizer, params, [[torch.ones_like(p) for p in params]] * 3)
-    finally:
-        del REGISTRY["kept"]
+    params = [nn.Parameter(torch.zeros(shape)) for shape in ((1000,), (30, 40), (7,))]
+    with registered(momentum, is_batched, dtype):
+        optimizer = own_steps(params, [[torch.ones_like(p) for p in params]] * 3)
     for p in params:
         assert optimizer.state[p]["m"].dtype == dtype
         assert torch.allclose(optimizer.state[p]["m"].double(), torch.tensor(0.875).double())
@@ -278,37 +265,14 @@ def test_factors_that_no_table_reads_are_refused_in_a_batch(path, monkeypatch):
         wide = Runs((u.row.values.double(),), firsts=u.row.offsets // 4)
         u = ops.normalize_rows(replace(u, row=wide), ops.square_sum(g, shard, g), 1e-8, shard)
         ops.apply_(p, u, shard, lr=self.lr)
-        yield from ()
 
-    of_state(torch.float32, is_batched=True)
-    try:
-        monkeypatch.setattr(REGISTRY["kept"].rule, "step", step)
-        params = [nn.Parameter(torch.zeros(shape)) for shape in ((30, 40), (20, 40))]
+    params = [nn.Parameter(torch.zeros(shape)) for shape in ((30, 40), (20, 40))]
+    with registered(step, is_batched=True):
         with pytest.raises(TypeError, match="ops.normalize_rows .* is_batched=False"):
-            steps(OPTIMIZERS["kept"](params), params, [[torch.ones_like(p) for p in params]])
-    finally:
-        del REGISTRY["kept"]
+            own_steps(params, [[torch.ones_like(p) for p in params]])
 
 
-def by_scalars(scale):
-    """A rule in the registry that multiplies its gradient by a function of two square sums."""
-
-    @register(paper="", state="", rounds="1", is_batched=True)
-    @dataclass(frozen=True)
-    class ByScalars:
-        """SGD."""
-
-        lr: NonNegative = 0.1
-        weight_decay: NonNegative = 0.0
-
-        def state_spec(self, shard):
-            return {}
-
-        def step(self, p, g, s, t, shard):
-            p_sq, g_sq = yield ops.square_sums((p, g), shard, g)
-            ops.apply_(p, ops.times(g, scale(p_sq, g_sq)), shard, lr=self.lr)
-
-
+# Functions of the square sums of weights and gradients, by which a rule multiplies its gradient.
 SCALES = {
     "sqrt": lambda p, g: torch.sqrt(p) / (torch.sqrt(g) + 1),
     "power": lambda p, g: (p / (g + 1)) ** 0.25,
@@ -320,14 +284,15 @@ SCALES = {
 
 
 def scaled_steps(scale, path, monkeypatch):
+    def step(self, p, g, s, t, shard):
+        p_sq, g_sq = yield ops.square_sums((p, g), shard, g)
+        ops.apply_(p, ops.times(g, scale(p_sq, g_sq)), shard, lr=self.lr)
+
     paths.use(monkeypatch, path)
-    by_scalars(scale)
-    try:
-        start = table.weights(((6, 7), (40,), (3, 5)), torch.float32)
-        params = [nn.Parameter(p * (i + 0.1)) for i, p in enumerate(start)]
-        steps(OPTIMIZERS["byscalars"](params), params, [[2 - p.detach() for p in params]])
-    finally:
-        del REGISTRY["byscalars"]
+    start = table.weights(((6, 7), (40,), (3, 5)), torch.float32)
+    params = [nn.Parameter(p * (i + 0.1)) for i, p in enumerate(start)]
+    with registered(step, is_batched=True):
+        own_steps(params, [[2 - p.detach() for p in params]])
     return [p.detach().cpu() for p in params]
 
 

@@ -6,17 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from ds_ext.distributed import lockstep
-from ds_ext.ops import rounding, sixteen_bit
+from ds_ext.ops import rounding
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.sixteen_bit import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.update_stats import UpdateStats, rms
-from ds_ext.optimizer.updates import RunUpdate
-from tests.common import choose, table
+from tests.common import choose, optimizer_ranks, table
 from tests.common.hypers import FOR_ALL, NEEDED, changed
 from tests.common.plain import steps
-from tests.common.simulated import begin_alone, cut
 
 SHAPES = ((), (5,), (13, 29), (4, 3, 5), (700, 800))  # the last in two blocks
 HYPERS = changed(NEEDED, galoreadamw={"rank": 3})
@@ -34,31 +30,26 @@ each_kind = pytest.mark.parametrize(
 )
 
 
+def measured(name, mode):
+    """Returns what makes an optimizer that measures its updates."""
+
+    def make(params):
+        optimizer = OPTIMIZERS[name](params, **HYPERS[name], weight_update=mode)
+        optimizer.update_stats = UpdateStats(1)
+        return optimizer
+
+    return make
+
+
 def make(name, dtype, mode, shapes=SHAPES):
     params = [nn.Parameter(p) for p in table.weights(shapes, dtype)]
-    optimizer = OPTIMIZERS[name](params, **HYPERS[name], weight_update=mode)
-    optimizer.update_stats = UpdateStats(1)
-    return params, optimizer
+    return params, measured(name, mode)(params)
 
 
 def held(optimizer, params):
     """The numbers that weights stand for, with their masters, in fp64."""
-    values = []
-    for p in params:
-        s, how = dict(optimizer.state[p]), optimizer.param_groups[0]["weight_update"]
-        shard = Shard.whole(p.shape)
-        w = (
-            sixteen_bit.weight(p.detach().view(-1), s, RoundingConfig(how), 0, shard)
-            if s
-            else p.detach()
-        )
-        tensor = isinstance(w, torch.Tensor)
-        values.append(w.clone() if tensor else torch.cat([x.view(-1) for x in read(w, shard)]))
-    return torch.cat([v.reshape(-1).double() for v in values])
-
-
-def read(w, shard):
-    return [w.block(b).clone() for b in shard.blocks()]
+    runs = [(p, p.detach().view(-1), Shard.whole(p.shape)) for p in params]
+    return torch.cat([optimizer.weights(*run).double() for run in runs])
 
 
 @each_kind
@@ -95,20 +86,10 @@ def test_measuring_changes_no_bit(name, dtype, mode):
 )
 def test_sums_of_ranks_add_up_to_the_whole_s(mode, world):
     def sums(world):
-        made = [make("lomo", torch.bfloat16, mode) for _ in range(world)]
-        begun = []
-        for rank, (params, optimizer) in enumerate(made):
-            shards = [Shard.of_rank(p.shape, rank, world) for p in params]
-            (gradients,) = table.gradients(1, SHAPES, torch.bfloat16)
-            begun.append(
-                [
-                    begin_alone(optimizer, RunUpdate(p, cut(p, s), cut(g, s), s))[0]
-                    for p, g, s in zip(params, gradients, shards, strict=True)
-                ]
-            )
-        with torch.no_grad():
-            lockstep.simulate(begun)
-        return sum(optimizer.update_stats.sums() for _, optimizer in made)
+        weights = table.weights(SHAPES, torch.bfloat16)
+        ranks = optimizer_ranks.made(measured("lomo", mode), weights, world)
+        optimizer_ranks.step(ranks, *table.gradients(1, SHAPES, torch.bfloat16))
+        return sum(rank.optimizer.update_stats.sums() for rank in ranks)
 
     assert sums(world).allclose(sums(1), rtol=5e-4, atol=0)
     assert sums(world)[0, 2] == sum(p.numel() for p in table.weights(SHAPES))
