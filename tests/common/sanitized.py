@@ -47,7 +47,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     done: Counter[str] = Counter()
     built = mock.patch.object(library, "_shipped", lambda: ctypes.CDLL(args.library))
-    # Torch's own threads are none of the sanitizer's: the passes have theirs.
+    # The sanitizer does not know torch's operations: they run in one thread, the passes in three.
     torch.set_num_threads(1)
     threads = mock.patch.object(torch, "get_num_threads", lambda: 3)
     with built, threads, mock.patch.object(native_table, "INSTRUCTIONS", 1):

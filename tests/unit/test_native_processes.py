@@ -1,8 +1,10 @@
 """Native passes beside threads, interrupts and forked processes."""
 
 import itertools
+import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -34,6 +36,36 @@ def test_small_numbers_are_flushed_in_all_threads_or_none():
     finally:
         torch.set_flush_denormal(False)
         torch.set_num_threads(before)
+
+
+COUNTS = """
+import json, os
+import torch
+from torch import nn
+import ds_ext
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+torch.set_num_threads(1)
+p = nn.Parameter(torch.zeros(2**23))
+p.grad = torch.ones_like(p)
+ds_ext.LOMO([p]).step()  # all is imported
+torch.set_num_threads(3)
+counts = [threads()]
+ds_ext.LOMO([p]).step()
+counts.append(threads())
+p.grad.add_(p.grad)
+counts.append(threads())
+print(json.dumps(counts))
+"""
+
+
+def test_passes_and_torch_share_threads():
+    """A second pool would compete with torch's threads, which spin after each operation."""
+    counts = json.loads(subprocess.check_output([sys.executable, "-c", COUNTS], text=True))
+    before, after_pass, after_torch = counts
+    assert (after_pass, after_torch) == (before + 2, before + 2)
 
 
 def interrupt_at(number: int):

@@ -23,11 +23,8 @@
 #include <atomic>
 #include <cfenv>
 #include <cmath>
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
-#include <mutex>
-#include <thread>
 #include <type_traits>
 #include <unistd.h>
 #include <vector>
@@ -49,85 +46,49 @@ const int64_t AHEAD = 4096;      // prefetch distance, bytes
 const int64_t FEW_LINES = 128;   // elements prefetched at a time in loops that do little else
 const int64_t STRIP = 1 << 17;   // elements that a thread takes at a time, roughly
 
-// A pool of threads. A forked process does not inherit its parent's threads, and makes its own.
-class Pool {
-  public:
-    explicit Pool(int size) {
-        for (int i = 1; i < size; ++i) std::thread([this] { work(); }).detach();
-    }
+// Runs ``function(data)`` on torch's threads, if torch has loaded an OpenMP runtime; else null. Threads
+// of our own would compete with torch's, which spin for a while after each of torch's operations.
+extern "C" __attribute__((weak, visibility("default"))) void GOMP_parallel(void (*function)(void *), void *data, unsigned threads, unsigned flags);
 
-    template <class Task> void run(int64_t tasks, int helpers, const Task &task) {
-        Job job{&task, [](const void *t, int64_t i) { (*static_cast<const Task *>(t))(i); }, tasks};
-        {
-            std::lock_guard<std::mutex> lock(mutex);
-            current = &job;
-            wanted = helpers;
-            ++generation;
-        }
-        ready.notify_all();
-        job.work();
-        std::unique_lock<std::mutex> lock(mutex);
-        current = nullptr;
-        wanted = 0;
-        done.wait(lock, [this] { return busy == 0; });
-    }
+// Whether threads survive: those that this library has used do not exist in a forked process.
+bool has_threads() {
+    static std::atomic<pid_t> user{0};
+    pid_t none = 0, own = getpid();
+    return user.compare_exchange_strong(none, own) || none == own;
+}
 
-  private:
-    struct Job {
-        const void *task;
-        void (*call)(const void *, int64_t);
-        int64_t tasks;
-        std::atomic<int64_t> next{0};
-        std::fenv_t modes;  // the caller's, which torch.set_flush_denormal() may have changed
-        Job(const void *t, void (*c)(const void *, int64_t), int64_t n) : task(t), call(c), tasks(n) {
-            std::fegetenv(&modes);
-        }
-        void work() {
-            for (int64_t i; (i = next.fetch_add(1)) < tasks;) call(task, i);
-        }
-    };
+// Orders what threads write, for a sanitizer that does not know the runtime's barriers.
+std::atomic<unsigned> handed_over{0};
+
+// The tasks of a call. Threads take them one after another.
+template <class Task> struct Job {
+    const Task &task;
+    const int64_t tasks;
+    std::fenv_t modes;  // the caller's, which torch.set_flush_denormal() may have changed
+    std::atomic<int64_t> next{0};
 
     void work() {
-        uint64_t seen = 0;
-        std::unique_lock<std::mutex> lock(mutex);
-        for (;;) {
-            ready.wait(lock, [&] { return current && wanted > 0 && generation != seen; });
-            seen = generation;
-            --wanted;
-            ++busy;
-            Job *job = current;
-            lock.unlock();
-            std::fesetenv(&job->modes);
-            job->work();
-            lock.lock();
-            if (--busy == 0) done.notify_all();
-        }
+        for (int64_t i; (i = next.fetch_add(1)) < tasks;) task(i);
     }
-
-    std::mutex mutex;
-    std::condition_variable ready, done;
-    Job *current = nullptr;
-    int wanted = 0, busy = 0;
-    uint64_t generation = 0;
+    static void run(void *data) {
+        Job &job = *static_cast<Job *>(data);
+        ++handed_over;
+        std::fenv_t own;
+        std::fegetenv(&own);
+        std::fesetenv(&job.modes);
+        job.work();
+        std::fesetenv(&own);
+        ++handed_over;
+    }
 };
 
 template <class Task> void parallel(int64_t tasks, int threads, const Task &task) {
-    static std::mutex one_at_a_time;
-    static Pool *pool = nullptr;
-    static pid_t owner = 0;
-    static int size = 0;
-    if (threads > tasks) threads = static_cast<int>(tasks);
-    if (threads < 2 || !one_at_a_time.try_lock()) {
-        for (int64_t i = 0; i < tasks; ++i) task(i);
-        return;
-    }
-    if (owner != getpid() || size < threads) {  // leaks the old pool and its sleeping threads
-        pool = new Pool(threads);
-        owner = getpid();
-        size = threads;
-    }
-    pool->run(tasks, threads - 1, task);
-    one_at_a_time.unlock();
+    Job<Task> job{task, tasks, {}};
+    if (threads < 2 || tasks < 2 || !GOMP_parallel || !has_threads()) return job.work();
+    std::fegetenv(&job.modes);
+    ++handed_over;
+    GOMP_parallel(Job<Task>::run, &job, static_cast<unsigned>(threads), 0);  // fewer threads would end the others
+    ++handed_over;
 }
 
 inline float as_float(uint32_t bits) {
