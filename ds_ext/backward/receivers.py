@@ -96,12 +96,8 @@ class Stepper:
         if self._version != self.optimizer.version or len(self._voted) >= MAX_PLANS:
             self._voted, self._version = {}, self.optimizer.version
         key = tuple([(id(p), p.dtype, p.device) for p in params])
-        if key not in self._voted:  # it takes some 7 µs for each parameter
-            self._voted[key] = self._voted_params(params)
-        return self._voted[key]
-
-    def _voted_params(self, params: Sequence[Tensor]) -> VotedParams:
-        """``voted_params`` of a new or changed bucket."""
+        if key in self._voted:  # else it takes some 7 µs for each parameter
+            return self._voted[key]
         layout = self.layout
         shards = {p: layout.shard(p) for p in params}
         in_batches = self.optimizer.in_batches(shards, layout.device)
@@ -111,7 +107,8 @@ class Stepper:
             by_sums = self.optimizer.first_round_checks(some)
         others = shards.keys() - by_sums
         in_kernels = in_batches if self._by_kernels else set()
-        return VotedParams(others - in_kernels, others & in_kernels)
+        self._voted[key] = VotedParams(others - in_kernels, others & in_kernels)
+        return self._voted[key]
 
     def project(self, grads: ReducedGrads, state: StepState, dtype: torch.dtype | None) -> None:
         """Adds the projections of gradients to ``state.projected``, in ``dtype``."""

@@ -264,14 +264,10 @@ def are_batched(
     for own in shards:
         if is_gpu and not devices.supports_matrices(own) or not entry.batches(rule, own):
             return False
-        if not _are_read(rule.state_spec(own)):
+        parts = leaves(rule.state_spec(own))  # averages of weights have forms of their own
+        if any(part.dtype not in STATE_DTYPES for keys, part in parts if keys != (ema.EMA,)):
             return False
     return True
-
-
-def _are_read(parts: Parts) -> bool:
-    """Whether tables read the tensors of a state; averages of weights have forms of their own."""
-    return all(part.dtype in STATE_DTYPES for keys, part in leaves(parts) if keys != (ema.EMA,))
 
 
 def _pieces(

@@ -69,7 +69,7 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         if not isinstance(params, Tensor):  # which torch refuses
             params = list(params)
             param_checks.refuse_no_params(type(self).__name__, params)
-        torch.optim.Optimizer.__init__(self, params, self.check(hypers))
+        torch.optim.Optimizer.__init__(self, params, checked_hypers(self.hypers, hypers))
         self.instances.add(self)
 
     @classmethod
@@ -94,15 +94,6 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         entry = rules.named(cls.rule.__name__)
         made = param_groups.of_config(entry, params, ModelView(module), trained, "")
         return cls(made.groups, **made.hypers).separate_experts(module)
-
-    @classmethod
-    def check(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns all hyper-parameters: the given ones checked, the others at their defaults.
-
-        Raises:
-            ValueError: as of ``hyperparams.check``.
-        """
-        return checked_hypers(cls.hypers, given)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters; see torch.optim.Optimizer.

@@ -79,7 +79,7 @@ def cases_of(table: ParamTable) -> list[Case]:
         rule = table.rule_at(i)
         hypers = {k: v for k, v in dataclasses.asdict(rule).items() if k not in LEFT_OUT}
         hypers |= {k: v for k, v in SMALL.items() if hypers.get(k) is not None}
-        is_ours = rules.entry_of(type(rule)).rule.__module__.startswith("ds_ext.")
+        is_ours = rules.entry_of(type(rule)).is_own
         for dtype in dict.fromkeys(p.dtype for p in group["params"] if is_ours):
             if dtype in names:
                 found.append([type(rule).__name__.lower(), hypers, names[dtype]])

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import ds_ext
+from ds_ext import hyperparams
 from ds_ext.commands import selftest as command
 from ds_ext.commands.cli import main
 from ds_ext.ops.executors import unbatched
@@ -308,11 +309,11 @@ def test_cases_cover_dtypes_storages_and_forms(name):
     cases = selftest.all_cases(OPTIMIZERS[name])
     assert len(cases) == 1 + 4 + 4 + 3 and json.loads(json.dumps(cases)) == cases
     for _, hypers, _ in cases:
-        OPTIMIZERS[name].check(hypers)
+        hyperparams.check(OPTIMIZERS[name].hypers, hypers)
     p = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
     (case,) = selftest.cases_of(OPTIMIZERS[name]([p], weight_update="master24"))
     assert case[0] == name and case[1]["weight_update"] == "master24" and case[2] == "bf16"
-    OPTIMIZERS[name].check(json.loads(json.dumps(case))[1])
+    hyperparams.check(OPTIMIZERS[name].hypers, json.loads(json.dumps(case))[1])
 
 
 def test_a_wrong_pass_of_native_code_is_seen(monkeypatch):
