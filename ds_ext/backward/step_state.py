@@ -233,11 +233,11 @@ class StepState:
         flags, self.flags = self.flags, DeviceGradFlags()
         if not flags:
             return [], sum(map(Tensor.item, squares))
-        found, numbers = flags.read(*squares)
-        self._flag(map(self.reader.layout.name, found.bad))
-        self.stepped -= len(found.bad)
-        self.flagged_square += found.square / self.coefficient**2
-        return found.bad, sum(numbers)
+        bad, square, numbers = flags.read(*squares)
+        self._flag(map(self.reader.layout.name, bad))
+        self.stepped -= len(bad)
+        self.flagged_square += square / self.coefficient**2
+        return bad, sum(numbers)
 
     def clipped_fraction(self) -> float:
         """Returns the fraction of elements that were bounded; 1 if all gradients were scaled."""

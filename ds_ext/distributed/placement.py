@@ -57,7 +57,7 @@ class Placement:
         statistics_group: the ranks that share a parameter and add up a rule's partial sums; None
             if every rank has whole parameters.
         tensor_parallel_shards: this rank's parts of the parameters that tensor parallelism split.
-        num_replicas: how many ranks have, and update, the same run.
+        num_replicas: how many ranks have, and update, the same run; by default all of ``group``.
 
     Attributes:
         is_summed: whether other ranks add to gradients.
@@ -75,7 +75,7 @@ class Placement:
         grad_divisor: int | None = None,
         statistics_group: Group = None,
         tensor_parallel_shards: Mapping[Tensor, TensorParallelShard] | None = None,
-        num_replicas: int = 1,
+        num_replicas: int | None = None,
     ) -> None:
         self.group = group
         self.world = size_of(group)
@@ -83,7 +83,7 @@ class Placement:
         self.is_summed = max(self.world, self.grad_divisor) > 1
         self.statistics_group = statistics_group
         self.tensor_parallel_shards = tensor_parallel_shards or {}
-        self.num_replicas = num_replicas
+        self.num_replicas = num_replicas or self.world
         self.bytes_sent = 0
 
     def connect(self, with_own_queue: Callable[..., Group]) -> None:
@@ -203,17 +203,6 @@ class Replicated(Summed):
 
     Args: see ``Placement``.
     """
-
-    def __init__(
-        self,
-        group: Group,
-        grad_divisor: int | None = None,
-        statistics_group: Group = None,
-        tensor_parallel_shards: Mapping[Tensor, TensorParallelShard] | None = None,
-    ) -> None:
-        super().__init__(
-            group, grad_divisor, statistics_group, tensor_parallel_shards, size_of(group)
-        )
 
     def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
         return self.group.allreduce_coalesced(flats)  # type: ignore[union-attr]

@@ -18,7 +18,7 @@ The sums cost no read of the gradient if the rule adds up squares anyway; votes 
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,13 +35,6 @@ BAD_VOTE, MAX_GOOD_VOTES = 2.0**20, 2.0**19
 def upper_bound(numel: Any, dtype: torch.dtype) -> Any:
     """Returns the largest allowed sum of squares of a gradient of ``numel`` elements."""
     return torch.finfo(ops.accumulator(dtype)).max / numel
-
-
-class Flagged(NamedTuple):
-    """The findings of kernels, equal on all ranks."""
-
-    square: float  # of all gradients checked by sums of squares; infinite if one is bad
-    bad: list[Tensor]  # parameters that were not stepped
 
 
 class DeviceGradFlags:
@@ -75,8 +68,12 @@ class DeviceGradFlags:
         self._values.append(values)
         self._checked += zip(params, bounds.tolist(), itertools.repeat(is_square), strict=False)
 
-    def read(self, *extra: Tensor) -> tuple[Flagged, list[float]]:
-        """Synchronizes with the device; returns the flagged gradients and the extra scalars."""
+    def read(self, *extra: Tensor) -> tuple[list[Tensor], float, list[float]]:
+        """Synchronizes with the device; returns what kernels have found, and the extra scalars.
+
+        That is the parameters that were not stepped, and the sum of squares of the gradients that
+        sums of squares have checked, infinite if one is bad. Both are equal on all ranks.
+        """
         first = extra[0].device if extra else self._values[0].device
         values = torch.cat([x.to(first) for x in self._values])
         parts = [*(x.view(1) for x in extra), values]
@@ -88,7 +85,7 @@ class DeviceGradFlags:
                 bad[param] = None
             if is_square:
                 square += value if is_good else math.inf
-        return Flagged(square, [*bad]), read[: len(extra)]
+        return [*bad], square, read[: len(extra)]
 
 
 class GradCheck:

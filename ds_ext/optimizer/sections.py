@@ -50,7 +50,16 @@ def of(rule: Any, shape: Shape) -> tuple[Section, ...]:
     """
     if not are_set(rule):
         return ()
-    return _sections(rule.split, rule.heads, rule.split_dim, shape)
+    sizes, heads, dim = rule.split, rule.heads or 1, rule.split_dim
+    if sizes is None:
+        sizes, heads = (shape[dim] // heads,) * heads, 1
+    unit = shape[1] if dim == 0 else 1
+    found, first = [], 0
+    for size in sizes:
+        own = (size * heads, shape[1]) if dim == 0 else (shape[0], size * heads)
+        found.append(Section(own, first * unit, size * unit, sum(sizes) * unit))
+        first += size
+    return tuple(found)
 
 
 def refuse(rule: Any, shape: Shape, name: str, where: str = "") -> None:
@@ -103,23 +112,6 @@ def _undivided_state(rule: Any, shape: Shape) -> str:
     parts = rule.state_spec(Shard.whole(shape)) if hasattr(rule, "state_spec") else {}
     whole = Part.like(Shard.whole(shape))
     return next((repr(k) for k, part in parts.items() if part != whole and k != ema.EMA), "")
-
-
-@functools.lru_cache(4096)
-def _sections(
-    sizes: Shape | None, heads: int | None, dim: int, shape: Shape
-) -> tuple[Section, ...]:
-    """Of a matrix of ``shape``, whose rows or columns consist of ``sizes``, again for each head."""
-    if sizes is None:
-        sizes, heads = (shape[dim] // (heads or 1),) * (heads or 1), None
-    unit = shape[1] if dim == 0 else 1
-    found, first = [], 0
-    for size in sizes:
-        own = size * (heads or 1)
-        section_shape = (own, shape[1]) if dim == 0 else (shape[0], own)
-        found.append(Section(section_shape, first * unit, size * unit, sum(sizes) * unit))
-        first += size
-    return tuple(found)
 
 
 def steps(

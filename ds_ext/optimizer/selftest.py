@@ -154,7 +154,7 @@ class Stepped:
             check = GradCheck(first, votes, flags)
         self.optimizer.update(updates, lambda total: None, check)
         self.optimizer.commit_weight_norms()
-        found = [*flags.read()[0].bad] if checked else []
+        found = flags.read()[0] if checked else []
         self.optimizer.rollback_step(found)
         return found
 
