@@ -41,6 +41,7 @@ BATCHED = [name for name, entry in REGISTRY.items() if entry.is_batched]
 # Multiprocessors, clock under load in Hz (assumed), bytes per second (of the data sheet).
 CARDS = {"H100": (132, 1.7e9, 3.35e12), "H200": (132, 1.7e9, 4.8e12)}
 REACHED = 0.9  # the share of these bytes that a copy reaches (assumed)
+STRIPS = {"weighted_sums", "normalize_whole_rows"}  # passes over strips of whole rows
 FUSED_ADAMW = 14  # bytes per element of torch's, with bf16 moments: g, and p, m, v in and out
 
 
@@ -127,7 +128,7 @@ def label(kind: KernelConstants) -> str:
     """Returns the name of a pass, and what selects its code."""
     forms = {x.value: name for name, x in kernels.FORM.items()}
     shape = [forms[kind.FORM]] if "FORM" in kind.fields else []
-    shape += [str(kind.TC)] if "STAGES" in kind.fields else []
+    shape += [str(kind.TC)] if kind.name in STRIPS else []
     return " ".join([kind.name, *shape])
 
 
@@ -236,7 +237,7 @@ def _padded(one: Mapping[str, Any], rows: Any, programs: Any) -> int:
     """The elements of the tiles of a pass over runs: 0 for others."""
     if "XD" not in one or "LONG" in one:
         return 0
-    height = rows[:, AT["height"]] if {"STAGES", "STRIP"} & one.keys() else one["TR"]
+    height = rows[:, AT["height"]] if one["name"] in STRIPS else one["TR"]
     return int((programs * height * one["TC"]).sum())
 
 

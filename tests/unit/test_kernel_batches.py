@@ -127,13 +127,8 @@ def test_runs_of_few_rows_have_low_strips():
     assert at.of("height").tolist() == heights
     assert at.programs.tolist() == [-(-s[0] // h) for s, h in zip(shapes, heights, strict=True)]
     assert (at.programs[:4] >= 256).all()
-    for width, dtype, stages in (
-        (2**14, "bfloat16", 3),
-        (2**14, "float32", 2),
-        (2**12, "float32", 3),
-    ):
-        named = {"TC": width, "XD": dtype, "ALIGNED": True}
-        assert sizes.shape_of("weighted_sums", named)[0]["STAGES"] == stages
+    for width, rows, warps in ((2**10, 4, 4), (2**12, 2, 8), (2**14, 1, 8)):
+        assert sizes.shape_of("weighted_sums", {"TC": width}) == ({"TR": rows, "TC": width}, warps)
 
 
 @pytest.mark.parametrize(

@@ -210,14 +210,13 @@ def _by_matrix(mats: Int64s) -> tuple[Int64s, Int64s]:
 
 
 def _sums(k: Int64s, stride: Int64s, n: Int64s) -> Tiles:
-    """Tiles that sum [k, stride] over k for the first n columns; stride 1 is read as rows of TC."""
-    is_one = stride == 1
-    wide = np.where(is_one, sizes.TC, stride)
+    """Tiles that sum [k, stride] over k for the first n columns; stride 1 is read as rows of a tile."""
+    is_one, width = stride == 1, sizes.FOLD_COLS
     return build_tiles(
-        -(-n // sizes.TC),
-        rows=np.where(is_one, -(-k // sizes.TC), k),
-        cols=wide,
-        n=np.where(is_one, sizes.TC, n),
+        -(-n // width),
+        rows=np.where(is_one, -(-k // width), k),
+        cols=np.where(is_one, width, stride),
+        n=np.where(is_one, width, n),
         height=k * stride,
         total=is_one,
     )

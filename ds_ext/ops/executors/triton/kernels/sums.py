@@ -99,8 +99,7 @@ def weighted_sums(t, tile, P: tl.constexpr):
     part has the column sums of squares, part2 of squares divided by their row's new statistic,
     before + lerp · (sum / cols + eps − before). Both are [strips, cols].
 
-    A row is no wider than a tile, so it is read once. The loop does not read the table, because
-    these loads would use up the pipeline stages.
+    A row is no wider than a tile, so it is read once. Loads that are pipelined take longer.
     """
     TC: tl.constexpr = P.TC
     rows, cols = integer(t, ROWS), hinted(integer(t, COLS), P)
@@ -111,7 +110,7 @@ def weighted_sums(t, tile, P: tl.constexpr):
     mat, top = rows_of(t, tile, strip)
     j = tl.arange(0, P.TC)
     plain, divided = tl.zeros([TC], dtype=tl.float32), tl.zeros([TC], dtype=tl.float32)
-    for i in tl.range(0, strip, P.TR, num_stages=P.STAGES):
+    for i in tl.range(0, strip, P.TR, num_stages=1):
         row, begin, own = _rows(top + i + tl.arange(0, P.TR), mat, rows, cols, start, n)
         ok = own[:, None] & (j < cols)[None, :]
         values = tl.load(x + hinted(begin, P)[:, None] + j[None, :], mask=ok, other=0.0)
@@ -145,7 +144,7 @@ def normalize_whole_rows(t, tile, P: tl.constexpr):
     j = tl.arange(0, P.TC)
     by_col = tl.load(pointer(t, COL, tl.float32) + mat * cols + j, mask=j < cols, other=0.0)
     sums = tl.zeros([TC], dtype=tl.float32)
-    for i in tl.range(0, strip, P.TR, num_stages=P.STAGES):
+    for i in tl.range(0, strip, P.TR, num_stages=1):
         row, begin, own = _rows(top + i + tl.arange(0, P.TR), mat, rows, cols, start, n)
         ok = own[:, None] & (j < cols)[None, :]
         values = tl.load(x + hinted(begin, P)[:, None] + j[None, :], mask=ok, other=0.0)
