@@ -24,7 +24,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ds_ext.ops.rounding import add_noise_
+from ds_ext.ops.executors.triton import devices, launches
+from ds_ext.ops.rounding import add_noise_, noise_table
 
 SIZE = 256  # elements that share a scale
 LEAST_EXPONENT = -126  # of scales: bf16's smallest normal number
@@ -83,6 +84,10 @@ class Int8Weight:
         fraction, because bf16 has 8 significant bits. It is cut off, 2**-17 codes on average.
         """
         flat = values.reshape(-1)
+        if devices.supports(flat.device):
+            noise = noise_table(flat.device)
+            launches.encode_int8(flat, self.codes, self.scales, noise, self.start, key)
+            return
         block = BLOCK if flat.device.type == "cpu" else GPU_BLOCK
         for start in range(0, len(flat), block):
             x = flat[start : start + block].float().view(-1, SIZE)

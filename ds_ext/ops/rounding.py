@@ -81,7 +81,7 @@ def add_noise_(bits: Tensor, key: int, start: int) -> None:
     if bits.device.type != "cpu":
         bits.add_(_gathered(key, start, len(bits), bits.device))
         return
-    table, at = _noise(bits.device), 0
+    table, at = noise_table(bits.device), 0
     while at < len(bits):
         chunk, element = divmod(start + at, schema.NOISE_CHUNK)
         n = min(schema.NOISE_CHUNK - element, len(bits) - at)
@@ -97,7 +97,7 @@ def _gathered(key: int, start: int, n: int, device: torch.device) -> Tensor:
     chunks = torch.arange(first, end, dtype=torch.int64, device=device)
     places = hash_(chunks.mul_(schema.PRIME3).add_(key)).remainder_(size)
     at = places.unsqueeze(1) + torch.arange(size, dtype=torch.int64, device=device)
-    return _noise(device)[at].view(-1)[start - first * size :][:n]
+    return noise_table(device)[at].view(-1)[start - first * size :][:n]
 
 
 def place(key: int, chunk: int) -> int:
@@ -106,7 +106,7 @@ def place(key: int, chunk: int) -> int:
 
 
 @functools.cache
-def _noise(device: torch.device) -> Tensor:
+def noise_table(device: torch.device) -> Tensor:
     """A permutation of the numbers below 2**16, twice, so that reads may run past its end."""
     h = torch.arange(schema.NOISE_CHUNK, dtype=torch.int64, device="cpu")
     for shift, factor in ((7, schema.NOISE1), (5, schema.NOISE2), (9, schema.NOISE3)):
@@ -116,7 +116,7 @@ def _noise(device: torch.device) -> Tensor:
 
 
 @functools.cache
-def shifted_noise(device: torch.device) -> Tensor:
+def shiftednoise_table(device: torch.device) -> Tensor:
     """The table of ``add_noise_`` for kernels, [NOISE_SHIFTS, 2 · NOISE_CHUNK] in 16 bits.
 
     Row s begins with number s of the permutation. For any position, one of the rows has the
@@ -124,7 +124,7 @@ def shifted_noise(device: torch.device) -> Tensor:
     instead would leave an element an eighth of the numbers, and bias its rounding. The cache keeps
     the table alive, because kernels have only its address.
     """
-    table = _noise(torch.device("cpu")).to(torch.int16)
+    table = noise_table(torch.device("cpu")).to(torch.int16)
     return torch.stack([table.roll(-s) for s in range(schema.NOISE_SHIFTS)]).to(device)
 
 

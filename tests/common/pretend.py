@@ -165,7 +165,7 @@ def device() -> Iterator[Memory]:
 
 def _forget() -> None:
     """Drops what is kept for a device: the next one is another."""
-    rounding._noise.cache_clear()
+    rounding.noise_table.cache_clear()
     rounding.shifted_noise.cache_clear()
     quantize._book.cache_clear()
     normal._quantiles.cache_clear()

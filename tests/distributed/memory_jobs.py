@@ -72,7 +72,7 @@ def measure(kind, stage, dtype):
         del loss
         engine.step()
     if kind != "adamw":
-        rounding._noise.cache_clear()
+        rounding.noise_table.cache_clear()
         look()
     engine.destroy()
     return max(seen)

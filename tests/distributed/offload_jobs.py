@@ -127,7 +127,7 @@ def place(pretended: bool) -> Iterator[pretend.Memory | None]:
     device = pretend.device() if pretended else contextlib.nullcontext()
     with mock.patch.object(host_offload, "SMALL", 0), device as memory:
         if memory is not None:  # constants that the first run would make
-            rounding._noise(pretend.DEVICE)
+            rounding.noise_table(pretend.DEVICE)
             normal._quantiles(pretend.DEVICE)
             for signed in (True, False):
                 quantize._book(signed, pretend.DEVICE)

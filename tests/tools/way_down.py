@@ -98,7 +98,7 @@ def trained(path: Path, model: Any, shape: tuple[int, int]) -> tuple[int, list[f
         mock.patch.object(PartitionedParameterCoordinator, "fetch_sub_module", uncounted),
     ):
         with memory.uncounted():
-            rounding._noise(pretend.DEVICE)
+            rounding.noise_table(pretend.DEVICE)
         torch.manual_seed(0)
         llama = transformers.LlamaForCausalLM(model).train()
         engine = deepspeed.initialize(model=llama, config=str(path))[0]

@@ -14,6 +14,7 @@ import ds_ext
 from ds_ext.config import config_checks
 from ds_ext.engine import forward
 from ds_ext.ops import int8, rounding
+from tests.common import paths
 from tests.common.int8_model import STORED, Model, batch, made
 
 CHECKPOINTING = [None, "reentrant", "nonreentrant"]
@@ -135,6 +136,29 @@ def test_devices_and_blocks_have_the_same_random_bits(monkeypatch):
         stored.encode(values, 7)
         found.append(stored.values().clone())
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("key", [None, 7, 2**32 - 1])
+def test_kernels_encode_as_torchs_operations(key, monkeypatch):
+    """Also zeros, the least and the largest normal numbers; a group with NaN or inf is NaN."""
+    groups = 33
+    torch.manual_seed(0)
+    weight = torch.randn(groups, int8.SIZE) * torch.logspace(-38, 37, groups).unsqueeze(1)
+    weight[0], weight[1], weight[2, 5], weight[3, 0] = 0, 2.0**-125, torch.nan, -torch.inf
+    weight[4], weight[5, 1] = 63.4, torch.finfo(torch.bfloat16).max
+    weight[6:12, 3] = torch.tensor([127, 127.5, 126.5, 63.75, 64, 1.5 * 2**-126])
+    weight[12] = 63 * 2.0**-126  # of the least scale, which cannot be halved
+    encoded = []
+    for path in ("ops", "kernels"):
+        paths.use(monkeypatch, path)
+        values = weight.bfloat16().flatten().to(paths.DEVICE)
+        stored = int8.Int8Weight(values, start=2**16 - 512)
+        stored.encode(values, key)
+        finite = ~stored.scales.isnan()
+        codes = stored.codes.view(groups, -1)[finite]
+        encoded.append([codes.cpu(), stored.scales[finite].cpu(), finite.cpu()])
+    assert finite.logical_not().nonzero().flatten().tolist() == [2, 3]
+    assert all(map(torch.equal, *encoded))
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)

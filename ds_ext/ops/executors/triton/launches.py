@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from ds_ext.ops.executors.triton import sizes
 from ds_ext.ops.executors.triton.tiles import Int64s
@@ -93,6 +94,22 @@ def launch_kernel(launch: Launch, arguments: Sequence[int], device: torch.device
 
 # Compiled kernels, and their constants in the order of the arguments.
 _compiled: dict[tuple[object, ...], tuple[Any, Sequence[object]]] = {}
+
+
+def encode_int8(
+    values: Tensor, codes: Tensor, scales: Tensor, noise: Tensor, start: int, key: int | None
+) -> None:
+    """Launches ``Int8Weight.encode`` of contiguous bf16 values; ``noise`` is rounding's table."""
+    n, size = len(scales), len(codes) // len(scales)
+    grid = (-(-n // ENCODED_GROUPS),)
+    constants = {"IS_RANDOM": key is not None, "SIZE": size, "GROUPS": ENCODED_GROUPS}
+    with current(values.device):
+        _kernels().encode[grid](
+            values, codes, scales.view(torch.int16), noise, n, start, key or 0, **constants
+        )
+
+
+ENCODED_GROUPS = 16  # of a program
 
 
 def options(warps: int) -> Named:

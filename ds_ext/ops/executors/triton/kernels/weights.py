@@ -147,9 +147,9 @@ def _to_fp16(x, noise):
 
 
 @triton.jit
-def _place(t, chunk):
+def place(key, chunk):
     """rounding.place: the position in the permutation at which a chunk's noise starts."""
-    h = (address(t, KEY) + chunk * PRIME3).to(tl.uint32)
+    h = (key + chunk * PRIME3).to(tl.uint32)
     h = (h ^ (h >> 16)) * LOWBIAS1
     h = (h ^ (h >> 15)) * LOWBIAS2
     return h ^ (h >> 16)
@@ -164,7 +164,7 @@ def _noise(t, e, P: tl.constexpr):
     """
     k = tl.arange(0, P.TC)[None, :]
     first = hinted(e + integer(t, ORIGIN), P) + hinted(k, P)
-    position = (_place(t, first >> 16) + first.to(tl.uint32)) & 0xFFFF
+    position = (place(address(t, KEY), first >> 16) + first.to(tl.uint32)) & 0xFFFF
     at = position % SHIFTS * (2 * 0x10000) + position // SHIFTS * SHIFTS
     if P.ALIGNED:  # the hint says what the compiler loses in the hash
         at = tl.max_constancy(at, [1, 16]) + k % 16

@@ -1,0 +1,47 @@
+"""Encodes weights like ops/int8.py on a GPU, with the same codes, scales and random numbers."""
+
+import triton
+import triton.language as tl
+
+from ds_ext.ops import schema
+from ds_ext.ops.executors.triton.kernels.weights import place
+
+CHUNK = tl.constexpr(schema.NOISE_CHUNK)
+ROUND = tl.constexpr(1.5 * 2.0**23)  # added to a number below 2^22: its bits end with the integer
+FINITE = tl.constexpr(0x7F800000)  # the bits of infinity
+ABOVE_127 = tl.constexpr(0x7E0000)  # the bits of the fraction of 127 / 64
+
+
+@triton.jit(do_not_specialize=["groups", "start", "key"])
+def encode(
+    values, codes, scales, noise, groups: tl.int32, start: tl.int64, key: tl.int64,
+    IS_RANDOM: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """codes ← values / scales, rounded to nearest, or by random numbers that depend on ``key``.
+
+    A program encodes GROUPS groups of SIZE values, whose elements count from ``start``.
+    """
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    has = group < groups
+    at = group.to(tl.int64)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    x = tl.load(values + at, mask=has[:, None], other=0.0).to(tl.float32)
+    most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # bits: NaN is the largest
+    # The exponent of the scale, plus 127. It is at least 1, and frexp says that of 0 is 0.
+    exponent = tl.maximum((most >> 23) - 6 + ((most & 0x7FFFFF) > ABOVE_127).to(tl.int32), 1)
+    exponent = tl.where(most == 0, 120, exponent)
+    x = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    if IS_RANDOM:
+        element = start + at
+        first = place(key, element // CHUNK) + element.to(tl.uint32)
+        size = (tl.abs(x) * 65536.0).to(tl.int32) + tl.load(noise + first % CHUNK)
+        size = size >> 16
+        # Stored anew, values below 64 codes would get half the scale: they get it here.
+        doubles = ((tl.max(size, axis=1) == 63) & (exponent > 1)).to(tl.int32)
+        size = size << doubles[:, None]
+        exponent -= doubles
+        code = tl.where(x < 0, -size, size)
+    else:
+        code = (x + ROUND).to(tl.int32, bitcast=True)
+    scale = tl.where(most < FINITE, exponent << 7, 0x7FC0)  # as bits of bf16; NaN
+    tl.store(codes + at, code.to(tl.int8), mask=has[:, None])
+    tl.store(scales + group, scale.to(tl.int16), mask=has)
