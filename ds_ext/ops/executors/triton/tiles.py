@@ -210,7 +210,7 @@ def _by_matrix(mats: Int64s) -> tuple[Int64s, Int64s]:
 
 
 def _sums(k: Int64s, stride: Int64s, n: Int64s) -> Tiles:
-    """Tiles that sum [k, stride] over k for the first n columns; stride 1 is read as rows of a tile."""
+    """Tiles that sum [k, stride] over k for the first n columns; stride 1 is read as tiles."""
     is_one, width = stride == 1, sizes.FOLD_COLS
     return build_tiles(
         -(-n // width),
