@@ -11,11 +11,11 @@ ALIGNMENT = 16  # elements, and bytes of an address: vectors of 16 bytes for eve
 # A program of ``weighted_sums`` or ``normalize_whole_rows`` reads a strip of whole rows, some rows
 # at a time, in a tile whose width is the next power of two, at least NARROWEST. A warp has
 # STRIP_COLS columns or more, so that a thread adds up whole columns; a thread has STRIP_ELEMENTS,
-# or more of a single row. The pass writes 8 / strip bytes of partial sums per element, which ``fold``
-# reads again: STRIPS are the largest and smallest heights of a strip, which add 3 and 12 % to the 8
-# bytes of AdaLomo's step. The height is the largest power of two with which a run has PROGRAMS
-# programs, two for nearly all of 132 multiprocessors. Rows wider than block_sizes.WIDEST are read
-# twice, in tiles of TR x TC.
+# or more of a single row. The pass writes 8 / strip bytes of partial sums per element, which
+# ``fold`` reads again: STRIPS are the largest and smallest heights of a strip, which add 3 and 12 %
+# to the 8 bytes of AdaLomo's step. The height is the largest power of two with which a run has
+# PROGRAMS programs, two for nearly all of 132 multiprocessors. Rows wider than block_sizes.WIDEST
+# are read twice, in tiles of TR x TC.
 STRIPS, PROGRAMS = (64, 16), 256
 NARROWEST = 2**10
 STRIP_COLS, STRIP_ELEMENTS, STRIP_WARPS = 256, 32, 8
