@@ -116,7 +116,7 @@ def noise_table(device: torch.device) -> Tensor:
 
 
 @functools.cache
-def shiftednoise_table(device: torch.device) -> Tensor:
+def shifted_noise(device: torch.device) -> Tensor:
     """The table of ``add_noise_`` for kernels, [NOISE_SHIFTS, 2 · NOISE_CHUNK] in 16 bits.
 
     Row s begins with number s of the permutation. For any position, one of the rows has the
