@@ -114,11 +114,11 @@ def _square_sums(table: Launcher, read: Read) -> None:
 
 
 def _row_col_sums(table: Launcher, read: Read) -> None:
-    by_row = table.partials("by_matrix", tiles.row_sums)
-    by_col = table.partials("by_matrix", tiles.col_sums)
+    by_row = table.partials("for_sums", tiles.row_sums)
+    by_col = table.partials("for_sums", tiles.col_sums)
     columns = {k: v for k, v in read.numbers.items() if k not in ("out", "out2")}
     columns |= {"part": table.allocate(by_row), "part2": table.allocate(by_col)}
-    table.launch("row_col_sums", read.constants, "by_matrix", columns)
+    table.launch("row_col_sums", read.constants, "for_sums", columns)
     table.fold(
         (by_row, columns["part"], read.columns["out"]),
         (by_col, columns["part2"], read.columns["out2"]),

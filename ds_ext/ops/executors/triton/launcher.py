@@ -23,6 +23,7 @@ LEAST_ADDRESS = 2**32  # a number's argument is an address from here on, else th
 TILES: dict[str, Callable[[Geometry], Tiles]] = {
     "flat": tiles.flat,  # of passes that ignore rows and columns
     "by_matrix": tiles.by_matrix,  # of passes that use them
+    "for_sums": tiles.for_sums,  # and add them up
     "by_strip": tiles.by_strip,  # as wide as the rows
     "by_parameter": tiles.by_parameter,  # one for each
     "rows": tiles.of_rows,  # a sum over all rows

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 TR, TC, WARPS = 32, 128, 4  # rows, columns and warps of a tile
+SUMS_TR, SUMS_TC = 64, 64  # of ``row_col_sums``
+MANY_WARPS = {"IS_ADAM", "IS_ADAM_STEP"}  # inputs that need many registers for an element
 ALIGNMENT = 16  # elements, and bytes of an address: vectors of 16 bytes for every dtype
 # A program of ``weighted_sums`` or ``normalize_whole_rows`` reads a strip of whole rows, some rows
 # at a time, in a tile whose width is the next power of two, at least NARROWEST. A warp has
@@ -33,6 +35,8 @@ def shape_of(kernel: str, named: Named) -> LaunchConfig:
     """Returns the shape of a pass from its other constants."""
     tile = {"TR": TR, "TC": TC}
     match kernel:
+        case "row_col_sums":
+            tile = {"TR": SUMS_TR, "TC": SUMS_TC}
         case "weighted_sums" | "normalize_whole_rows":
             wide = named["TC"]
             warps = min(STRIP_WARPS, wide // STRIP_COLS)
@@ -44,4 +48,5 @@ def shape_of(kernel: str, named: Named) -> LaunchConfig:
         case "cached_norm":  # which reads its tiles only if necessary
             return {**tile, "LONG": LONG}, LONG_WARPS
     # without vectors each element needs its own address: fewer elements per thread
-    return tile, WARPS if named["ALIGNED"] else 2 * WARPS
+    is_heavy = named.get("FORM") in MANY_WARPS or not named["ALIGNED"]
+    return tile, 2 * WARPS if is_heavy else WARPS

@@ -84,9 +84,18 @@ def flat(g: Geometry) -> Tiles:
 
 def by_matrix(g: Geometry) -> Tiles:
     """Runs as tiles of the matrices they touch."""
-    at = _by_rows(g, sizes.TR)
-    height = touched(g) * at["down"]
-    return build_tiles(height * across(g), **at, height=height * sizes.TR)
+    return _of_matrices(g, sizes.TR, sizes.TC)
+
+
+def for_sums(g: Geometry) -> Tiles:
+    """The tiles of sums over rows and columns."""
+    return _of_matrices(g, sizes.SUMS_TR, sizes.SUMS_TC)
+
+
+def _of_matrices(g: Geometry, height: int, width: int) -> Tiles:
+    at = _by_rows(g, height)
+    down = touched(g) * at["down"]
+    return build_tiles(down * -(-g.cols // width), **at, height=down * height)
 
 
 def by_strip(g: Geometry) -> Tiles:
@@ -121,11 +130,6 @@ def _by_rows(g: Geometry, height: Int64s | int) -> dict[str, Int64s]:
     at = {"start": g.start, "n": g.n, "rows": g.rows, "cols": g.cols, "origin": g.origin}
     row0 = np.where(is_one, first % g.rows, 0)
     return at | {"mat0": first // g.rows, "row0": row0, "down": down}
-
-
-def across(g: Geometry) -> Int64s:
-    """The number of tiles side by side."""
-    return -(-g.cols // sizes.TC)
 
 
 def touched(g: Geometry) -> Int64s:
@@ -180,11 +184,11 @@ def _of_one(counts: Int64s) -> Tiles:
 
 def row_sums(g: Geometry, at: Tiles) -> PartialSums:
     """Reduces row sums: per parameter [tiles across, mats touched, rows of their tiles]."""
-    down, mats = at.of("down"), touched(g)
-    height, wide = at.of("height"), across(g)
+    mats, height = touched(g), at.of("height")
+    wide = -(-g.cols // sizes.SUMS_TC)
     firsts, total = _offsets(wide * height)
     owners, mat = _by_matrix(mats)
-    high = (down * sizes.TR)[owners]
+    high = (at.of("down") * sizes.SUMS_TR)[owners]
     rows, row0 = g.rows[owners], at.of("row0")[owners]
     sums = _sums(wide[owners], height[owners], np.minimum(high, rows - row0))
     outs = 4 * ((at.of("mat0")[owners] + mat) * rows + row0)
