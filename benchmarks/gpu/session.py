@@ -60,7 +60,7 @@ STAGES = (
     Stage(
         "training_memory",
         "The memory and speed of fine-tuning a model of 7B on this GPU.",
-        180,
+        120,
     ),
     Stage(
         "planned_memory",
@@ -74,7 +74,7 @@ STAGES = (
         "a long kernel.",
         90,
     ),
-    Stage("host_gaps", "The time in which the GPU waits for the host in a training step.", 60),
+    Stage("host_gaps", "The time in which the GPU waits for the host in a training step.", 120),
     Stage(
         "ranks",
         "Training with NCCL's collectives, on one rank and on two if there are two GPUs, equals "
