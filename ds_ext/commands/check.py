@@ -6,7 +6,7 @@ is made on the device "meta".
 
 import argparse
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,8 @@ from ds_ext.config.config_checks import Named, named_optimizer
 from ds_ext.config.parsing import lookup, normalized
 from ds_ext.optimizer import param_groups
 from ds_ext.optimizer.model_view import ModelView, summary
-from ds_ext.optimizer.param_groups import Grouped
+from ds_ext.optimizer.param_table import ParamGroup
 from ds_ext.planner import models
-from ds_ext.rules import RuleEntry
 from ds_ext.settings import SETTINGS, SIZES
 
 HELP = "list all problems of a DeepSpeed config before a run"
@@ -91,18 +90,19 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
     if autos:
         report.notes.append(f'"auto", which HF Trainer and accelerate fill in: {", ".join(autos)}')
     report.problems += parsing.malformed(config)
+    if report.problems:
+        return report
     known = normalized(config)
-    named = Named() if report.problems else _named(known, model, report)
+    named = _named(known, model, report)
+    if "optimizer.params.lr" not in autos:
+        report.notes += named.warnings
     if named.other:
         report.notes.append(
             f"optimizer.type {named.other} is DeepSpeed's or torch's own; those of ds_ext can have "
             'the prefix "ds_ext."'
         )
-    if "optimizer.params.lr" not in autos:
-        report.notes += named.warnings
-    if report.problems:
-        return report
-    report.notes += config_checks.ignored(known, named.ours) if not named.other else []
+    else:
+        report.notes += config_checks.ignored(known, named.ours)
     report.unchecked += _unchecked(known, model, ranks)
     found = config_checks.all_problems(known, named)
     has_deepspeed = importlib.util.find_spec("deepspeed") is not None
@@ -121,22 +121,13 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
 
 def _named(config: dict[str, Any], model: nn.Module | None, report: Report) -> Named:
     """The optimizer that a config names; notes which optimizer steps which parameters."""
-    if model is None:
-        return named_optimizer(config)
-    view = ModelView(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups: list[Grouped] = []
-
-    def grouping(entry: RuleEntry, params: Mapping[str, Any]) -> Grouped:
-        groups.append(param_groups.of_config(entry, params, view, trained))
-        return groups[0]
-
-    if "lora_" in str(lookup(config, "optimizer.params.param_groups")):
+    if model is not None and "lora_" in str(lookup(config, "optimizer.params.param_groups")):
         report.unchecked.append("the names of LoRA's adapters, which only a run has")
-        return named_optimizer(config)
-    named = named_optimizer(config, grouping)
-    if named.ours is not None:
-        report.notes += _group_notes(groups[0], type(named.ours).__name__, view)
+        model = None
+    view = None if model is None else ModelView(model)
+    named = named_optimizer(config, view)
+    if view is not None and named.ours is not None:
+        report.notes += _group_notes(named.groups, type(named.ours).__name__, view)
     return named
 
 
@@ -160,10 +151,10 @@ def _unchecked(config: dict[str, Any], model: nn.Module | None, ranks: int | Non
             yield f"{key}: whether it divides the ranks; give --ranks to check it"
 
 
-def _group_notes(made: Grouped, name: str, view: ModelView) -> Iterator[str]:
+def _group_notes(groups: Iterable[ParamGroup], name: str, view: ModelView) -> Iterator[str]:
     """Yields which optimizer steps which parameters."""
     kinds: dict[str, list[str]] = {}
-    for group in made.groups:
+    for group in groups:
         names = [view.owners[p][0] for p in group["params"]]
         kinds.setdefault(param_groups.described(group, name), []).extend(names)
     for kind, names in kinds.items():

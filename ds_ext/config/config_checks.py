@@ -3,7 +3,7 @@
 An engine and ``python -m ds_ext check`` call the same functions, so they say the same sentences.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,9 @@ from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, param_groups
-from ds_ext.optimizer.param_groups import Grouped
-from ds_ext.rules import REGISTRY, RuleEntry
+from ds_ext.optimizer.model_view import ModelView
+from ds_ext.optimizer.param_table import ParamGroup
+from ds_ext.rules import REGISTRY
 from ds_ext.settings import SETTINGS, Section
 
 _HPZ = "zero_optimization.zero_hpz_partition_size"
@@ -32,13 +33,14 @@ def raise_first(problems: Iterable[str]) -> None:
         raise ValueError(problem)
 
 
-def all_problems(config: dict[str, Any], named: "Named") -> list[str]:
+def all_problems(config: dict[str, Any], named: "Named | None" = None) -> list[str]:
     """Returns the messages with which a run refuses a config, for any number of ranks.
 
     Args:
         config: a DeepSpeed config without "auto".
-        named: the optimizer that it names.
+        named: the optimizer that it names, if it is already made.
     """
+    named = named or named_optimizer(config)
     misspelled = filter(optimizer_names.misspells_section, config)
     found = [f'unknown key {key}. Did you mean "ds_ext"?' for key in misspelled]
     found += named.problems
@@ -162,17 +164,15 @@ class Named:
     other: str = ""  # the type of another library
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    groups: tuple[ParamGroup, ...] = ()  # of our optimizer, with the hyper-parameters of each only
 
 
-Grouping = Callable[[RuleEntry, Mapping[str, Any]], Grouped]
-
-
-def named_optimizer(config: dict[str, Any], grouping: Grouping = param_groups.stand_ins) -> Named:
+def named_optimizer(config: dict[str, Any], model: ModelView | None = None) -> Named:
     """Returns the optimizer that a config names, and problems of its section.
 
     Args:
         config: a DeepSpeed config without ``malformed`` values and without "auto".
-        grouping: makes the param groups; by default, without a model.
+        model: the model whose parameters it steps; by default, each group has one matrix.
     """
     section = config.get("optimizer")
     if section is None:
@@ -186,11 +186,16 @@ def named_optimizer(config: dict[str, Any], grouping: Grouping = param_groups.st
             return Named(other=section["type"])
         if found := param_groups.problems(REGISTRY[key], params):
             return Named(problems=tuple(found))
-        groups = grouping(REGISTRY[key], params)
-        made = OPTIMIZERS[key](groups.groups, **groups.hypers)
+        if model is None:
+            made = param_groups.stand_ins(REGISTRY[key], params)
+        else:
+            trained = [p for p in model.module.parameters() if p.requires_grad]
+            made = param_groups.of_config(REGISTRY[key], params, model, trained)
+        ours = OPTIMIZERS[key](made.groups, **made.hypers)
     except ValueError as error:
         return Named(problems=(str(error),))
-    return Named(made, "", (*_unsupported(config, made),), (*startup_log.small_rates(made),))
+    warnings = tuple(startup_log.small_rates(ours))
+    return Named(ours, "", tuple(_unsupported(config, ours)), warnings, tuple(made.groups))
 
 
 def unread(config: dict[str, Any], optimizer: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from pydantic import ValidationError
 
 from ds_ext.config import config_checks
-from ds_ext.config.config_checks import named_optimizer, raise_first
+from ds_ext.config.config_checks import raise_first
 from ds_ext.config.optimizer_names import did_you_mean, misspells_section
 from ds_ext.config.parsing import filled, malformed, normalized
 from ds_ext.engine import rank_logging
@@ -44,7 +44,7 @@ def read(make: Callable[[], None], config: dict[str, Any]) -> None:
     found += malformed(values)
     if not found:
         values = normalized(values)
-        found = config_checks.all_problems(values, named_optimizer(values))
+        found = config_checks.all_problems(values)
     if found:
         raise ValueError("\n".join(found))
     try:
@@ -90,7 +90,7 @@ def raised(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
             yield str(error)
             return
     if is_implied:
-        yield from config_checks.all_problems(own, named_optimizer(own))
+        yield from config_checks.all_problems(own)
 
 
 def unknown(config: dict[str, Any]) -> Iterator[str]:

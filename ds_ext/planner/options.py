@@ -74,8 +74,7 @@ class PlanOptions:
             )
         if lookup(self.config, "ds_ext.weight_storage") == "int8" and self.dtype == "fp32":
             raise ValueError("--weight-storage int8 needs 16-bit weights: remove --dtype fp32.")
-        named = config_checks.named_optimizer(config)
-        config_checks.raise_first(config_checks.all_problems(config, named))
+        config_checks.raise_first(config_checks.all_problems(config))
         config_checks.raise_first(config_checks.size_problems(config, self.ranks))
 
     def edited(self, changes: Mapping[str, Any]) -> "PlanOptions":
