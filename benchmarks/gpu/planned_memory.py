@@ -16,7 +16,7 @@ from benchmarks.gpu.setting import RIGHT, WRONG, Row, Rows, Setting, separately
 from benchmarks.gpu.zero3 import join_alone
 from benchmarks.memory import config_keys
 from ds_ext.planner import models, options
-from ds_ext.planner.rows import GIB, MemoryPlan
+from ds_ext.planner.memory_plan import GIB, MemoryPlan
 
 MODEL = "llama-3.1-8b"
 RUNS = ((2, None), (1, "int8"))  # rows of a step, and how matrices are stored

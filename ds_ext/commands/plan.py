@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_ext.commands import check, config
 from ds_ext.config import config_checks, parsing
-from ds_ext.planner import fit, memory_plan
+from ds_ext.planner import fit, table
 from ds_ext.planner.options import PlanOptions, read
 from ds_ext.planner.options import add_options as add_options
 from ds_ext.settings import SIZES
@@ -23,7 +23,7 @@ def run(given: argparse.Namespace) -> None:
     """Prints the plan. Raises ValueError, which names the option, if an option is invalid."""
     options = read(given, _checked(given.config, given.ranks) if given.config else None)
     if given.fit is None:
-        memory_plan.show(options)
+        table.show(options)
     else:
         _fit(given, given.fit, options)
 
@@ -45,8 +45,8 @@ def _fit(given: argparse.Namespace, path: Path, options: PlanOptions) -> None:
     if path.exists():
         raise ValueError(f"--fit {path}: the file exists: give another name.")
     plan, taken = fit.cheapest_reductions(options)
-    last, unit = taken[-1].options, memory_plan.unit_of(step.use.total for step in taken)
-    totals = [step.use.total / memory_plan.UNITS[unit] for step in taken]
+    last, unit = taken[-1].options, table.unit_of(step.use.total for step in taken)
+    totals = [step.use.total / table.UNITS[unit] for step in taken]
     lines = [["", "total", "saves"], [taken[0].name, f"{totals[0]:.2f}", "-"]]
     for step, (before, total) in zip(taken[1:], itertools.pairwise(totals), strict=True):
         lines.append([f"{step.name} ({step.cost})", f"{total:.2f}", f"{before - total:.2f}"])
@@ -55,11 +55,11 @@ def _fit(given: argparse.Namespace, path: Path, options: PlanOptions) -> None:
         path.write_text(config.as_text(written), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"--fit {path}: {error.strerror}") from None
-    print(f"{memory_plan.title(plan)}; {unit} per rank\n")
-    print("\n".join(memory_plan.aligned(lines)))
-    if on_host := taken[-1].use.host / memory_plan.UNITS[unit]:
+    print(f"{table.title(plan)}; {unit} per rank\n")
+    print("\n".join(table.aligned(lines)))
+    if on_host := taken[-1].use.host / table.UNITS[unit]:
         print(f"\nIn the memory of the host: {on_host:.2f} {unit} per rank.")
-    print("\n" + memory_plan.not_counted(last, plan.n, unit))
+    print("\n" + table.not_counted(last, plan.n, unit))
     print(f"\nThe counted memory fits in {last.cards[0]:g} GiB. Config: {path}")
     if last.own.batch_splits > 1 and last.batch is not None and last.batch.rows == 1:
         print('"batch_splits" in it means checkpointing: a row is not split, and layers run again.')

@@ -8,8 +8,8 @@ from ds_ext.backward.gradient_config import BUCKET_SIZE
 from ds_ext.config import optimizer_names
 from ds_ext.optimizer import named
 from ds_ext.planner.memory import MemoryUse
+from ds_ext.planner.memory_plan import GIB, MemoryPlan
 from ds_ext.planner.options import ALL, KEYS, PlanOptions
-from ds_ext.planner.rows import GIB, MemoryPlan
 from ds_ext.rates import RATES, Rate
 
 # The optimizers to try in turn. The second makes the first one's steps in less memory. The third

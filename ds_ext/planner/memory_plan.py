@@ -1,142 +1,118 @@
-"""Prints a plan as a table, and draws it as stacked bars."""
+"""The rows of a plan: the memory of each optimizer at each stage, for any micro-batch."""
 
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+import copy
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
+from torch import nn
+
+from ds_ext.backward.streams import IN_FLIGHT
+from ds_ext.config import optimizer_names
+from ds_ext.optimizer import RuleOptimizer
+from ds_ext.planner import activations, memory, models
+from ds_ext.planner.activations import GradientLifetime, MicroBatch
 from ds_ext.planner.memory import MemoryUse
 from ds_ext.planner.options import DTYPES, PlanOptions
-from ds_ext.planner.rows import GIB, MemoryPlan
 
-UNITS = {"GiB": GIB, "MiB": 2**20}
-
-
-def show(options: PlanOptions) -> None:
-    """Prints the plan, and draws it if ``--plot`` is given."""
-    plan = MemoryPlan(options)
-    table = {row.label: plan.total(row, options.batch) for row in plan.rows}
-    unit = unit_of(use.total for use in table.values())
-    if options.picture is not None:
-        _draw(plan, table, unit, options.picture)
-    print(f"{title(plan)}; {unit} per rank\n")
-    cells = _cells(plan, table, unit)
-    print("\n".join(aligned(cells)))
-    fits = [cell for line in cells[1:] for cell in line[len(line) - len(options.cards) :]]
-    if {*fits} == {"no"}:
-        print(
-            "\nNothing fits as it is. With --seq TOKENS and one size in --memory, --fit FILE takes "
-            "the steps\nthat save memory, and writes a config."
-        )
-    print("\n" + not_counted(options, plan.n, unit))
-    if options.picture:
-        print(f"\nPicture: {options.picture}")
+GIB = 2**30
 
 
-def unit_of(sizes: Iterable[float]) -> str:
-    """Returns the unit in which a table shows sizes in bytes."""
-    return "GiB" if max(sizes) >= GIB else "MiB"
+@dataclass(frozen=True)
+class Row:
+    """The memory of an optimizer on a rank."""
+
+    label: str
+    use: MemoryUse  # without activations
+    gradients: GradientLifetime = GradientLifetime(0)  # how long gradients live in backward
+
+    @property
+    def constant(self) -> float:
+        """Bytes throughout backward: without activations, and gradients of short lives."""
+        return self.use.total - self.use.gradients + self.use.kept - self.use.staged
 
 
-def title(plan: MemoryPlan) -> str:
-    """Returns the model, dtype, ranks and batch of a plan in words."""
-    options, own, batch = plan.options, plan.options.own, plan.options.batch
-    where = f"{options.model}: {plan.n:,} parameters in {options.dtype}"
-    where += f", matrices stored in {own.weight_storage}," if own.weight_storage else ""
-    where += f" on {options.ranks} data-parallel rank{'s'[: options.ranks > 1]}"
-    if batch is None:
-        return where
-    where += f", {batch.rows} row{'s'[: batch.rows > 1]} of {batch.tokens:,} tokens each"
-    where += ", checkpointing" if batch.checkpointing else ""
-    where += f", layers in {batch.splits} pieces" if batch.splits > 1 else ""
-    return where + (", chunked loss" if batch.chunked_loss else "")
+class MemoryPlan:
+    """The plan of one model."""
 
+    def __init__(self, options: PlanOptions) -> None:
+        self.options = options
+        self.dtype = DTYPES[options.dtype]
+        self.config = models.config(options.model)
+        self.model: nn.Module = models.skeleton(self.config)
+        self.shapes = memory.shapes_of(self.model)
+        self.n = memory.elements(self.shapes)
+        self._peaks: dict[tuple[MicroBatch, GradientLifetime], int] = {}
 
-def _parts(options: PlanOptions) -> tuple[str, ...]:
-    """The names of the counted parts of memory."""
-    found = ("weights", "state", "gradients", "master")
-    return (*found, "activations") if options.batch else found
+    @functools.cached_property
+    def rows(self) -> list[Row]:
+        """Rows of ds_ext optimizers, and of DeepSpeed's AdamW."""
+        found = [row for optimizer in self.options.optimizers for row in self._ours(optimizer)]
+        return [*found, *self._adamw()]
 
+    def changed(self, options: PlanOptions) -> "MemoryPlan":
+        """Returns the plan of the same model and dtype with other options. Reuses activations."""
+        other = copy.copy(self)
+        other.__dict__.pop("rows", None)
+        other.options = options
+        return other
 
-def _cells(plan: MemoryPlan, table: Mapping[str, MemoryUse], unit: str) -> list[list[str]]:
-    """The cells of the table, row by row. The last columns say which rows fit each card."""
-    options, size = plan.options, UNITS[unit]
-    columns = (*_parts(options), "total")
-    on_host = ["on the host"] if any(use.host for use in table.values()) else []
-    cards = [f"in {card:g} GiB" for card in options.cards]
-    lines = [["", *columns, "bytes/param", *on_host, *cards]]
-    for row in plan.rows:
-        use = table[row.label]
-        fits = []
-        for card in options.cards:
-            if options.batch is None:
-                fits.append("fits" if use.total <= card * GIB else "no")
-            else:
-                most = plan.largest_batch(row, options.batch, card)
-                fits.append(f"batch {most}" if most else "no")
-        sizes = [f"{getattr(use, part) / size:.2f}" for part in columns]
-        host = [f"{use.host / size:.2f}" for _ in on_host]
-        lines.append([row.label, *sizes, f"{use.total / plan.n:.2f}", *host, *fits])
-    return lines
+    def total(self, row: Row, batch: MicroBatch | None) -> MemoryUse:
+        """Returns the memory of a row, with activations if a micro-batch is given."""
+        if batch is None:
+            return row.use
+        more = self._peak(row, batch) + row.constant - row.use.total
+        return replace(row.use, activations=max(0.0, more))
 
+    def _peak(self, row: Row, batch: MicroBatch) -> int:
+        """Bytes of activations and gradients in backward. Cached, because many rows share them."""
+        key = (batch, row.gradients)
+        if key not in self._peaks:
+            self._peaks[key] = activations.peak(self.config, self.dtype, *key)
+        return self._peaks[key]
 
-def aligned(lines: Sequence[Sequence[str]]) -> Iterable[str]:
-    """Yields the lines of a table whose first row is its heading."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for label, *cells in lines:
-        aligned = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
-        yield f"{label:<{widths[0]}}  " + "  ".join(aligned)
+    def largest_batch(self, row: Row, batch: MicroBatch, card: float) -> int:
+        """Returns how many batch rows fit ``card`` GiB, by a line through the peaks of two.
 
+        The two have one and two rows in each piece.
+        """
+        if row.use.total > card * GIB:  # the step does not fit
+            return 0
+        available = card * GIB - row.constant
+        each = batch.splits
+        one, two = (self._peak(row, replace(batch, rows=rows)) for rows in (each, 2 * each))
+        most = each + int((available - one) // ((two - one) / each))
+        if most >= each or each == 1:
+            return max(0, most)
+        return self.largest_batch(row, replace(batch, splits=1), card)
 
-def not_counted(options: PlanOptions, n: int, unit: str) -> str:
-    """Returns the text below the table: what is not counted, and the meaning of columns."""
-    live = min(n, 10**9) * DTYPES[options.dtype].itemsize / UNITS[unit]
-    sentences = [
-        "Not counted: the weights that ZeRO-3 gathers for computing, up to "
-        f"{live:.2f} {unit} (stage3_max_live_parameters, 10^9 by default); clipping to a norm, for "
-        "which ds_ext runs backward twice and keeps activations until the second time.",
-        f"Gradients are the peak with buckets of {options.bucket:,} elements (--bucket), also for "
-        "AdamW.",
-    ]
-    if options.own.weight_storage:
-        sentences.append("They include the matrices that exist in bf16 at a time.")
-    if options.batch is None:
-        sentences.append("Activations are not counted: --seq TOKENS counts them.")
-    else:
-        sentences.append(
-            "Activations are what they add to the peak, by a forward and a backward pass of the "
-            "model on tensors without storage, with fused attention."
-        )
-    return textwrap.fill(" ".join(sentences), 90)
+    def _ours(self, optimizer: type[RuleOptimizer]) -> Iterator[Row]:
+        """The rows of a ds_ext optimizer, one for each stage."""
+        options = self.options
+        rules = memory.rules_of(optimizer, self.model, options.params)
+        name = optimizer_names.in_config(optimizer.__name__)
+        offloads = [what for what in ("param", "optimizer") if options.offloads(what)]
+        for stage in options.stages:
+            label = f"{name}, {'plain step()' if stage is None else f'ZeRO-{stage}'}"
+            if offloads:
+                label += f", {' and '.join(offloads)} offloaded"
+            of = (rules, self.shapes, stage, options.ranks, self.dtype)
+            in_int8 = options.own.weight_storage == "int8"
+            how = (options.bucket, options.accumulates, offloads, in_int8)
+            use = memory.optimizer_memory(*of, *how)
+            waiting = GradientLifetime(
+                None if stage is None else options.bucket,
+                IN_FLIGHT if stage == 3 else 0,
+                # Kept gradients are stepped after backward.
+                0.0 if options.accumulates else use.host / self.n,
+                together=stage == 3,
+            )
+            yield Row(label, use, waiting)
 
-
-def _draw(plan: MemoryPlan, table: Mapping[str, MemoryUse], unit: str, path: Path) -> None:
-    """Draws the table as stacked bars, with a line for each card. ValueError if it cannot."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("--plot: needs matplotlib (pip install ds-ext[plot]).") from None
-    options, size, parts = plan.options, UNITS[unit], _parts(plan.options)
-    figure = Figure(figsize=(9, 1.4 + 0.32 * len(table)), layout="constrained")
-    axes = figure.add_subplot()
-    left = [0.0] * len(table)
-    for part in parts:
-        sizes = [getattr(use, part) / size for use in table.values()]
-        axes.barh(list(table), sizes, left=left, label=part)
-        left = [a + b for a, b in zip(left, sizes, strict=True)]
-    for i, total in enumerate(left):
-        axes.annotate(f"{total:.1f}", (total, i), (3, 0), textcoords="offset points", va="center")
-    for card in options.cards:
-        edge = card * GIB / size
-        if edge < 1.05 * max(left):
-            axes.axvline(edge, color="black", linestyle=":")
-            axes.annotate(f" {card:g} GiB", (edge, -0.6), va="bottom", annotation_clip=False)
-    axes.invert_yaxis()
-    axes.margins(x=0.1)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set(xlabel=f"{unit} per rank{'' if options.batch else ', without activations'}")
-    figure.suptitle(textwrap.fill(title(plan), 90), fontsize="medium", x=0.01, ha="left")
-    figure.legend(loc="outside lower center", ncols=len(parts), frameon=False)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:  # no such folder, or no such format
-        raise ValueError(f"--plot {path}: {error}") from None
+    def _adamw(self) -> Iterator[Row]:
+        """Rows of DeepSpeed's AdamW, which partitions gradients from stage 2 on."""
+        options = self.options
+        for stage in sorted({stage or 0 for stage in options.stages}):
+            use = memory.adamw(self.shapes, stage, options.ranks, self.dtype, options.bucket)
+            waiting = GradientLifetime(options.bucket if stage >= 2 else None)
+            yield Row(f"AdamW, DeepSpeed ZeRO-{stage}", use, waiting)

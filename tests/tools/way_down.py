@@ -27,7 +27,8 @@ from ds_ext.commands import config
 from ds_ext.commands.cli import main
 from ds_ext.forward import chunked_loss
 from ds_ext.ops import block_sizes, rounding
-from ds_ext.planner import fit, memory_plan, options
+from ds_ext.planner import fit, options
+from ds_ext.planner.table import aligned
 from tests import worlds
 from tests.common import pretend, streams
 from tests.tools import blocks
@@ -136,7 +137,7 @@ def table(ways: dict[str, list[Step]]) -> str:
         for step in steps:
             label = f"{step.name} ({name})" if step is steps[0] else step.name
             rows.append([label, f"{step.planned / MIB:.2f}", f"{step.measured / MIB:.2f}"])
-    return "\n".join(["```text", *memory_plan.aligned(rows), "```"])
+    return "\n".join(["```text", *aligned(rows), "```"])
 
 
 def shown(name: str) -> list[tuple[str, float, float]]:
