@@ -109,6 +109,7 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
     if has_deepspeed:
         from ds_ext.engine import deepspeed_config
 
+        found += deepspeed_config.scheduler_problems(known)
         found += deepspeed_config.unknown(config)
     else:
         report.notes.append("DeepSpeed is not installed here: its own keys are not checked")
@@ -140,8 +141,7 @@ def _unchecked(config: dict[str, Any], model: nn.Module | None, ranks: int | Non
     for key, what in of_model.items():
         if model is None and lookup(config, key) not in (None, "all-linear"):
             yield f"{key}: {what}; give --model to check it"
-    in_a_run = ["scheduler"] if config.get("scheduler") else []
-    in_a_run += [k for k in SETTINGS if SETTINGS[k].only_in_run and config_checks.is_on(config, k)]
+    in_a_run = [k for k in SETTINGS if SETTINGS[k].only_in_run and config_checks.is_on(config, k)]
     for key in in_a_run:
         yield f"{key}: can be checked only in a run"
     if ranks is None and all(isinstance(config.get(key), int) for key in SIZES[:2]):

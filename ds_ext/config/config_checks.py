@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ds_ext import hyperparams
 from ds_ext.backward import error_texts, int8_weights, projected_grads, startup_log
 from ds_ext.backward.gradient_config import CONFIG
 from ds_ext.config import optimizer_names, parsing
@@ -18,7 +19,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, param_groups
 from ds_ext.optimizer.model_view import ModelView
-from ds_ext.optimizer.param_table import ParamGroup
+from ds_ext.optimizer.param_table import ParamGroup, hypers_of
 from ds_ext.rules import REGISTRY
 from ds_ext.settings import SETTINGS, Section
 
@@ -184,7 +185,12 @@ def named_optimizer(config: dict[str, Any], model: ModelView | None = None) -> N
         key, params = optimizer_names.registry_key(section["type"]), section.get("params") or {}
         if key is None:
             return Named(other=section["type"])
-        if found := param_groups.problems(REGISTRY[key], params):
+        own = hyperparams.names(hypers_of(REGISTRY[key].rule))
+        moved = parsing.misplaced(config, param_groups.SECTION)
+        moved = {name: message for name, message in moved.items() if name not in own}
+        rest = {name: value for name, value in params.items() if name not in moved}
+        found = [*_unread_keys(config["optimizer"]), *moved.values()]
+        if found := [*found, *param_groups.problems(REGISTRY[key], rest)]:
             return Named(problems=tuple(found))
         if model is None:
             made = param_groups.stand_ins(REGISTRY[key], params)
@@ -196,6 +202,15 @@ def named_optimizer(config: dict[str, Any], model: ModelView | None = None) -> N
         return Named(problems=(str(error),))
     warnings = tuple(startup_log.small_rates(ours))
     return Named(ours, "", tuple(_unsupported(config, ours)), warnings, tuple(made.groups))
+
+
+def _unread_keys(section: dict[str, Any]) -> Iterator[str]:
+    """Yields a message for each key of the section "optimizer" that nothing reads."""
+    known = ("type", "params", "legacy_fusion")
+    for key in (key for key in section if key not in known):
+        guess = optimizer_names.did_you_mean(key, known)
+        guess = guess or f' Did you mean "optimizer.params.{key}"?'
+        yield f"unknown key optimizer.{key}, which DeepSpeed ignores.{guess}"
 
 
 def unread(config: dict[str, Any], optimizer: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ import functools
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,37 @@ _FILLED = {
 
 
 _REMOVED = {key for key, setting in SETTINGS.items() if setting.removed}
+
+# The dotted keys that ``place_of`` finds. Those of optimizers are the ones that all of them have.
+_PLACES = {
+    *SETTINGS,
+    *(f"ds_ext.{field.name}" for field in fields(Section)),
+    *(f"optimizer.params.{key}" for key in ("lr", "weight_decay", "param_groups")),
+    *(f"optimizer.params.{key}" for key in ("weight_update", "ema_decay", "ema_dtype")),
+}
+_ELSEWHERE = {"max_grad_norm": "gradient_clipping"}  # HF Trainer's argument
+
+
+def place_of(key: str) -> str:
+    """Returns the dotted key that ends in ``key``; "" if a config has none or several of them."""
+    found = [place for place in _PLACES if place.rpartition(".")[2] == key]
+    return found[0] if len(found) == 1 else _ELSEWHERE.get(key, "")
+
+
+def misplaced(config: dict[str, Any], where: str) -> dict[str, str]:
+    """Returns a message for each key of a section that DeepSpeed or ds_ext reads in another.
+
+    Args:
+        config: a DeepSpeed config.
+        where: the section; "" for the top level.
+    """
+    keys = lookup(config, where) if where else config
+    found = {}
+    for key in keys if isinstance(keys, dict) else ():
+        own, place = hyperparams.dotted(where, key), place_of(key)
+        if place and place != own and own not in _PLACES:
+            found[key] = f'unknown key {own}. Did you mean "{place}"?'
+    return found
 
 
 def load(config: Any) -> Any:
@@ -214,6 +246,8 @@ def section(config: dict[str, Any]) -> Section:
         values = {}
     if not isinstance(values, dict):
         raise ValueError(f'ds_ext is {values!r}; allowed: a section, {{"gradient_policy": ...}}.')
+    for message in misplaced(config, "ds_ext").values():
+        raise ValueError(message)
     present = {k: v for k, v in values.items() if f"ds_ext.{k}" not in _REMOVED}
     return Section(**hyperparams.check(Section, present, "ds_ext"))
 

@@ -5,17 +5,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.runtime import config as runtime_config
-from deepspeed.runtime import constants
+from deepspeed.runtime import constants, lr_schedules
+from deepspeed.runtime.activation_checkpointing import config as activation_config
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from pydantic import ValidationError
 
 from ds_ext.config import config_checks
 from ds_ext.config.config_checks import raise_first
 from ds_ext.config.optimizer_names import did_you_mean, misspells_section
-from ds_ext.config.parsing import filled, malformed, normalized
+from ds_ext.config.parsing import filled, lookup, malformed, normalized, place_of
 from ds_ext.engine import rank_logging
+from ds_ext.hyperparams import dotted
 from ds_ext.settings import SETTINGS, SIZES
 
 # Top-level keys that neither ``SETTINGS`` nor constants of DeepSpeed's modules name.
@@ -45,6 +48,7 @@ def read(make: Callable[[], None], config: dict[str, Any]) -> None:
     if not found:
         values = normalized(values)
         found = config_checks.all_problems(values)
+        found += scheduler_problems(values)
     if found:
         raise ValueError("\n".join(found))
     try:
@@ -94,14 +98,45 @@ def raised(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
 
 
 def unknown(config: dict[str, Any]) -> Iterator[str]:
-    """Yields a message for each top-level key that DeepSpeed does not read."""
-    modules = (constants, runtime_config)
+    """Yields a message for each key that DeepSpeed does not read and does not refuse."""
+    modules = (constants, runtime_config, activation_config)
     values = [value for module in modules for value in vars(module).values()]
     known = {v for v in values if isinstance(v, str) and v.isidentifier()} | _SECTIONS
     known |= {key.partition(".")[0] for key in SETTINGS}
-    for key in config:
-        if key not in known and not misspells_section(key):
-            yield f"unknown key {key}, which DeepSpeed ignores.{did_you_mean(key, known)}"
+    known -= {"max_grad_norm"}  # of "params" of DeepSpeed's optimizers
+    for where in ("", *_DICTIONARIES):
+        for key in lookup(config, where, {}) if where else config:
+            if key not in known and not misspells_section(key):
+                place = place_of(key)
+                guess = f' Did you mean "{place}"?' if place else did_you_mean(key, known)
+                yield f"unknown key {dotted(where, key)}, which DeepSpeed ignores.{guess}"
+
+
+# Sections whose keys DeepSpeed looks up one by one, so that it ignores others.
+_DICTIONARIES = ("scheduler", "data_types", "activation_checkpointing", "checkpoint")
+
+
+def scheduler_problems(config: dict[str, Any]) -> Iterator[str]:
+    """Yields a message if DeepSpeed could not make the scheduler that a config names.
+
+    Args:
+        config: a DeepSpeed config without ``malformed`` values and without "auto".
+    """
+    if not config.get("scheduler"):
+        return
+    name, params = config["scheduler"]["type"], config["scheduler"]["params"]
+    homes = [home for home in (lr_schedules, torch.optim.lr_scheduler) if hasattr(home, name)]
+    if not homes:
+        known = [*lr_schedules.VALID_LR_SCHEDULES, *torch.optim.lr_scheduler.__all__]
+        yield (
+            f"scheduler.type is {name!r}, which DeepSpeed and torch.optim.lr_scheduler do not "
+            + (f"have.{did_you_mean(name, known)}")
+        )
+        return
+    try:
+        inspect.signature(getattr(homes[0], name)).bind(None, **params)
+    except TypeError as error:
+        yield f"scheduler.params: {name} {error}."
 
 
 @contextmanager

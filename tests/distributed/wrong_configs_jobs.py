@@ -147,8 +147,27 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
     ("clip the same", {"ds_ext": {"clip_value": 1.0}, "gradient_clipping": 1.0}),
     ("DeepSpeed refuses the config", {"wall_clock_breakdown": "x"}),
     ("prescale_gradients", {"prescale_gradients": True, "nebula": {"enabled": True}}),
+    # Keys in the wrong section, and keys that DeepSpeed would ignore.
+    ('"optimizer.params.lr"', {"optimizer": {"type": "AdaLomo", "lr": 1e-3}}),
+    ('"optimizer.params.clip_threshold"', {"optimizer": {"type": "AdaLomo", "clip_threshold": 2}}),
+    ('Did you mean "params"', {"optimizer": {"type": "AdaLomo", "parms": {"lr": 1e-3}}}),
+    ('"ds_ext.gradient_policy"', _ours({"gradient_policy": "sharded"})),
+    ('"gradient_clipping"', _ours({"max_grad_norm": 1.0})),
+    ('"optimizer.params.weight_update"', {"ds_ext": {"weight_update": "nearest"}}),
+    ("scheduler.type is 'WarmupLRR'", {"scheduler": WARMUP | {"type": "WarmupLRR"}}),
+    ("WarmupLR got an unexpected", {"scheduler": WARMUP | {"params": {"warmup_max": 1e-3}}}),
+    ("'total_num_steps'", {"scheduler": {"type": "WarmupDecayLR", "params": {}}}),
+    ("'T_max'", {"scheduler": {"type": "CosineAnnealingLR", "params": {}}}),
+    (None, {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 3}}}),
 ]
-UNKNOWN = {"gradient_cliping": 1.0}  # a run warns
+# Each with the words that ``check`` says as an error and a run as a warning.
+UNKNOWN: dict[str, dict[str, Any]] = {
+    'gradient_cliping, which DeepSpeed ignores. Did you mean "g': {"gradient_cliping": 1.0},
+    '"ds_ext.gradient_policy"': {"gradient_policy": "sharded"},
+    '"gradient_clipping"': {"max_grad_norm": 1.0},
+    "data_types.grad_acum_dtype": {"data_types": {"grad_acum_dtype": "bf16"}},
+    "activation_checkpointing.profil,": {"activation_checkpointing": {"profil": True}},
+}
 
 
 class Run(NamedTuple):
@@ -159,9 +178,9 @@ class Run(NamedTuple):
 
 
 def judged() -> list[Run]:
-    """What ``deepspeed.initialize`` says of each config of ``JUDGED``, and of ``UNKNOWN``."""
+    """What ``deepspeed.initialize`` says of each config of ``JUDGED``, then of ``UNKNOWN``."""
     found = []
-    for _, changes in [*JUDGED, ("", UNKNOWN)]:
+    for changes in [*(changes for _, changes in JUDGED), *UNKNOWN.values()]:
         error = ""
         with logged() as lines:
             try:
