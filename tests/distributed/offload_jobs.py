@@ -230,6 +230,29 @@ def _resumed(optimizer: str, how: str, folder: str) -> dict[str, Any]:
     return found
 
 
+def midway() -> dict[str, Any]:
+    """The same of a run saved between the micro-batches of a step."""
+    with shared_folder() as folder, place(pretended=True):
+        return _midway(folder)
+
+
+def _midway(folder: str) -> dict[str, Any]:
+    found = {}
+    for kind, offload in (("none", {}), ("both", BOTH)):
+        engine = start("came", 3, offload, HOW["accumulated"])
+        x = torch.randn(3, 12, generator=torch.Generator().manual_seed(dist.get_rank()))
+        x = x.to(engine.device).bfloat16()
+        engine.backward(engine(x))
+        engine.step()
+        engine.save_checkpoint(folder, tag=kind)
+        engine.load_checkpoint(folder, tag="none")
+        engine.backward(engine(x))
+        engine.step()
+        found[kind] = weights(engine)
+        engine.destroy()
+    return found
+
+
 def with_little_state(optimizer: str) -> dict[str, Any]:
     """The weights without and with offload of next to no state, and what the latter logs."""
     found: dict[str, Any] = {}

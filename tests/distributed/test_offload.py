@@ -261,6 +261,11 @@ def test_runs_are_gone_on_from_with_and_without_offload(optimizer, how, way):
         assert runs[f"where {way}"] == {"runs": {places[0]}, "states": {places[1]}}
 
 
+def test_a_run_saved_between_micro_batches_is_gone_on_from():
+    for runs in worlds.once(2, offload_jobs.midway):
+        assert same_bits(runs["none"], runs["both"])
+
+
 LENT = [(stage, how) for stage in (0, 2, 3) for how in ("bf16 master", "accumulated")]
 
 
