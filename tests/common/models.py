@@ -55,6 +55,10 @@ class Zoo(nn.Module):
     def segment(self, function, h):
         if self.checkpointing is None:
             return function(h)
+        if self.checkpointing == "deepspeed":
+            import deepspeed  # which most uses of this model do without
+
+            return deepspeed.checkpointing.checkpoint(function, h)
         return checkpoint(function, h, use_reentrant=self.checkpointing == "reentrant")
 
     def forward(self, tokens, step=0):

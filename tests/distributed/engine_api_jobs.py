@@ -11,7 +11,7 @@ import torch.distributed as dist
 import ds_ext
 from tests.common import engines
 from tests.common.ranks import message, shared_folder, whole
-from tests.distributed import checkpointing_jobs
+from tests.distributed import param_groups_jobs
 from tests.distributed.safe_access_jobs import Pair, loss_of
 
 ABSENT = ("fp32_partitioned_groups_flat", "averaged_gradients", "unscale_and_clip_grads")
@@ -91,7 +91,7 @@ def metrics(stage: int) -> dict[str, Any]:
 
 def _metrics(stage: int, folder: str) -> dict[str, Any]:
     monitor = {"enabled": True, "output_path": folder, "job_name": f"stage{stage}"}
-    model = checkpointing_jobs.make()
+    model = param_groups_jobs.network()
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}]
@@ -101,7 +101,7 @@ def _metrics(stage: int, folder: str) -> dict[str, Any]:
     told, expected = [], []
     for step in range(3):
         before = whole(engine.module)
-        engine.backward(checkpointing_jobs.loss_of(engine, step, dist.get_rank()))
+        engine.backward(param_groups_jobs.loss_of(engine, step, dist.get_rank()))
         engine.step()
         after = whole(engine.module)
         told.append(engine.optimizer.metrics())

@@ -39,6 +39,7 @@ QUICK = {
     *((2, f"clip-{at}") for at in ("plain-fused-none", "stage1-sharded-none")),
     *((2, f"clip-{at}") for at in ("stage0-fused-reentrant", "stage2-sharded-nonreentrant")),
     *((2, f"clip-stage3-{at}") for at in ("fused-nonreentrant", "sharded-reentrant")),
+    *((2, name) for name in ("clip-stage3-fused-deepspeed", "deepspeed-stage1")),
     *((2, name) for name in ("lamb-clip", "muon-fused-3", "muon-accumulation2-clip-1")),
     *((2, name) for name in ("value-stage3-sharded", "previous-stage3", "scale")),
     *((2, f"accumulation{n}") for n in ("2-stage0", "3-stage2-clip", "2-stage3-clip")),
@@ -55,6 +56,8 @@ QUICK_ROUTED = {
 def shown(name: str) -> str | list[str]:
     """The feature that a run shows; runs of one micro-batch and no clipping show none."""
     how = RUNS[name]
+    if how.checkpointing == "deepspeed":
+        return "`deepspeed.checkpointing`"
     if how.accumulation > 1:
         return "gradient accumulation" + (" with clipping" if how.max_norm else "")
     if how.clip_value:

@@ -53,9 +53,11 @@ def _runs() -> dict[str, Training]:
     made = {}
     for stage, policy in itertools.product((None, 0, 1, 2, 3), ("fused", "sharded")):
         at = f"stage{stage}" if stage is not None else "plain"
-        for ckpt in ("none", "reentrant", "nonreentrant") if stage in (0, 2, 3) else ("none",):
-            checkpointing = None if ckpt == "none" else ckpt
-            made[f"clip-{at}-{policy}-{ckpt}"] = Training(
+        kinds = ["none", "reentrant", "nonreentrant"] if stage in (0, 2, 3) else ["none"]
+        kinds += ["deepspeed"] if stage in (1, 3) else []
+        for kind in kinds:
+            checkpointing = None if kind == "none" else kind
+            made[f"clip-{at}-{policy}-{kind}"] = Training(
                 stage=stage, policy=policy, max_norm=0.5, checkpointing=checkpointing
             )
     for stage, policy in itertools.product((0, 3), ("fused", "sharded")):
@@ -88,6 +90,7 @@ def _runs() -> dict[str, Training]:
         for rule, stage in (("apollo", stages[i % 4]), ("apollomini", stages[(i + 1) % 4])):
             made[f"{rule}-{way}-{stage}"] = Training(rule, stage, **more)
     made["apollomini-fused-3"] = Training("apollomini", 3, policy="fused", max_norm=0.3)
+    made["deepspeed-stage1"] = Training(stage=1, policy="fused", checkpointing="deepspeed")
     made["scale"] = Training(max_norm=0.5, how="scale")
     made["tensor backward"] = Training(max_norm=0.5, how="tensor", policy="sharded")
     made["tensor backward of many"] = Training("came", accumulation=3, how="tensor")

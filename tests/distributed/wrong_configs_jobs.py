@@ -263,10 +263,11 @@ class Mistakes:
         _engine(nn.parallel.DistributedDataParallel(nn.Linear(4, 4)))
 
     def shared_memory(self) -> None:
-        """A frozen parameter in the memory of a trained one."""
+        """A frozen parameter, which the optimizer lacks, in the memory of a trained one."""
         model = nn.Linear(6, 9)
+        optimizer = ds_ext.AdaLomo(model.parameters())
         model.frozen = nn.Parameter(model.weight.detach()[:3], requires_grad=False)
-        _engine(model)
+        deepspeed.initialize(model=model, optimizer=optimizer, config=dict(SIZES))
 
     def no_optimizer(self) -> None:
         """A section for ds_ext in a config that names no optimizer."""
