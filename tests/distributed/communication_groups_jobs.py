@@ -6,7 +6,6 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import torch
 import torch.distributed as dist
 
@@ -14,7 +13,7 @@ import ds_ext
 from ds_ext.backward.buckets import Buckets
 from ds_ext.distributed import groups
 from ds_ext.distributed.placement import Sharded
-from tests.common.ranks import whole
+from tests.common import engines
 from tests.common.streams import simulated
 
 STAGES = (3, 2)
@@ -27,17 +26,15 @@ def model() -> torch.nn.Module:
 
 def trained(stage: int) -> dict[str, torch.Tensor]:
     """Weights after three steps of CAME, whose rules take rounds."""
-    zero = {"stage": stage, "reduce_bucket_size": 50, "overlap_comm": True}
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-    config |= {"optimizer": {"type": "CAME", "params": {"lr": 0.1}}}
-    engine, *_ = deepspeed.initialize(model=model(), config=config)
-    for step in range(3):
-        torch.manual_seed(10 * step + dist.get_rank())
-        engine.backward(engine(torch.randn(2, 12)).square().sum())
-        engine.step()
-    weights = whole(engine.module)
+    came = {"type": "CAME", "params": {"lr": 0.1}}
+    engine = engines.start(model(), None, stage, optimizer=came, zero={"overlap_comm": True})
+    weights = engines.trained(engine, loss_of, 3)["after"]
     engine.destroy()
     return weights
+
+
+def loss_of(engine: Any, number: int, rank: int) -> torch.Tensor:
+    return engine(engines.rows(number, rank, 2, 12)).square().sum()
 
 
 def twice() -> dict[str, Any]:

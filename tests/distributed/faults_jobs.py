@@ -26,6 +26,7 @@ from ds_ext.checkpoint import manifests
 from ds_ext.distributed import consensus
 from ds_ext.optimizer import RuleOptimizer
 from tests import worlds
+from tests.common import engines
 from tests.common.ranks import shared_folder
 from tests.distributed.resume_jobs import message, start, steps, whole
 
@@ -205,16 +206,12 @@ def _other_format(number: int, path: Path) -> None:
 def _narrow() -> deepspeed.DeepSpeedEngine:
     model = start(KIND, 0).module
     model.up = torch.nn.Linear(13, 12)
-    optimizer = ds_ext.CAME([{"params": list(model.parameters())}])
-    config = {"train_micro_batch_size_per_gpu": 1}
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    return engines.start(model, ds_ext.CAME([{"params": list(model.parameters())}]), 0)
 
 
 def _grouped() -> deepspeed.DeepSpeedEngine:
     model = start(KIND, 0).module
-    config = {"train_micro_batch_size_per_gpu": 1}
-    optimizer = ds_ext.CAME(model.parameters())
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    return engines.start(model, ds_ext.CAME(model.parameters()), 0)
 
 
 def differ() -> dict[str, Any]:
@@ -306,10 +303,8 @@ def _json(begin, config, optimizer) -> None:
 def endure(steps_: int) -> dict[str, Any]:
     """Many steps: tensors alive and memory resident on the way."""
     model = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.Tanh(), torch.nn.Linear(50, 30))
-    config = {"train_micro_batch_size_per_gpu": 1}
-    config |= {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 30}}
-    config |= {"gradient_clipping": 1.0, "optimizer": {"type": "CAME", "params": {"lr": 1e-4}}}
-    engine = deepspeed.initialize(model=model, config=config)[0]
+    came = {"type": "CAME", "params": {"lr": 1e-4}}
+    engine = engines.start(model, None, 3, optimizer=came, gradient_clipping=1.0)
     seen = []
     for step in range(steps_):
         engine.backward(engine(torch.randn(3, 40)).square().sum())

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 import ds_ext
+from tests.common import engines
 from tests.common.ranks import message
 
 PLAIN: dict[str, Any] = {
@@ -52,16 +53,10 @@ def engine_of(kind: str, stage: int, dtype: str) -> deepspeed.DeepSpeedEngine:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 3))
     make = torch.optim.AdamW if kind == "AdamW" else ds_ext.AdaLomo
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}},
-    }
-    if dtype != "fp32":
-        config[dtype] = {"enabled": True}
+    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}
+    bf16 = {"enabled": dtype == "bf16"}
     optimizer = make(model.parameters(), lr=1e-3)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = engines.start(model, optimizer, stage, scheduler=scheduler, bf16=bf16)
     weight = next(engine.module.parameters())
     engine.backward(engine(torch.randn(2, 4, dtype=weight.dtype)).float().square().sum())
     engine.step()
