@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 
 from ds_ext.backward import reduction
 from tests.common import models
-from tests.common.ranks import message, shared_folder, whole
+from tests.common.ranks import message
 from tests.distributed import training_jobs
 from tests.distributed.training_jobs import Training
 
@@ -39,33 +38,18 @@ def train(name: str) -> dict[str, Any]:
     return found | {"orders": orders}
 
 
-def save_and_load() -> dict[str, Any]:
-    """A checkpoint in a folder of all hosts, and in one that each host has for itself."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    run = Training("came", 3)
-
-    def steps(engine: Any, numbers: range) -> None:
-        for step in numbers:
-            engine.backward(training_jobs.loss_of(engine, run, step, 0, rank, world))
-            engine.step()
-
-    engine, other = (training_jobs.start(run, models.make(dropout=0.3)) for _ in range(2))
-    steps(other, range(5, 6))  # to differ
-    steps(engine, range(2))
-    with shared_folder() as folder:
-        engine.save_checkpoint(folder)
-        steps(engine, range(2, 4))
-        other.load_checkpoint(folder)
-        steps(other, range(2, 4))
-    a, b = whole(engine.module), whole(other.module)
+def apart() -> list[str]:
+    """The errors of saving to, and loading from, a folder that each host has for itself."""
+    rank = dist.get_rank()
+    engine = training_jobs.start(Training("came", 3), models.make(dropout=0.3))
     with tempfile.TemporaryDirectory() as own:  # ranks 0 and 1 are the first host
-        hosts: list[Any] = [None] * world
+        hosts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(hosts, own)
         os.chdir(hosts[rank // 2 * 2])
         told = [message(lambda: engine.save_checkpoint("here", tag="mine"), RuntimeError)]
         if rank == 0:
             Path("here/latest").write_text("mine")
-        told.append(message(lambda: other.load_checkpoint("here"), RuntimeError))
+        told.append(message(lambda: engine.load_checkpoint("here"), RuntimeError))
         os.chdir("/")
         dist.barrier()
-    return {"equal": all(torch.equal(a[n], b[n]) for n in a), "told": told}
+    return told
