@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import deepspeed
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -129,26 +127,6 @@ def in_engine(stage: int, policy: str) -> dict[str, Any]:
         engine.step()
 
     return resized(model, model.embed.weight, step)
-
-
-def in_pipeline() -> None:
-    """Resizes a weight of the first of two stages; the second raises when the first is gone."""
-    layers = [LayerSpec(nn.Linear, 4, 8), LayerSpec(nn.Linear, 8, 3)]
-    net = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
-    config = {"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 2}
-    config |= {"optimizer": {"type": "AdaLomo", "params": {"lr": 0.05}}}
-    engine = deepspeed.initialize(model=net, config=config)[0]
-    data = [(torch.randn(5, 4), torch.randn(5, 3))]
-    engine.train_batch(iter(data * 2))
-    own = net.forward_funcs[0].weight
-    if engine.is_first_stage():
-        own.data = torch.randn(8, 4 + 2, generator=torch.Generator().manual_seed(1))
-        data = [(torch.randn(5, 6), torch.randn(5, 3))]
-    before = own.clone()
-    try:
-        engine.train_batch(iter(data * 2))
-    finally:
-        print("moved" if not own.equal(before) else "as it was", flush=True)
 
 
 def in_fsdp2(fused: bool) -> dict[str, Any]:
