@@ -8,7 +8,7 @@ class Run(NamedTuple):
 
     package: str  # the distribution, whose version the table shows
     what: str
-    command: str  # {here} stands for tests/clients
+    command: str  # {here} stands for tests/tools/clients
 
 
 class Client(NamedTuple):
