@@ -302,7 +302,7 @@ class FusedBackward:
         """Synchronizes with the device, and rolls back the parameters that kernels skipped."""
         if self.state.flags:
             self.buckets.streams.make_current_wait()
-            self.optimizer.rollback_step(self.state.read_flags())
+            self.optimizer.rollback_step(self.state.read_flags()[0])
 
     @property
     def trained(self) -> set[Tensor]:

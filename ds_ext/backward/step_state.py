@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -218,18 +218,14 @@ class StepState:
         wanted = []
         if self.norm is None and self.square is not None:
             wanted = [self.reader.layout.total(self.square)]
-        skipped, square = self._read(wanted)
+        skipped, square = self.read_flags(wanted)
         if self.norm is None:
             square += self.flagged_square
             self.norm = math.inf if math.isnan(square) else math.sqrt(square)
         return skipped
 
-    def read_flags(self) -> list[Tensor]:
-        """Synchronizes with the device; returns the parameters that kernels have skipped."""
-        return self._read([])[0]
-
-    def _read(self, squares: list[Tensor]) -> tuple[list[Tensor], float]:
-        """Reads the flags; returns the parameters that kernels skipped, and Σ ``squares``."""
+    def read_flags(self, squares: Sequence[Tensor] = ()) -> tuple[list[Tensor], float]:
+        """Synchronizes with the device; returns what kernels have skipped, and Σ ``squares``."""
         flags, self.flags = self.flags, DeviceGradFlags()
         if not flags:
             return [], sum(map(Tensor.item, squares))

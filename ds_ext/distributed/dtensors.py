@@ -177,17 +177,12 @@ class DTensorPlacement(Placement):
     Args:
         statistics_group: the ranks of one replica.
         num_replicas: how many ranks hold the same part.
-        is_boxed: whether parts are boxes, not consecutive elements of the flattened parameter.
+        is_divided: whether parts are boxes, not consecutive elements of the flattened parameter.
     """
 
-    def __init__(self, statistics_group: Group, num_replicas: int, is_boxed: bool) -> None:
+    def __init__(self, statistics_group: Group, num_replicas: int, is_divided: bool) -> None:
         super().__init__(None, statistics_group=statistics_group, num_replicas=num_replicas)
-        self.is_boxed = is_boxed
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether ranks hold boxes of matrices."""
-        return self.is_boxed
+        self.is_divided = is_divided
 
     def shape(self, param: Tensor) -> tuple[int, ...]:
         """Returns the shape of this rank's part."""
@@ -240,11 +235,11 @@ class DTensorPlacementCache:
         """Returns a parameter's placement."""
         lies = locate(param)
         world = self.world or param.device_mesh.size()
-        is_boxed = lies.shard.split is not None
-        key = lies.ranks, world, is_boxed, param.device.type
+        is_divided = lies.shard.split is not None
+        key = lies.ranks, world, is_divided, param.device.type
         if key not in self.made:
             group = _group(param, lies)
-            self.made[key] = DTensorPlacement(group, world // len(lies.ranks), is_boxed)
+            self.made[key] = DTensorPlacement(group, world // len(lies.ranks), is_divided)
         return self.made[key]
 
 

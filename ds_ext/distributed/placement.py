@@ -61,6 +61,7 @@ class Placement:
 
     Attributes:
         is_summed: whether other ranks add to gradients.
+        is_divided: whether ranks hold boxes of matrices.
         num_shards: the number of equal parts of a flat gradient.
         shard_index: the index of this rank's part.
         bytes_sent: bytes that this rank passed to collectives for gradients, sums and weights.
@@ -83,6 +84,7 @@ class Placement:
         self.is_summed = max(self.world, self.grad_divisor) > 1
         self.statistics_group = statistics_group
         self.tensor_parallel_shards = tensor_parallel_shards or {}
+        self.is_divided = bool(self.tensor_parallel_shards)
         self.num_replicas = num_replicas or self.world
         self.bytes_sent = 0
 
@@ -94,11 +96,6 @@ class Placement:
     def groups(self) -> set[Group]:
         """The groups of its collectives."""
         return {self.group, self.statistics_group}
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether ranks hold boxes of matrices."""
-        return bool(self.tensor_parallel_shards)
 
     def shape(self, param: Tensor) -> tuple[int, ...]:
         """Returns the shape of this rank's part of a parameter, before ZeRO-3 partitions it."""

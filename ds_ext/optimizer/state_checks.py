@@ -199,7 +199,7 @@ def _fit(
         if key not in state:
             if isinstance(part, Part) and part.is_cache:
                 continue
-            raise StateMismatch(_lacks(".".join((*above, key))))
+            raise StateMismatch(f"it lacks {'.'.join((*above, key))}")
         if isinstance(part, Part):
             state[key] = _fitted(part, state[key], dtype, device, copy, *above, key)
         else:
@@ -228,14 +228,10 @@ def _fitted(
 def _number_of_steps(state: State) -> int:
     """The "step" of a state, which torch's optimizers keep as a tensor."""
     if "step" not in state:
-        raise StateMismatch(_lacks("step"))
+        raise StateMismatch("it lacks step")
     step = state["step"]
     if isinstance(step, Tensor) and step.numel() == 1:
         step = step.item()
     if not isinstance(step, (int, float)) or step < 0 or int(step) != step:
         raise StateMismatch(f"its step is {step!r}, not a number of steps")
     return int(step)
-
-
-def _lacks(key: str) -> str:
-    return f"it lacks {key}"
