@@ -6,7 +6,6 @@ other parameters get the keys of ``others``.
 """
 
 import difflib
-import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -73,16 +72,21 @@ def problems(entry: RuleEntry, given: Keys) -> list[str]:
     others = rest.pop("others", None) if entry.roles else None
     targets = rest.pop("target_modules", "all-linear") if entry.roles else "all-linear"
     found = hyperparams.problems(hypers_of(entry.rule), rest, SECTION)
-    checks: list[Callable[[], object]] = [lambda: _rest(entry, others)] if entry.roles else []
-    checks += [lambda: _patterns(targets, _targets_key(entry))] if targets != "all-linear" else []
-    checks += [functools.partial(_entries_of, entries)] if entries is not None else []
-    if isinstance(entries, list):
-        checks += [functools.partial(_entry_keys, entry, i, own) for i, own in enumerate(entries)]
-    for check in checks:
+
+    def note(check: Callable[..., object], *args: Any) -> None:
         try:
-            check()
+            check(*args)
         except ValueError as error:
             found.append(str(error))
+
+    if entry.roles:
+        note(_rest, entry, others)
+    if targets != "all-linear":
+        note(_patterns, targets, _targets_key(entry))
+    if entries is not None:
+        note(_entries_of, entries)
+    for i, own in enumerate(entries if isinstance(entries, list) else ()):
+        note(_entry_keys, entry, i, own)
     return found
 
 
