@@ -32,6 +32,7 @@ class Setting:
     needs_stage_3: bool = False  # whether other values work at ZeRO stage 3 only
     excludes: tuple[str, ...] = ()  # keys that must be off then
     divides_ranks: bool = False  # whether the number of ranks must be a multiple of the value
+    may_exceed_ranks: bool = False  # whether a value above the number of ranks means all of them
     only_in_run: bool = False  # whether only a run can check other values
 
 
@@ -129,7 +130,7 @@ _ZERO = {
     "stage": Setting(_STAGE),
     "reduce_bucket_size": Setting(_WHOLE),
     "zero_hpz_partition_size": Setting(
-        _WHOLE, _at_most_one, needs_stage_3=True, divides_ranks=True
+        _WHOLE, _at_most_one, needs_stage_3=True, divides_ranks=True, may_exceed_ranks=True
     ),
     **{
         f"{section}.{option}": Setting(off=lambda v: False, no_effect=_NVME)

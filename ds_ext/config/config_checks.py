@@ -23,7 +23,6 @@ from ds_ext.optimizer.param_table import ParamGroup, hypers_of
 from ds_ext.rules import REGISTRY
 from ds_ext.settings import SETTINGS, Section
 
-_HPZ = "zero_optimization.zero_hpz_partition_size"
 _OFFLOAD = "zero_optimization.offload_optimizer.device"
 _STAGE = "zero_optimization.stage"
 
@@ -140,11 +139,13 @@ def size_problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
         config: a DeepSpeed config.
         ranks: the number of data-parallel ranks; None if unknown.
     """
+    if ranks is None:
+        return
     config = normalized(config)
-    for key in group_keys(config) if ranks else ():
+    for key in group_keys(config):
         size = lookup(config, key)
-        is_copy_of_all = key == _HPZ and size >= ranks
-        if ranks and ranks % size and not is_copy_of_all:
+        means_all = SETTINGS[key].may_exceed_ranks and size >= ranks
+        if ranks % size and not means_all:
             yield f"{key} = {size} does not divide the {ranks} ranks: set it to a divisor."
 
 
