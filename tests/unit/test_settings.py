@@ -239,3 +239,14 @@ def test_bucket_size():
 def test_a_bucket_size_that_is_none_is_refused(size):
     with pytest.raises(ValueError, match="zero_optimization.reduce_bucket_size is .*; allowed"):
         refuse(config("zero_optimization.reduce_bucket_size", size))
+
+
+def test_a_size_of_a_group_divides_the_ranks_or_holds_all_of_them():
+    def told(size: int, ranks: int | None) -> list[str]:
+        zero = {"stage": 3, "zero_hpz_partition_size": size}
+        return list(config_checks.size_problems({"zero_optimization": zero}, ranks))
+
+    assert not told(2, 4) and not told(8, 4) and not told(3, None)
+    (line,) = told(3, 4)
+    assert "zero_hpz_partition_size = 3 does not divide the 4 ranks" in line
+    assert list(config_checks.size_problems({"sequence_parallel_size": 8}, 4))
