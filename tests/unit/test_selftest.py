@@ -24,7 +24,7 @@ from ds_ext.optimizer.selftest import RIGHT
 from ds_ext.rules import REGISTRY
 from ds_ext.testing import check_rule
 from tests import worlds
-from tests.common import needs, paths, pretend
+from tests.common import adan, needs, paths, pretend
 from tests.common.choose import params
 from tests.common.cli import refused
 
@@ -197,30 +197,10 @@ def test_what_was_found_wrong_counts_if_a_later_case_is_not_checked(end, child):
     assert selftest.in_child([case], CPU) == [{"verdict": "WRONG: weights"}]
 
 
-OWN_RULE = """
-from dataclasses import dataclass
-from ds_ext import ops
-from ds_ext.hyperparams import NonNegative
-from ds_ext.rules import register
-
-@register(paper="1", state="none", rounds="0", is_batched=True, any_shape=True)
-@dataclass(frozen=True)
-class OwnSgd:
-    lr: NonNegative = 0.1  # learning rate
-
-    def state_spec(self, shard):
-        return {}
-
-    def step(self, p, g, s, t, shard):
-        ops.apply_(p, g, shard, lr=self.lr)
-        return iter(())
-"""
-
-
 def test_a_rule_of_yours_is_checked_in_a_process_that_imports_it(monkeypatch, tmp_path):
-    (tmp_path / "own_rules.py").write_text(OWN_RULE)
+    (tmp_path / "own_rules.py").write_text("from tests.common import adan\n\nadan.enter()\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(worlds.ROOT)]))
-    rows = selftest.in_child([["ownsgd", {"lr": 0.1}, "fp32"]], CPU, ["own_rules"])
+    rows = selftest.in_child([[adan.NAME, {"lr": 0.1}, "fp32"]], CPU, ["own_rules"])
     assert [row["verdict"] for row in rows] == [RIGHT] * len(selftest.RANKS)
     found = []
     monkeypatch.setattr(command, "rows_of", lambda *of: found.append(of) or [])
