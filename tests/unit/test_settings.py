@@ -142,28 +142,15 @@ def test_clipping_and_the_dtype_of_kept_gradients():
     assert parsing.gradients({"gradient_clipping": None}).max_norm == 0
 
 
-AUTO = {
-    "gradient_clipping": "auto",
-    "gradient_accumulation_steps": "auto",
-    "prescale_gradients": "auto",
-    "data_types": {"grad_accum_dtype": "auto"},
-    "compile": {"deepcompile": "auto"},
-    "zero_optimization": {
-        "reduce_bucket_size": "auto",
-        "zero_hpz_partition_size": "auto",
-        "offload_param": {"device": "auto"},
-        "offload_optimizer": {"device": "cpu", "ratio": "auto"},
-    },
-}
+OF_DEEPSPEED = {k: s for k, s in settings.SETTINGS.items() if not k.startswith("ds_ext.")}
 
 
-def test_auto_is_as_if_the_key_were_absent():
-    assert parsing.gradients(AUTO) == parsing.gradients({})
-    assert parsing.gradients(AUTO).bucket_size is None
-    refuse(AUTO)
-    assert parsing.log_lines(parsing.gradients(AUTO), 7, AUTO) == parsing.log_lines(
-        parsing.gradients({}), 7, {}
-    )
+@pytest.mark.parametrize("key", [k for k, s in OF_DEEPSPEED.items() if s.type != settings.SECTION])
+def test_auto_is_as_if_the_key_were_absent(key):
+    given, absent = config(key, "auto"), parsing.gradients({})
+    refuse(given)
+    assert parsing.gradients(given) == absent and absent.bucket_size is None
+    assert parsing.log_lines(absent, 7, given) == parsing.log_lines(absent, 7, {})
 
 
 CONTRADICTIONS = [
