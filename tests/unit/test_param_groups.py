@@ -1,4 +1,7 @@
-"""Param groups of a model: weight decay, entries by name, and the rule of each parameter's role."""
+"""Param groups of a model: weight decay, entries by name, and matrices that a rule is for.
+
+The roles of parameters in SCALE and SinkGD: test_param_groups.py of tests/distributed.
+"""
 
 import pytest
 import torch
@@ -126,21 +129,6 @@ def test_ill_others_are_refused(others, message):
 def test_rules_for_all_parameters_have_no_others():
     with pytest.raises(ValueError, match="unknown key others"):
         ds_ext.AdaLomo.for_model(Net(), others={"lr": 1.0})
-
-
-@pytest.mark.parametrize("kind", ["SCALE", "SinkGD"])
-def test_the_papers_roles(kind):
-    model = Net()
-    optimizer = getattr(ds_ext, kind).for_model(model, lr=0.1)
-    found = by_name(model, optimizer.param_groups)
-    other = "FlashAdamW" if kind == "SinkGD" else "AdamW"
-    assert "type" not in found["layers.1.weight"] and found["norm.bias"]["type"] == other
-    ends = found["embed.weight"], found["lm_head.weight"]
-    if kind == "SinkGD":
-        assert all(group["type"] == other for group in ends)
-        return
-    shown = [(g["norm_axis"], g["momentum"]) for g in (*ends, found["layers.1.weight"])]
-    assert shown == [("column", 0.0), ("row", 0.9), ("row", 0.0)]
 
 
 def test_vectors_of_a_rule_for_matrices_are_refused():
