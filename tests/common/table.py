@@ -81,7 +81,6 @@ RULES = {
 }
 
 CASES = [(name, setting) for name, row in RULES.items() for setting in row.settings]
-REDUCING = [name for name, row in RULES.items() if row.rounds]
 
 SHAPES: tuple[tuple[int, ...], ...] = (
     (),
