@@ -12,9 +12,8 @@ from ds_ext.planner.memory_plan import GIB, MemoryPlan
 from ds_ext.planner.options import ALL, KEYS, PlanOptions
 from ds_ext.rates import RATES, Rate
 
-# The optimizers to try in turn. The second makes the first one's steps in less memory. The third
-# has next to no state.
-OPTIMIZERS = ("AdamW", "FlashAdamW", "AdaLomo")
+# The optimizers to try in turn, and what each costs. The third has next to no state.
+OPTIMIZERS = {"AdamW": "", "FlashAdamW": "8-bit moments", "AdaLomo": "has its own learning rate"}
 
 
 class MemoryStep(NamedTuple):
@@ -65,7 +64,9 @@ def cheapest_reductions(options: PlanOptions) -> tuple[MemoryPlan, list[Resource
         ValueError: no steps suffice, or the plan cannot be made.
     """
     card = options.cards[0] * GIB
-    (first,) = options.optimizers if not options.has_all_optimizers else [named(OPTIMIZERS[0])]
+    (first,) = (
+        options.optimizers if not options.has_all_optimizers else [named(next(iter(OPTIMIZERS)))]
+    )
     start = options.edited(
         {"optimizer": _optimizer(first.__name__, options), KEYS["stage"]: options.get("stage", 3)}
     )
@@ -112,9 +113,8 @@ def _steps(options: PlanOptions) -> Iterator[MemoryStep]:
         name = "checkpointing" if rows == 1 else f"layers run {n} pieces of the batch"
         yield MemoryStep(name, "layers run again", {KEYS["batch_splits"]: n})
     if options.has_all_optimizers:
-        for name in OPTIMIZERS[1:]:
-            kind = _optimizer(name, options)
-            yield MemoryStep(name, "has its own learning rate", {"optimizer": kind})
+        for name, cost in list(OPTIMIZERS.items())[1:]:
+            yield MemoryStep(name, cost, {"optimizer": _optimizer(name, options)})
     if options.get("bucket") is None:
         smaller = {KEYS["bucket"]: min(options.bucket, BUCKET_SIZE)}
         name = f"buckets of {BUCKET_SIZE:,} elements"

@@ -150,6 +150,18 @@ def test_each_total_is_that_of_training_with_the_config(name):
     assert len(keys) == len([s for s in steps[1:] if s.name not in fit_steps.OPTIMIZERS])
 
 
+def test_what_the_plan_leaves_of_the_card_is_told(folder, tmp_path, capsys):
+    given = ("plan", "--model", folder, "--seq", 8, "--memory", 10, "--optimizer", "lomo", "--fit")
+    assert main([*map(str, given), str(tmp_path / "ds.json")]) == 0
+    told = capsys.readouterr().out
+    assert "The counted memory fits in 10 GiB, and leaves 9.9" in told
+
+
+def test_only_another_rule_has_another_rate():
+    costs = fit_steps.OPTIMIZERS
+    assert [name for name in costs if "learning rate" in costs[name]] == ["AdaLomo"]
+
+
 def test_the_given_optimizer_stays(fit):
     given = ("--optimizer", "came", "--params", '{"weight_update": "master24"}', "--checkpointing")
     table, _ = fit(*given, "--ranks", 2, "--bucket", SMALL, "--memory", 100)

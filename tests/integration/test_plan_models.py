@@ -269,6 +269,20 @@ def test_models_that_are_built_in_no_longer_have_a_name_on_the_hub(capsys):
     assert len(models.KNOWN) <= 15
 
 
+@pytest.mark.parametrize(
+    ("given", "gathers"),
+    [
+        (("--stage", 3, "--ranks", 2), True),
+        (("--stage", 3, "--offload-param"), True),
+        (("--stage", 3), False),  # one rank reads its own weights
+        (("--stage", 2, "--ranks", 2), False),
+    ],
+)
+def test_gathered_weights_are_named_where_zero_gathers(given, gathers, folder, capsys):
+    assert main(["plan", "--model", str(folder), *map(str, given)]) == 0
+    assert ("ZeRO-3 gathers" in capsys.readouterr().out) is gathers
+
+
 def test_clipping_is_named_as_not_counted(folder, capsys):
     assert main(["plan", "--model", str(folder)]) == 0
     assert "clipping to a norm" in " ".join(capsys.readouterr().out.split())
