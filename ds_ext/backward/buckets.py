@@ -13,12 +13,11 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ds_ext import ops
 from ds_ext.backward import owners
 from ds_ext.backward.module_hooks import Hook, check_leaf_inputs
 from ds_ext.backward.owners import GradientOwner
 from ds_ext.backward.partial_grads import ModuleCalls
-from ds_ext.backward.reduced_grad import Receiver, ReducedGrad, compact_copy, has_other_users
+from ds_ext.backward.reduced_grad import Receiver, ReducedGrad, add_up, has_other_users
 from ds_ext.backward.reduction import Reducing, Reduction
 from ds_ext.backward.streams import IN_FLIGHT, SideStreams
 from ds_ext.distributed.layout import Agreement, Layout
@@ -274,8 +273,8 @@ class Buckets:
         with self.streams.stepping():
             grads = sent.reducing.arrived()
             if not self._find_receiver().accepts_parts:
-                for param in [p for p in grads if p in sent.in_parts]:  # in the order of all ranks
-                    self._hold(param, grads.pop(param))
+                parts = [p for p in grads if p in sent.in_parts]  # in the order of all ranks
+                add_up(self.parts, {p: grads.pop(p) for p in parts})
             if grads:
                 self._find_receiver().receive(grads)
         self.streams.hold(sent)
@@ -360,13 +359,6 @@ class Buckets:
             pieces[-1].append(param)
             elements += self.counted[param]
         return pieces
-
-    def _hold(self, param: Tensor, grad: ReducedGrad) -> None:
-        """Adds up the parts of a gradient."""
-        if param in self.parts:
-            self.parts[param] = self.parts[param].plus(grad)
-        else:
-            self.parts[param] = compact_copy(grad, ops.accumulator(grad.g.dtype))
 
 
 def may_be_trained(param: Tensor) -> bool:

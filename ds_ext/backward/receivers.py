@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ext import ops
 from ds_ext.backward import projected_grads
 from ds_ext.backward.gradient_config import GradientConfig
 from ds_ext.backward.int8_weights import step_key
@@ -21,7 +20,7 @@ from ds_ext.backward.reduced_grad import (
     ReducedGrad,
     ReducedGrads,
     VotedParams,
-    compact_copy,
+    add_up,
 )
 from ds_ext.backward.step_state import StepState
 from ds_ext.distributed.groups import communicates
@@ -235,11 +234,7 @@ class Accumulating(Receiver):
 
     def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:
         """Adds the runs to the kept ones."""
-        for param, grad in grads.items():
-            if param in self.kept:
-                self.kept[param] = self.kept[param].plus(grad)
-            else:
-                self.kept[param] = compact_copy(grad, self.dtype or ops.accumulator(grad.g.dtype))
+        add_up(self.kept, grads, self.dtype)
 
 
 class Projecting(Receiver):

@@ -60,11 +60,20 @@ class Receiver(abc.ABC):
         """Receives this rank's runs of summed gradients, which it may keep and write to."""
 
 
-def compact_copy(grad: ReducedGrad, dtype: torch.dtype) -> ReducedGrad:
-    """Returns a run in its own memory, so that the rest of the gradient can be freed."""
-    g = grad.g.to(dtype)
-    is_part = g.untyped_storage().nbytes() > g.nbytes
-    return grad._replace(g=g.clone() if is_part or has_other_users(g) else g)
+def add_up(
+    kept: dict[Tensor, ReducedGrad], grads: ReducedGrads, dtype: torch.dtype | None = None
+) -> None:
+    """Adds runs to the kept ones, in ``dtype``; None: the accumulator's dtype.
+
+    A new run is kept in its own memory, so that the rest of the gradient can be freed.
+    """
+    for param, grad in grads.items():
+        if param in kept:
+            kept[param] = kept[param].plus(grad)
+            continue
+        g = grad.g.to(dtype or ops.accumulator(grad.g.dtype))
+        is_part = g.untyped_storage().nbytes() > g.nbytes
+        kept[param] = grad._replace(g=g.clone() if is_part or has_other_users(g) else g)
 
 
 def has_other_users(x: Tensor) -> bool:
