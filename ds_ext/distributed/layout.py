@@ -28,11 +28,6 @@ class Agreement(NamedTuple):
     second: Tensor | None = None  # a parameter that has a second gradient on some rank
 
 
-def complete(waiting: Mapping[Tensor, bool], second: Tensor | None) -> Agreement:
-    """Returns an agreement that all waiting gradients are ready."""
-    return Agreement(list(waiting), {p for p, more in waiting.items() if more}, True, second)
-
-
 class ParamInfo(NamedTuple):
     """A parameter of the model, on this or another rank."""
 
@@ -214,7 +209,9 @@ class Layout:
             RuntimeError: the answer, on all ranks, if their histories differ.
         """
         if self.agrees_at_once:
-            return lambda: complete(waiting, second)
+            self.compare_order(waiting, ended, history)
+            in_parts = {p for p, more in waiting.items() if more}
+            return lambda: Agreement(list(waiting), in_parts, True, second)
         counts = torch.zeros(2, len(self.params) + 1, dtype=torch.int32, device="cpu")
         numbers = [[self.number_of[p], more] for p, more in waiting.items()]
         own, more = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
@@ -244,6 +241,9 @@ class Layout:
             return Agreement(ready, set(in_parts), all_ended, next(iter(again), None))
 
         return answer
+
+    def compare_order(self, waiting: Mapping[Tensor, bool], ended: bool, history: int) -> None:
+        """Called by ``agree`` where no rank waits for others: ZeRO-3 checks what they do."""
 
     def reduce(
         self, flats: Mapping[Tensor, Tensor], votes: Tensor | None

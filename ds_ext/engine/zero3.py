@@ -27,7 +27,7 @@ from ds_ext.backward.module_hooks import Hook
 from ds_ext.config.parsing import section
 from ds_ext.distributed.consensus import OrderCheck
 from ds_ext.distributed.groups import Group
-from ds_ext.distributed.layout import Agreement, Layout, complete
+from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement, Sharded
 from ds_ext.engine import int8_partitions
 from ds_ext.engine.parameters import deepspeed_parameter
@@ -107,21 +107,13 @@ class Zero3Layout(Layout):
         """
         return {m: list(m.parameters()) for m in module.modules() if z3_leaf_module(m)}
 
-    def agree(
-        self,
-        waiting: Mapping[Tensor, bool],
-        ended: bool,
-        history: int,
-        second: Tensor | None = None,
-    ) -> Callable[[], Agreement]:
-        """Returns that all gradients are ready, because ranks gather parameters together.
+    def compare_order(self, waiting: Mapping[Tensor, bool], ended: bool, history: int) -> None:
+        """Checks that all ranks have gathered the same parameters, whose gradients are then ready.
 
         Raises:
-            RuntimeError: on all ranks, if ranks did not gather the same parameters, or are in
-                different passes.
+            RuntimeError: on all ranks, if they have not, or are in different passes.
         """
         self.bytes_sent += self.order.check_gradients(waiting, ended, history)
-        return lambda: complete(waiting, second)
 
     @contextlib.contextmanager
     def norm_prepass(self) -> Iterator[None]:
