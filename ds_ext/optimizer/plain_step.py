@@ -38,9 +38,11 @@ def step(optimizer: BucketOptimizer) -> None:
     for check in () if stepped else WITHOUT_GRADIENTS:
         check(optimizer)
     size = BATCHED_BUCKET_ELEMENTS if optimizer.are_all_batched else BUCKET_ELEMENTS
-    by_placement: dict[Placement | None, list[Tensor]] = {}  # in the same order on all ranks
-    for param in stepped:
-        by_placement.setdefault(optimizer.placement(param), []).append(param)
+    by_placement: dict[Placement | None, list[Tensor]] = {None: stepped}
+    if optimizer.index.has_dtensors:
+        by_placement = {}  # in the same order on all ranks
+        for param in stepped:
+            by_placement.setdefault(optimizer.placement(param), []).append(param)
     found = [
         (placement, bucket)
         for placement, params in by_placement.items()
