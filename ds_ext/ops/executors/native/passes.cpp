@@ -44,6 +44,7 @@ typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
 const int64_t CHUNK = 512;       // elements processed at a time
 const int64_t AHEAD = 4096;      // prefetch distance, bytes
 const int64_t FEW_LINES = 128;   // elements prefetched at a time in loops that do little else
+const int64_t SMALL = 1 << 22;   // elements of a pass that caches may hold
 const int64_t STRIP = 1 << 17;   // elements that a thread takes at a time, roughly
 
 // Runs ``function(data)`` on torch's threads, if torch has loaded an OpenMP runtime; else null. Threads
@@ -135,6 +136,7 @@ struct alignas(ALIGNED) Aligned {
 struct Strip {
     int64_t entry, begin, end;
     int64_t partial;  // offset of its partial sums
+    bool is_small = false;  // whether caches may hold what the pass reads
 };
 
 bool is_by_matrix(const Call &call) {
@@ -544,8 +546,25 @@ static __attribute__((noinline)) void store(const Entry &e, int storage, int64_t
     }
 }
 
-// The sum of squares of up to CHUNK numbers, in LANES partial sums.
-template <class X> static __attribute__((noinline)) double square_sum_of(X x, int64_t n) {
+#ifdef __clang__
+#define SHUFFLED(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
+#else
+#define SHUFFLED(v, ...) __builtin_shuffle(v, Bits{__VA_ARGS__})
+#endif
+
+// The sum of a vector: adds its second half to its first, then the second quarter, and so on.
+INLINE float sum_of(Vector v) {
+    v += SHUFFLED(v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    v += SHUFFLED(v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    v += SHUFFLED(v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    v += SHUFFLED(v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    return v[0];
+}
+
+#undef SHUFFLED
+
+// The sum of squares of up to CHUNK numbers, in LANES partial sums. Each number is read once.
+template <class X> INLINE double square_sum_of_each(X &x, int64_t n) {
     Vector sum[LANES / WIDTH] = {};
     int64_t j = 0;
     for (; j + LANES <= n; j += LANES)
@@ -554,20 +573,26 @@ template <class X> static __attribute__((noinline)) double square_sum_of(X x, in
             x.read(j + k * WIDTH, v);
             sum[k] += v * v;
         }
-    Vector rest = {};
-    float lane[WIDTH] = {};
+    Vector rest;
     for (; j + WIDTH <= n; j += WIDTH) {
         x.read(j, rest);
         sum[0] += rest * rest;
     }
-    for (int l = 0; j + l < n; ++l) lane[l] = x[j + l] * x[j + l];
-    std::memcpy(&rest, lane, sizeof rest);
-    rest += (sum[0] + sum[1]) + (sum[2] + sum[3]);
-    std::memcpy(lane, &rest, sizeof rest);
-    for (int half = WIDTH / 2; half; half /= 2)
-        for (int l = 0; l < half; ++l) lane[l] += lane[l + half];
-    return lane[0];
+    rest = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    if (j < n) {
+        float lane[WIDTH] = {};
+        for (int l = 0; j + l < n; ++l) {
+            float v = x[j + l];
+            lane[l] = v * v;
+        }
+        Vector last;
+        std::memcpy(&last, lane, sizeof last);
+        rest = last + rest;
+    }
+    return sum_of(rest);
 }
+
+template <class X> static __attribute__((noinline)) double square_sum_of(X x, int64_t n) { return square_sum_of_each(x, n); }
 
 INLINE double square_sum(const float *x, int64_t n) { return square_sum_of(Fp32{x}, n); }
 
@@ -1039,12 +1064,7 @@ static __attribute__((noinline)) double square_sum_of_product(const float *x, co
         }
     float rest[LANES];
     for (int64_t k = 0; j + k < n; ++k) rest[k] = x[j + k] * y[j + k];
-    sum[0] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-    float lane[WIDTH];
-    std::memcpy(lane, sum, sizeof lane);
-    for (int half = WIDTH / 2; half; half /= 2)
-        for (int l = 0; l < half; ++l) lane[l] += lane[l + half];
-    return lane[0] + square_sum(rest, n - j);
+    return sum_of((sum[0] + sum[1]) + (sum[2] + sum[3])) + square_sum(rest, n - j);
 }
 
 // The factor that changes a norm from factor · sqrt(sum) to ``root``: reference.normalized.
@@ -1157,12 +1177,59 @@ static void advance(const Call &call, const Entry &e, const Strip &s) {
     }
 }
 
+// Numbers of one row times the factors of their columns and of the row.
+template <class X> struct RowQuotient {
+    X x;
+    const float *col;
+    float row;
+    INLINE_MEMBER float operator[](int64_t j) const { return x[j] * (col[j] * row); }
+    INLINE_MEMBER void read(int64_t j, Vector &to) const {
+        Vector factor;
+        std::memcpy(&factor, col + j, sizeof factor);
+        x.read(j, to);
+        to *= factor * row;
+    }
+};
+
 // The new value of a weight.
 struct Stepped {
     float lr, decay;
     bool decays;
-    INLINE_MEMBER float operator()(float w, float u) const { return w - lr * (decays ? u + decay * w : u); }
+    template <class T> INLINE_MEMBER T operator()(T w, T u) const { return w - lr * (decays ? u + decay * w : u); }
 };
+
+// fp32 weights that are stepped as they are read.
+template <class U> struct SteppedFp32 {
+    float *w;
+    U u;
+    Stepped stepped;
+    INLINE_MEMBER float operator[](int64_t j) { return w[j] = stepped(w[j], u[j]); }
+    INLINE_MEMBER void read(int64_t j, Vector &now) {
+        Vector update;
+        std::memcpy(&now, w + j, sizeof now);
+        u.read(j, update);
+        now = stepped(now, update);
+        std::memcpy(w + j, &now, sizeof now);
+    }
+};
+
+template <class U> static __attribute__((noinline)) double step_fp32(float *w, const U &u, const Stepped &stepped, int64_t n) {
+    SteppedFp32<U> weights{w, u, stepped};
+    return square_sum_of_each(weights, n);
+}
+
+// Steps fp32 weights by the gradient's quotient in one loop, if they lie in one row; returns whether
+// they do. ``squares`` becomes the sum of squares of the new weights.
+INLINE bool step_by_quotient(const Call &call, const Entry &e, const Stepped &stepped, int64_t i, int64_t n, double &squares) {
+    int64_t line = (e.start + i) / e.cols, c = (e.start + i) - line * e.cols;
+    if (c + n > e.cols) return false;
+    float *w = static_cast<float *>(e.w) + i;
+    with_gradient(e, call.dtype, i, [&](auto x) {
+        const float *col = e.col + line / e.rows * e.cols + c;
+        squares = step_fp32(w, RowQuotient<decltype(x)>{x, col, e.row[line] * e.scale}, stepped, n);
+    });
+    return true;
+}
 
 // Steps n bf16 weights with stochastic rounding. If a new value exceeds the largest bf16 or is not
 // finite, writes nothing and returns false.
@@ -1185,13 +1252,12 @@ static __attribute__((noinline)) bool step_stochastic(const Entry &e, Stepped st
 // Steps weights in one loop for the most common storage formats; returns whether it did. If norms are
 // cached, ``squares`` becomes the sum of squares of the new weights.
 static bool step_at_once(const Call &call, const Entry &e, Stepped stepped, int64_t i, int64_t n, const float *__restrict u, double &squares) {
-    float *__restrict wide = static_cast<float *>(e.w) + i;
+    float *wide = static_cast<float *>(e.w) + i;
     uint16_t *__restrict narrow = static_cast<uint16_t *>(e.w) + i;
     switch (call.storage) {
     case PLAIN_FP32:
         prefetch(wide, n);
-        for (int64_t j = 0; j < n; ++j) wide[j] = stepped(wide[j], u[j]);
-        if (e.norm_cache) squares = square_sum(wide, n);
+        squares = step_fp32(wide, Fp32{u}, stepped, n);
         return true;
     case PLAIN_BF16:
         prefetch(narrow, n);
@@ -1211,10 +1277,16 @@ static void apply(const Call &call, const Entry &e, const Strip &s, double *part
     alignas(ALIGNED) float buffer[CHUNK], old[CHUNK], now[CHUNK];
     double changes = 0, weights = 0;
     const Stepped stepped{e.lr, e.decay, call.decays != 0};
+    // One loop without prefetches is faster where caches hold what it reads, and slower elsewhere.
+    const bool by_quotient = s.is_small && call.form == IS_QUOTIENT && call.storage == PLAIN_FP32 && !e.update_sums;
     for (int64_t i = s.begin; i < s.end; i += CHUNK) {
         int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
-        const float *u = value(call, e, i, n, buffer);
         double squares = 0;
+        if (by_quotient && step_by_quotient(call, e, stepped, i, n, squares)) {
+            weights += squares;
+            continue;
+        }
+        const float *u = value(call, e, i, n, buffer);
         if (!e.update_sums && step_at_once(call, e, stepped, i, n, u, squares)) {
             weights += squares;
             continue;
@@ -1269,6 +1341,7 @@ static Work cut_all(const Call &call, Entry *entries, int64_t count) {
             floats += (2 * e.cols + WIDTH - 1) / WIDTH * WIDTH;
         }
     }
+    for (Strip &s : work.strips) s.is_small = work.elements <= SMALL;
     work.buffer.resize(static_cast<size_t>(floats / WIDTH), Aligned{});
     work.sums.resize(2 * work.strips.size(), 0.0);
     return work;
