@@ -21,6 +21,7 @@ from ds_ext.forward.batch_splits import layers_of, split_batch
 from ds_ext.forward.chunked_loss import chunk_loss
 from ds_ext.planner import models
 from ds_ext.planner.live_memory import LiveMemory
+from ds_ext.planner.memory import GradientLifetime as GradientLifetime
 
 ATTENTION = "ds_ext_planned"
 
@@ -34,16 +35,6 @@ class MicroBatch:
     checkpointing: bool  # whether layers are recomputed in backward
     splits: int = 1  # pieces in which each layer runs: ds_ext.batch_splits
     chunked_loss: bool = False
-
-
-@dataclass(frozen=True)
-class GradientLifetime:
-    """How long gradients live: until their bucket is full, or until the end of the step."""
-
-    bucket: int | None  # elements; None to keep all gradients
-    behind: int = 0  # how many full buckets live while the next one fills
-    staged_bytes: float = 0.0  # per element, that come from the host while a bucket is stepped
-    together: bool = False  # whether layers in pieces are ZeRO-3's leaf modules
 
 
 class HeldGradients:

@@ -75,11 +75,12 @@ def cheapest_reductions(options: PlanOptions) -> tuple[MemoryPlan, list[Resource
     @functools.cache
     def after(*names: str) -> ResourceUse:
         """The plan after some of the steps."""
-        now, last = start, MemoryStep(plan.rows[0].label, "", {})
+        now, last = start, MemoryStep(next(iter(plan.rows)), "", {})
         for last in (steps[name] for name in names):
             now = now.edited(last.changes)
         changed = plan.changed(now)
-        return ResourceUse(last.name, last.cost, now, changed.total(changed.rows[0], now.batch))
+        ours = next(iter(changed.rows.values()))  # AdamW's is the second row
+        return ResourceUse(last.name, last.cost, now, changed.total(ours, now.batch))
 
     steps = {step.name: step for step in _steps(options)}
     taken: tuple[str, ...] = ()

@@ -42,6 +42,16 @@ FIRST = 16  # the rank with the most memory is searched among this many first ra
 
 
 @dataclass(frozen=True)
+class GradientLifetime:
+    """How long gradients live: until their bucket is full, or until the end of the step."""
+
+    bucket: int | None  # elements; None to keep all gradients
+    behind: int = 0  # how many full buckets live while the next one fills
+    staged_bytes: float = 0.0  # per element, that come from the host while a bucket is stepped
+    together: bool = False  # whether layers in pieces are ZeRO-3's leaf modules
+
+
+@dataclass(frozen=True)
 class MemoryUse:
     """Bytes on one rank."""
 
@@ -53,11 +63,17 @@ class MemoryUse:
     kept: float = 0.0  # of the gradients: bytes that live throughout backward
     staged: float = 0.0  # of the other parts: bytes that come from the host with a bucket
     host: float = 0.0  # offloaded, in the memory of the host
+    lifetime: GradientLifetime = GradientLifetime(0)  # of the gradients in backward
 
     @property
     def total(self) -> float:
         """The total bytes."""
         return self.weights + self.state + self.gradients + self.master + self.activations
+
+    @property
+    def constant(self) -> float:
+        """Bytes throughout backward: without activations, and gradients of short lives."""
+        return self.total - self.activations - self.gradients + self.kept - self.staged
 
 
 def optimizer_memory(
@@ -114,6 +130,9 @@ def optimizer_memory(
     states, states_away = held(_state)
     masters, masters_away = held(lambda rule, p, *_: sixteen_bit.master(p, rule))
     kept += expanded * dtype.itemsize
+    host = moved * dtype.itemsize + states_away + masters_away
+    # Kept gradients are stepped after backward.
+    staged_bytes = 0.0 if accumulates else host / elements(shapes)
     return MemoryUse(
         weights=(weights - sum(stored)) * dtype.itemsize + sum(map(int8.nbytes, stored)),
         state=states,
@@ -121,7 +140,10 @@ def optimizer_memory(
         master=masters,
         kept=kept,
         staged=math.ceil(share * moved) * dtype.itemsize + share * (states_away + masters_away),
-        host=moved * dtype.itemsize + states_away + masters_away,
+        host=host,
+        lifetime=GradientLifetime(
+            None if stage is None else bucket, behind, staged_bytes, together=stage == 3
+        ),
     )
 
 
@@ -177,6 +199,7 @@ def adamw(shapes: Shapes, stage: int, ranks: int, dtype: torch.dtype, bucket: in
         gradients=gradients,
         master=4 * run if stage or size < 4 else 0,
         kept=size * (n / ranks + bucket) if stage >= 2 else 0,
+        lifetime=GradientLifetime(bucket if stage >= 2 else None),
     )
 
 

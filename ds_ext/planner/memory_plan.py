@@ -3,33 +3,18 @@
 import copy
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import nn
 
-from ds_ext.backward.streams import IN_FLIGHT
 from ds_ext.config import optimizer_names
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.planner import activations, memory, models
-from ds_ext.planner.activations import GradientLifetime, MicroBatch
-from ds_ext.planner.memory import MemoryUse
+from ds_ext.planner.activations import MicroBatch
+from ds_ext.planner.memory import GradientLifetime, MemoryUse
 from ds_ext.planner.options import DTYPES, PlanOptions
 
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Row:
-    """The memory of an optimizer on a rank."""
-
-    label: str
-    use: MemoryUse  # without activations
-    gradients: GradientLifetime = GradientLifetime(0)  # how long gradients live in backward
-
-    @property
-    def constant(self) -> float:
-        """Bytes throughout backward: without activations, and gradients of short lives."""
-        return self.use.total - self.use.gradients + self.use.kept - self.use.staged
 
 
 class MemoryPlan:
@@ -45,10 +30,10 @@ class MemoryPlan:
         self._peaks: dict[tuple[MicroBatch, GradientLifetime], int] = {}
 
     @functools.cached_property
-    def rows(self) -> list[Row]:
-        """Rows of ds_ext optimizers, and of DeepSpeed's AdamW."""
-        found = [row for optimizer in self.options.optimizers for row in self._ours(optimizer)]
-        return [*found, *self._adamw()]
+    def rows(self) -> dict[str, MemoryUse]:
+        """Rows of ds_ext optimizers, and of DeepSpeed's AdamW, by label; without activations."""
+        ours = [row for optimizer in self.options.optimizers for row in self._ours(optimizer)]
+        return dict([*ours, *self._adamw()])
 
     def changed(self, options: PlanOptions) -> "MemoryPlan":
         """Returns the plan of the same model and dtype with other options. Reuses activations."""
@@ -57,36 +42,36 @@ class MemoryPlan:
         other.options = options
         return other
 
-    def total(self, row: Row, batch: MicroBatch | None) -> MemoryUse:
+    def total(self, use: MemoryUse, batch: MicroBatch | None) -> MemoryUse:
         """Returns the memory of a row, with activations if a micro-batch is given."""
         if batch is None:
-            return row.use
-        more = self._peak(row, batch) + row.constant - row.use.total
-        return replace(row.use, activations=max(0.0, more))
+            return use
+        more = self._peak(use, batch) + use.constant - use.total
+        return replace(use, activations=max(0.0, more))
 
-    def _peak(self, row: Row, batch: MicroBatch) -> int:
+    def _peak(self, use: MemoryUse, batch: MicroBatch) -> int:
         """Bytes of activations and gradients in backward. Cached, because many rows share them."""
-        key = (batch, row.gradients)
+        key = (batch, use.lifetime)
         if key not in self._peaks:
             self._peaks[key] = activations.peak(self.config, self.dtype, *key)
         return self._peaks[key]
 
-    def largest_batch(self, row: Row, batch: MicroBatch, card: float) -> int:
+    def largest_batch(self, use: MemoryUse, batch: MicroBatch, card: float) -> int:
         """Returns how many batch rows fit ``card`` GiB, by a line through the peaks of two.
 
         The two have one and two rows in each piece.
         """
-        if row.use.total > card * GIB:  # the step does not fit
+        if use.total > card * GIB:  # the step does not fit
             return 0
-        available = card * GIB - row.constant
+        available = card * GIB - use.constant
         each = batch.splits
-        one, two = (self._peak(row, replace(batch, rows=rows)) for rows in (each, 2 * each))
+        one, two = (self._peak(use, replace(batch, rows=rows)) for rows in (each, 2 * each))
         most = each + int((available - one) // ((two - one) / each))
         if most >= each or each == 1:
             return max(0, most)
-        return self.largest_batch(row, replace(batch, splits=1), card)
+        return self.largest_batch(use, replace(batch, splits=1), card)
 
-    def _ours(self, optimizer: type[RuleOptimizer]) -> Iterator[Row]:
+    def _ours(self, optimizer: type[RuleOptimizer]) -> Iterator[tuple[str, MemoryUse]]:
         """The rows of a ds_ext optimizer, one for each stage."""
         options = self.options
         rules = memory.rules_of(optimizer, self.model, options.params)
@@ -99,20 +84,11 @@ class MemoryPlan:
             of = (rules, self.shapes, stage, options.ranks, self.dtype)
             in_int8 = options.own.weight_storage == "int8"
             how = (options.bucket, options.accumulates, offloads, in_int8)
-            use = memory.optimizer_memory(*of, *how)
-            waiting = GradientLifetime(
-                None if stage is None else options.bucket,
-                IN_FLIGHT if stage == 3 else 0,
-                # Kept gradients are stepped after backward.
-                0.0 if options.accumulates else use.host / self.n,
-                together=stage == 3,
-            )
-            yield Row(label, use, waiting)
+            yield label, memory.optimizer_memory(*of, *how)
 
-    def _adamw(self) -> Iterator[Row]:
+    def _adamw(self) -> Iterator[tuple[str, MemoryUse]]:
         """Rows of DeepSpeed's AdamW, which partitions gradients from stage 2 on."""
         options = self.options
         for stage in sorted({stage or 0 for stage in options.stages}):
             use = memory.adamw(self.shapes, stage, options.ranks, self.dtype, options.bucket)
-            waiting = GradientLifetime(options.bucket if stage >= 2 else None)
-            yield Row(f"AdamW, DeepSpeed ZeRO-{stage}", use, waiting)
+            yield f"AdamW, DeepSpeed ZeRO-{stage}", use

@@ -14,7 +14,7 @@ UNITS = {"GiB": GIB, "MiB": 2**20}
 def show(options: PlanOptions) -> None:
     """Prints the plan, and draws it if ``--plot`` is given."""
     plan = MemoryPlan(options)
-    table = {row.label: plan.total(row, options.batch) for row in plan.rows}
+    table = {label: plan.total(use, options.batch) for label, use in plan.rows.items()}
     unit = unit_of(use.total for use in table.values())
     if options.picture is not None:
         _draw(plan, table, unit, options.picture)
@@ -64,18 +64,17 @@ def _cells(plan: MemoryPlan, table: Mapping[str, MemoryUse], unit: str) -> list[
     on_host = ["on the host"] if any(use.host for use in table.values()) else []
     cards = [f"in {card:g} GiB" for card in options.cards]
     lines = [["", *columns, "bytes/param", *on_host, *cards]]
-    for row in plan.rows:
-        use = table[row.label]
+    for label, use in table.items():
         fits = []
         for card in options.cards:
             if options.batch is None:
                 fits.append("fits" if use.total <= card * GIB else "no")
             else:
-                most = plan.largest_batch(row, options.batch, card)
+                most = plan.largest_batch(plan.rows[label], options.batch, card)
                 fits.append(f"batch {most}" if most else "no")
         sizes = [f"{getattr(use, part) / size:.2f}" for part in columns]
         host = [f"{use.host / size:.2f}" for _ in on_host]
-        lines.append([row.label, *sizes, f"{use.total / plan.n:.2f}", *host, *fits])
+        lines.append([label, *sizes, f"{use.total / plan.n:.2f}", *host, *fits])
     return lines
 
 
