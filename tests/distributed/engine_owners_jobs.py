@@ -1,17 +1,15 @@
-"""Jobs about a model's owners: second engines, Trainers and calls of train(), freed engines."""
+"""Jobs about a model's owners: second engines, copies, freed engines."""
 
 import copy
 import functools
 import gc
 import io
-import tempfile
 import weakref
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-import transformers
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import groups
 from torch import Tensor, nn
@@ -20,7 +18,6 @@ import ds_ext
 from tests.common import engines, int8_model
 from tests.common.ranks import logged, message, whole
 from tests.distributed import expert_parallel_jobs, int8_engines_jobs
-from tests.integration import trainer_runs
 
 STEPS = 3
 
@@ -138,22 +135,6 @@ def copied(stage: int) -> dict[str, Any]:
         result["quiet"] &= not _moved(before, whole(engine.module))
     result["goes on"] = _moved(before, steps(engine, range(1, 2)))
     return result
-
-
-def trainers() -> list[bool]:
-    """Whether each of two HF Trainers moves the model that they have in common."""
-    config = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
-    config |= {"optimizer": {"type": "LOMO", "params": {"lr": "auto"}}}
-    more: Any = {"use_cpu": True, "report_to": [], "save_strategy": "no", "max_grad_norm": 0.0}
-    more |= {"max_steps": 2, "learning_rate": 1e-2, "per_device_train_batch_size": 2}
-    model, data = trainer_runs.model(), trainer_runs.data()
-    weights = [whole(model)]
-    for _ in range(2):
-        with tempfile.TemporaryDirectory() as folder:
-            args = transformers.TrainingArguments(output_dir=folder, deepspeed=config, **more)
-            transformers.Trainer(model=model, args=args, train_dataset=data).train()
-        weights.append(whole(model))
-    return [_moved(*weights[:2]), _moved(*weights[1:])]
 
 
 def after_adamw(stage: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Engines and HF Trainers on a model that another one steps, copies, and engines that are freed."""
+"""Engines on a model that another one steps, copies of models, and engines that are freed."""
 
 import pytest
 
@@ -67,10 +67,6 @@ def test_partitions_of_another_engine_are_refused_below_stage_3(second):
     for got in worlds.run(WORLD, engine_owners_jobs.changed_stage, 3, second):
         assert f"zero_optimization.stage = {second}" in got["refused"]
         assert "set stage 3" in got["refused"]
-
-
-def test_a_second_trainer_takes_over():
-    assert worlds.run(WORLD, engine_owners_jobs.trainers) == [[True, True]] * WORLD
 
 
 # At stage 3, DeepSpeed's nodes in a graph that a module keeps hold the module.

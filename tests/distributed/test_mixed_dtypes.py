@@ -4,9 +4,7 @@ import pytest
 
 from tests import worlds
 from tests.common import engines
-from tests.common.by_role import MATRICES
-from tests.common.choose import params
-from tests.common.updates import check_each, error
+from tests.common.updates import check_each
 from tests.distributed import mixed_dtypes_jobs
 from tests.unit.test_dtypes_mixed import F32, F64, make, optimizer_of
 
@@ -31,21 +29,3 @@ def test_engines_train_fp64_and_mixed_models(name, stage, dtypes, policy, more):
         assert got["norms"] == pytest.approx(alone.norms, rel=bound)
         check_each(got["after"], alone.after, got["before"], close=bound)
         assert all(got["after"][n].dtype == p.dtype for n, p in alone.after.items())
-
-
-HALVES = [(rule, stage) for rule in MATRICES for stage in range(4)]
-
-
-@pytest.mark.supports("bf16 weights", stage="stage", optimizer="rule")
-@pytest.mark.parametrize("rule, stage", params(HALVES, [("muon", 1)]))
-def test_bf16_weights_are_clipped_and_accumulated_as_in_fp32(rule, stage):
-    """With 24 bits, and rounded at random; as at stage 0, where no rank has a part."""
-    exact = worlds.once(2, mixed_dtypes_jobs.accumulate, rule, 0, None)[0]
-    for weight_update in ("master24", "stochastic"):
-        alone, got = (
-            worlds.once(2, mixed_dtypes_jobs.accumulate, rule, at, weight_update)[0]
-            for at in (0, stage)
-        )
-        assert got["identical"]
-        assert error(got["after"], alone["after"], alone["before"]) <= 0.05
-        assert error(got["after"], exact["after"], exact["before"]) <= 0.3
