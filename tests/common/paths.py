@@ -6,10 +6,12 @@ import torch
 from ds_ext.ops.executors import unbatched
 from ds_ext.ops.executors.native import library, native_table
 from ds_ext.ops.executors.triton import devices
+from tests.common import needs
 
 # Where kernels run: on a GPU if there is one, else in Triton's interpreter on the CPU.
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 HOST = torch.device("cpu")
+EACH = ["ops", "native", pytest.param("kernels", marks=needs.triton)]
 
 
 def use(monkeypatch: pytest.MonkeyPatch, path: str, is_default: bool = True) -> None:

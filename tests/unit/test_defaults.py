@@ -2,6 +2,7 @@
 them."""
 
 import ast
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +29,9 @@ MAKERS = {
     *("rand", "randn", "randint", "randperm", "as_tensor", "scalar_tensor", "empty_strided"),
 }
 
-ON_KERNELS = ("lomo", "8 bits")  # of which `make test` runs kernels
+TABLES = ("ops", "kernels") if needs.TRITON else ("ops",)
+WAYS = list(itertools.product(CASES, TABLES))
+FEW = ("lomo", "8 bits")  # of which `make test` runs kernels
 
 
 @pytest.fixture
@@ -36,7 +39,7 @@ def defaults():
     """Sets a default dtype, and a device on which nothing can be computed."""
 
     def forget():
-        for cached in (rounding._noise, rounding.shifted_noise, quantize._book):
+        for cached in (rounding.shifted_noise, quantize._book):
             cached.cache_clear()
 
     def turn(on):
@@ -54,23 +57,11 @@ STORED = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case, path", params(WAYS, lambda way: way[1] == "ops" or way[0] in FEW))
 @STORED
-def test_steps_have_the_same_bits(case, dtype, mode, defaults, monkeypatch):
-    paths.use(monkeypatch, "ops")
-    check_bits(case, dtype, mode, defaults)
-
-
-@needs.triton
-@pytest.mark.parametrize("case", params(CASES, ON_KERNELS))
-@STORED
-def test_steps_of_kernels_have_the_same_bits(case, dtype, mode, defaults, monkeypatch):
-    paths.use(monkeypatch, "kernels")
-    check_bits(case, dtype, mode, defaults)
-
-
-def check_bits(case, dtype, mode, defaults):
+def test_steps_have_the_same_bits(case, path, dtype, mode, defaults, monkeypatch):
     """Trains by a rule with torch's defaults and with others, and compares the weights."""
+    paths.use(monkeypatch, path)
     if "8 bits" in case:
         pytest.importorskip("bitsandbytes")
     name, hypers = CASES[case]

@@ -9,14 +9,12 @@ import torch
 from torch import nn
 
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common import needs, paths, table
+from tests.common import paths, table
 from tests.common.updates import error
 from tests.unit.test_precision import number as held
 
 SHAPES = ((600,), (13, 290), (3, 40, 30))
-by_path = pytest.mark.parametrize(
-    "path", ["ops", "native", pytest.param("kernels", marks=needs.triton)]
-)
+by_path = pytest.mark.parametrize("path", paths.EACH)
 EVERY = torch.arange(-(2**15), 2**15).to(torch.int16)  # the bits of all 16-bit weights
 CODES = {
     torch.int8: torch.arange(-128, 128),

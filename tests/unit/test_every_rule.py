@@ -16,7 +16,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.testing import check_rule
 from ds_ext.testing.properties import shrunk, smallest_eps, tensors
 from ds_ext.testing.simulation import with_zeros
-from tests.common import hypers, needs, paths, plain, table
+from tests.common import hypers, paths, plain, table
 from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, shapes_of, sharded_error
 from tests.common.table import gradients, weights
 from tests.distributed import resume_jobs
@@ -80,7 +80,7 @@ ZEROS = ((6, 10), (10, 6), (12,), (5, 5), (4, 3, 5), (3, 2, 1, 1), (9,), (70, 70
 KERNEL_ZEROS = ((6, 10), (12,), (4, 3, 5), (5, 5))  # Triton's interpreter is slow
 
 
-@pytest.mark.parametrize("path", ["ops", "native", pytest.param("kernels", marks=needs.triton)])
+@pytest.mark.parametrize("path", paths.EACH)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_zero_rows_and_columns_with_the_smallest_eps(name, path, monkeypatch):
     """In fp32, where statistics of zeros are zeros; later also where they have shrunk to that."""

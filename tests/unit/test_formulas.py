@@ -10,9 +10,10 @@ import pytest
 
 from ds_ext.ops import block_sizes
 from ds_ext.ops.shard import Shard
+from ds_ext.rules.all_rules import APOLLO, LAMB, FlashAdamW, GaLoreAdamW, Lion, Muon
 from tests.common import table
 from tests.common.choose import params
-from tests.common.simulated import BROKEN, EXACT, errors
+from tests.common.simulated import BROKEN, EXACT, Ranks, errors
 from tests.common.table import WORLDS
 from tests.unit import (
     test_adamw,
@@ -82,3 +83,33 @@ def test_blocks_of_any_size_give_the_same(name, setting, shapes, limit, monkeypa
         assert FORMULAS[name].error(setting, 3, shapes) <= EXACT
     finally:
         forget()
+
+
+# The rounds of each step: a rule, the shape of a parameter, and a number of ranks. For LOMO,
+# AdaLomo, Adafactor and CAME: test_rules.py.
+ROUNDS = [(LAMB(), (13, 29), world, [1]) for world in WORLDS]
+ROUNDS += [(APOLLO(rank=4, update_proj_gap=2), (29, 13), world, [2] * 4) for world in WORLDS]
+GALORE = GaLoreAdamW(rank=4, update_proj_gap=3)
+# Where the basis is renewed: a slice of the gradient, the basis; then R; left, the update.
+ROUNDS += [(GALORE, (29, 13), world, [3, 1, 1, 3]) for world in WORLDS]
+ROUNDS += [(GALORE, (13, 29), world, [4, 2, 2, 4]) for world in WORLDS]
+ROUNDS += [(GALORE, shape, 3, [0] * 4) for shape in ((5,), (4, 3, 5))]
+ROUNDS += [(Muon(), shape, 1, [0, 0]) for shape in ((29, 13), (13, 29), (16, 16))]
+ROUNDS += [(Muon(), shape, 2, [2, 2]) for shape in ((13, 29), (16, 16), (30, 14))]
+ROUNDS += [(Muon(), (29, 13), 2, [3, 3]), (Muon(), (1, 1), 16, [0, 0])]
+ROUNDS += [(Muon(), shape, 16, [2, 2]) for shape in ((7, 1), (1, 7))]
+# Groups of 32 elements that a cut goes through take one.
+ROUNDS += [(FlashAdamW(), (64, 32), 4, [0]), (FlashAdamW(), (64, 32), 3, [1])]
+ROUNDS += [(FlashAdamW(), (33,), 1, [0]), (FlashAdamW(), (33,), 2, [1]), (Lion(), (33,), 3, [0])]
+# Rows of a matrix that a cut goes through, and vectors, take more than whole rows.
+ROUNDS += [
+    (test_normalized.rule_of(case), shape, 3, [rounds])
+    for case, (_, cut, whole) in test_normalized.SETTINGS.items()
+    for shape, rounds in (((6, 5), whole), ((5, 6), cut), ((7,), cut))
+]
+
+
+@pytest.mark.parametrize("rule, shape, world, rounds", ROUNDS, ids=str)
+def test_a_step_takes_few_rounds(rule, shape, world, rounds):
+    ranks = Ranks(rule, table.weights([shape]), world)
+    assert [ranks.step(grads) for grads in table.gradients(len(rounds), [shape])] == rounds

@@ -119,18 +119,6 @@ def test_without_a_rank_it_is_the_authors_adamw(world):
     assert max(errors(ranks.params, theirs, table.weights())) <= EXACT
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(
-    "shape, rank, first, later",
-    [((29, 13), 4, 3, 1), ((13, 29), 4, 4, 2), ((5,), 4, 0, 0), ((4, 3, 5), 4, 0, 0)],
-)
-def test_reductions(shape, rank, first, later, world):
-    # Where the basis is renewed: a slice of the gradient, the basis; then R; left, the update.
-    ranks = Ranks(GaLoreAdamW(rank=rank, update_proj_gap=3), table.weights([shape]), world)
-    taken = [ranks.step(grads) for grads in gradients(4, [shape])]
-    assert taken == [first, later, later, first]
-
-
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("setting", ["std", "reverse_std"])
 def test_slices_of_any_size_give_the_same(setting, world, monkeypatch):

@@ -6,8 +6,8 @@ import torch
 import ds_ext
 from ds_ext.rules import all_rules
 from tests.common import authors
-from tests.common.simulated import Ranks, stepped
-from tests.common.table import SHAPES, WORLDS
+from tests.common.simulated import Ranks
+from tests.common.table import SHAPES
 
 STEPS = 10
 SETTINGS = {"defaults": {}, "decay": {"lr": 0.02, "weight_decay": 0.3}}
@@ -24,11 +24,6 @@ FORMULA = authors.of_paper(
     STEPS,
     lambda case: case[1] == 3 or case[0] == "decay",
 )
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_step_takes_one_round(world):
-    assert stepped(all_rules.LAMB(), SHAPES, world, 1)[1] == {1}
 
 
 @pytest.mark.parametrize("p", [0.0, 2.0])

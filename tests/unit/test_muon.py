@@ -150,19 +150,6 @@ def test_bf16_products_are_used_where_they_are_fast():
     assert (error > 1e-4) == (products.most_products(x.device) > 0)
 
 
-@pytest.mark.parametrize(
-    "shape, world, rounds",
-    [
-        *(((29, 13), 1, 0), ((13, 29), 1, 0), ((16, 16), 1, 0)),
-        *(((29, 13), 2, 3), ((13, 29), 2, 2), ((16, 16), 2, 2), ((30, 14), 2, 2)),
-        *(((1, 1), 16, 0), ((7, 1), 16, 2), ((1, 7), 16, 2)),
-    ],
-)
-def test_rounds(shape, world, rounds):
-    ranks = Ranks(Muon(), table.weights([shape]), world)
-    assert [ranks.step(grads) for grads in table.gradients(2, [shape])] == [rounds] * 2
-
-
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_a_tall_matrix_sends_half_of_its_short_sides_square_twice(world):
     shape, sent = (96, 32), []

@@ -8,7 +8,7 @@ from ds_ext import ops
 from ds_ext.ops.shard import Shard
 from ds_ext.rules import all_rules
 from tests.common import authors, needs, paths, plain, table
-from tests.common.simulated import Ranks, errors, stepped
+from tests.common.simulated import Ranks, errors
 
 SHAPES = ((5,), (1, 7), (7, 1), (3, 5), (16, 16), (13, 29), (64, 33), (4, 3, 5), (6, 2, 3, 3))
 STEPS = 5
@@ -50,13 +50,6 @@ def formula(name, misplaced):
 
 FORMULAS = {"sinkgd": formula("sinkgd", ("sinkgd decay",))}
 FORMULAS["scale"] = formula("scale", ("scale embedding", "scale decay"))
-
-
-@pytest.mark.parametrize("case", SETTINGS)
-def test_whole_rows_take_fewer_rounds(case):
-    _, cut, whole = SETTINGS[case]
-    for shape, expected_rounds in (((6, 5), whole), ((5, 6), cut), ((7,), cut)):
-        assert stepped(rule_of(case), (shape,), 3, 1)[1] == {expected_rounds}
 
 
 LARGE = {
@@ -131,7 +124,7 @@ def test_a_gradient_of_zeros_is_no_step_and_does_not_spoil_the_next():
 
 @pytest.mark.parametrize("scale", [3.0, -0.5])
 @pytest.mark.parametrize("cols", [7, 700])
-@pytest.mark.parametrize("path", ["ops", "native", pytest.param("kernels", marks=needs.triton)])
+@pytest.mark.parametrize("path", paths.EACH)
 def test_rows_of_a_multiple_have_the_same_norms(path, cols, scale, monkeypatch):
     paths.use(monkeypatch, path)
     shard = Shard.whole((5, cols))
@@ -149,7 +142,7 @@ def test_rows_of_a_multiple_have_the_same_norms(path, cols, scale, monkeypatch):
 
 
 @pytest.mark.parametrize("cols", [7, 5000])
-@pytest.mark.parametrize("path", ["ops", "native", pytest.param("kernels", marks=needs.triton)])
+@pytest.mark.parametrize("path", paths.EACH)
 def test_a_row_with_a_nan_stays_nan(path, cols, monkeypatch):
     """A finite factor would make plausible weights of a gradient that nothing else checks."""
     paths.use(monkeypatch, path)

@@ -34,8 +34,10 @@ DIVIDED = {
 SETTINGS = changed(SIMULATED, lomo={"lr": 0.5})
 LEFT = SETTINGS["galoreadamw"] | {"proj_type": "right"}  # the other side than "std" takes here
 STEPS = 4
-ON_KERNELS = list(itertools.product(["adalomo", "came"], ["rows-uneven", "cols-uneven", "qkv"]))
-QUICK_ON_KERNELS = [("came", "qkv")]
+BOXES = ("rows-uneven", "cols-uneven", "qkv")
+TABLES = ("native", "kernels") if needs.TRITON else ("native",)
+PASSES = list(itertools.product(["adalomo", "came"], BOXES, TABLES))
+QUICK = [case for case in PASSES if case[2] == "native" or case[:2] == ("came", "qkv")]
 
 
 def shards_of(boxes, world, shape=SHAPE):
@@ -169,18 +171,8 @@ def test_noise_differs_from_box_to_box():
     assert not torch.equal(*written)
 
 
-@needs.triton
-@pytest.mark.parametrize("name, how", params(ON_KERNELS, QUICK_ON_KERNELS))
-def test_kernels_of_a_box(name, how, monkeypatch):
-    check_passes(name, how, "kernels", monkeypatch)
-
-
-@pytest.mark.parametrize("name, how", ON_KERNELS)
-def test_native_passes_of_a_box(name, how, monkeypatch):
-    check_passes(name, how, "native", monkeypatch)
-
-
-def check_passes(name, how, path, monkeypatch):
+@pytest.mark.parametrize("name, how, path", params(PASSES, QUICK))
+def test_tables_make_the_passes_of_a_box(name, how, path, monkeypatch):
     """Compares the step of boxes by one executor, which must have run."""
     used = []
     start, run = launches.launch_kernel, NativeTable.run

@@ -23,7 +23,6 @@ from tests.common.plain import steps
 SHAPES = ((12, 8), (9,), (2, 5, 7), (1, 40))
 HYPERS = {"lr": 0.05, "betas": (0.9, 0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 STEPS = 4
-PATHS = ["ops", "native", pytest.param("kernels", marks=needs.triton)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,7 +47,7 @@ def error(params, grads):
     return (off / update) ** 0.5
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", paths.EACH)
 def test_it_steps_as_its_paper_says(path, monkeypatch):
     paths.use(monkeypatch, path)
     grads = list(table.gradients(STEPS, SHAPES, torch.float32))
@@ -57,7 +56,7 @@ def test_it_steps_as_its_paper_says(path, monkeypatch):
     assert error(params, grads) < 2e-6
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", paths.EACH)
 def test_it_has_the_properties_of_every_rule(path, monkeypatch):
     """On any number of ranks, resumed, in a batch, in each dtype."""
     paths.use(monkeypatch, path)
@@ -120,7 +119,7 @@ SUMS = {
 
 
 @pytest.mark.parametrize("is_batch", [True, False])
-@pytest.mark.parametrize("path", PATHS[1:])
+@pytest.mark.parametrize("path", paths.EACH[1:])
 @pytest.mark.parametrize("name", SUMS)
 def test_a_sum_may_stand_anywhere_in_an_update(name, path, is_batch, monkeypatch):
     """Native code and kernels add a weight last. Elsewhere plain torch evaluates the sum of a run.
@@ -146,7 +145,7 @@ def test_a_sum_may_stand_anywhere_in_an_update(name, path, is_batch, monkeypatch
     assert torch.allclose(*found.values(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("path", PATHS[1:])
+@pytest.mark.parametrize("path", paths.EACH[1:])
 def test_tables_run_the_passes_that_they_support(path, monkeypatch):
     """Native code or kernels run Adan's passes, apart from the sums that they have no form for."""
     paths.use(monkeypatch, path)
@@ -198,7 +197,7 @@ TAKING |= {name: lerp_to_expression(make) for name, make in READ.items()}
 
 
 @pytest.mark.parametrize("kind", ODD)
-@pytest.mark.parametrize("path", PATHS[1:])
+@pytest.mark.parametrize("path", paths.EACH[1:])
 @pytest.mark.parametrize("name", TAKING)
 def test_tables_read_no_tensor_of_another_dtype_or_with_gaps(name, path, kind, monkeypatch):
     """They read and write by address, where such a tensor would be other numbers, or none."""
@@ -213,7 +212,7 @@ def test_tables_read_no_tensor_of_another_dtype_or_with_gaps(name, path, kind, m
     assert torch.allclose(*found.values(), rtol=most, atol=most)
 
 
-@pytest.mark.parametrize("path", PATHS[1:])
+@pytest.mark.parametrize("path", paths.EACH[1:])
 def test_statistics_of_another_dtype_are_right_too(path, monkeypatch):
     found = {}
     for way in ("ops", path):
@@ -244,7 +243,7 @@ def own_steps(params, gradients):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("is_batched", [True, False])
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", paths.EACH)
 def test_a_state_may_have_any_dtype(path, is_batched, dtype, monkeypatch):
     paths.use(monkeypatch, path)
     params = [nn.Parameter(torch.zeros(shape)) for shape in ((1000,), (30, 40), (7,))]
@@ -256,7 +255,7 @@ def test_a_state_may_have_any_dtype(path, is_batched, dtype, monkeypatch):
         assert torch.allclose(p, torch.tensor(-0.1 * (0.5 + 0.75 + 0.875)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("path", PATHS[1:])
+@pytest.mark.parametrize("path", paths.EACH[1:])
 def test_factors_that_no_table_reads_are_refused_in_a_batch(path, monkeypatch):
     paths.use(monkeypatch, path)
 
@@ -296,7 +295,7 @@ def scaled_steps(scale, path, monkeypatch):
     return [p.detach().cpu() for p in params]
 
 
-@pytest.mark.parametrize("path", PATHS[1:])
+@pytest.mark.parametrize("path", paths.EACH[1:])
 @pytest.mark.parametrize("name", SCALES)
 def test_a_rule_computes_with_its_scalars_in_torch_on_every_device(name, path, monkeypatch):
     expected = scaled_steps(SCALES[name], "ops", monkeypatch)
@@ -305,7 +304,7 @@ def test_a_rule_computes_with_its_scalars_in_torch_on_every_device(name, path, m
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("path", PATHS[1:])
+@pytest.mark.parametrize("path", paths.EACH[1:])
 @pytest.mark.parametrize("branch", [lambda p, g: 1.0 if p > g else 0.5, lambda p, g: max(p, 1.0)])
 def test_a_branch_on_the_scalars_of_a_batch_raises_an_error(branch, path, monkeypatch):
     """It would be decided by one parameter for all."""
@@ -326,7 +325,7 @@ class Centered:
         return doubled - 1e-3 * total
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", paths.EACH)
 def test_an_expression_may_run_a_pass(path, monkeypatch):
     """It leaves the block that the pass around it has read as it is."""
     paths.use(monkeypatch, path)
@@ -338,7 +337,7 @@ def test_an_expression_may_run_a_pass(path, monkeypatch):
     assert torch.allclose(p, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", paths.EACH)
 def test_a_bound_of_zero_is_a_bound(path, monkeypatch):
     paths.use(monkeypatch, path)
     x, m, v = (w.abs() + 0.5 for w in table.weights([(42,)] * 3, torch.float32))
