@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any, Literal
 
+from torch import nn
+
 from ds_ext import contract as contract
 from ds_ext.backward.fuse import fuse_into_backward as fuse_into_backward
 from ds_ext.backward.int8_weights import expand_int8 as expand_int8
@@ -60,6 +62,26 @@ class Adafactor(RuleOptimizer):
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
         seed: int = 0,
     ) -> None: ...
+    @classmethod
+    def for_model(  # type: ignore[override]
+        cls,
+        module: nn.Module,
+        *,
+        lr: float | None = None,
+        eps: tuple[float, float] = (1e-30, 0.001),
+        clip_threshold: float = 1.0,
+        decay_rate: float = -0.8,
+        beta1: float | None = None,
+        weight_decay: float = 0.0,
+        scale_parameter: bool = True,
+        relative_step: bool = True,
+        warmup_init: bool = False,
+        ema_decay: float = 0.0,
+        ema_dtype: Literal["bf16", "fp32"] = "fp32",
+        weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
+        seed: int = 0,
+        param_groups: list[dict[str, Any]] = ...,
+    ) -> Adafactor: ...
 
 class AdaLomo(RuleOptimizer):
     """Adafactor's update, scaled relative to the RMS of the weights (arXiv 2310.10195).
@@ -91,6 +113,22 @@ class AdaLomo(RuleOptimizer):
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
         seed: int = 0,
     ) -> None: ...
+    @classmethod
+    def for_model(  # type: ignore[override]
+        cls,
+        module: nn.Module,
+        *,
+        lr: float = 0.001,
+        eps: tuple[float, float] = (1e-30, 0.001),
+        clip_threshold: float = 1.0,
+        decay_rate: float = -0.8,
+        weight_decay: float = 0.0,
+        ema_decay: float = 0.0,
+        ema_dtype: Literal["bf16", "fp32"] = "fp32",
+        weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
+        seed: int = 0,
+        param_groups: list[dict[str, Any]] = ...,
+    ) -> AdaLomo: ...
 
 class AdamW(RuleOptimizer):
     """Adam with decoupled weight decay, as torch.optim.AdamW (arXiv 1711.05101).
@@ -124,6 +162,23 @@ class AdamW(RuleOptimizer):
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
         seed: int = 0,
     ) -> None: ...
+    @classmethod
+    def for_model(  # type: ignore[override]
+        cls,
+        module: nn.Module,
+        *,
+        lr: float = 0.001,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-08,
+        weight_decay: float = 0.01,
+        nbits: Literal[8, 32] = 32,
+        min_8bit_size: int = 4096,
+        ema_decay: float = 0.0,
+        ema_dtype: Literal["bf16", "fp32"] = "fp32",
+        weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
+        seed: int = 0,
+        param_groups: list[dict[str, Any]] = ...,
+    ) -> AdamW: ...
 
 class APOLLO(RuleOptimizer):
     """Scales the gradient's channels as Adam would scale them (arXiv 2412.05270).
@@ -161,6 +216,27 @@ class APOLLO(RuleOptimizer):
         ema_dtype: Literal["bf16", "fp32"] = "fp32",
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
     ) -> None: ...
+    @classmethod
+    def for_model(  # type: ignore[override]
+        cls,
+        module: nn.Module,
+        *,
+        lr: float = 0.001,
+        rank: int = 256,
+        update_proj_gap: int = 200,
+        scale: float = 1.0,
+        scale_type: Literal["channel", "tensor"] = "channel",
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-06,
+        weight_decay: float = 0.0,
+        seed: int = 0,
+        ema_decay: float = 0.0,
+        ema_dtype: Literal["bf16", "fp32"] = "fp32",
+        weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
+        param_groups: list[dict[str, Any]] = ...,
+        target_modules: str | list[str] = ...,
+        others: dict[str, Any] = ...,
+    ) -> APOLLO: ...
 
 class APOLLOMini(RuleOptimizer):
     """APOLLO of rank 1, with one factor for the whole gradient (arXiv 2412.05270).
@@ -198,6 +274,27 @@ class APOLLOMini(RuleOptimizer):
         ema_dtype: Literal["bf16", "fp32"] = "fp32",
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
     ) -> None: ...
+    @classmethod
+    def for_model(  # type: ignore[override]
+        cls,
+        module: nn.Module,
+        *,
+        lr: float = 0.001,
+        rank: int = 1,
+        update_proj_gap: int = 200,
+        scale: float = 128.0,
+        scale_type: Literal["channel", "tensor"] = "tensor",
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-06,
+        weight_decay: float = 0.0,
+        seed: int = 0,
+        ema_decay: float = 0.0,
+        ema_dtype: Literal["bf16", "fp32"] = "fp32",
+        weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
+        param_groups: list[dict[str, Any]] = ...,
+        target_modules: str | list[str] = ...,
+        others: dict[str, Any] = ...,
+    ) -> APOLLOMini: ...
 
 class CAME(RuleOptimizer):
     """Adafactor with momentum and a confidence factor (arXiv 2307.02047).
@@ -229,6 +326,22 @@ class CAME(RuleOptimizer):
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
         seed: int = 0,
     ) -> None: ...
+    @classmethod
+    def for_model(  # type: ignore[override]
+        cls,
+        module: nn.Module,
+        *,
+        lr: float = 0.0002,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        eps: tuple[float, float] = (1e-30, 1e-16),
+        clip_threshold: float = 1.0,
+        weight_decay: float = 0.0,
+        ema_decay: float = 0.0,
+        ema_dtype: Literal["bf16", "fp32"] = "fp32",
+        weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
+        seed: int = 0,
+        param_groups: list[dict[str, Any]] = ...,
+    ) -> CAME: ...
 
 class FlashAdamW(RuleOptimizer):
     """AdamW with moments of 8 bits, companded (arXiv 2602.23349).
@@ -258,6 +371,21 @@ class FlashAdamW(RuleOptimizer):
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
         seed: int = 0,
     ) -> None: ...
+    @classmethod
+    def for_model(  # type: ignore[override]
+        cls,
+        module: nn.Module,
+        *,
+        lr: float = 0.001,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-08,
+        weight_decay: float = 0.01,
+        ema_decay: float = 0.0,
+        ema_dtype: Literal["bf16", "fp32"] = "fp32",
+        weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
+        seed: int = 0,
+        param_groups: list[dict[str, Any]] = ...,
+    ) -> FlashAdamW: ...
 
 class GaLoreAdamW(RuleOptimizer):
     """AdamW on gradients projected to a low rank (arXiv 2403.03507).
@@ -303,6 +431,30 @@ class GaLoreAdamW(RuleOptimizer):
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
         seed: int = 0,
     ) -> None: ...
+    @classmethod
+    def for_model(  # type: ignore[override]
+        cls,
+        module: nn.Module,
+        *,
+        lr: float = 0.001,
+        rank: int | None = 128,
+        update_proj_gap: int = 200,
+        scale: float = 0.25,
+        proj_type: Literal["std", "reverse_std", "left", "right"] = "std",
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float | None = None,
+        weight_decay: float = 0.0,
+        correct_bias: bool = True,
+        nbits: Literal[8, 32] = 32,
+        min_8bit_size: int = 4096,
+        ema_decay: float = 0.0,
+        ema_dtype: Literal["bf16", "fp32"] = "fp32",
+        weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
+        seed: int = 0,
+        param_groups: list[dict[str, Any]] = ...,
+        target_modules: str | list[str] = ...,
+        others: dict[str, Any] = ...,
+    ) -> GaLoreAdamW: ...
 
 class LAMB(RuleOptimizer):
     """Adam with its update scaled to the norm of the weights (arXiv 1904.00962).
@@ -338,6 +490,24 @@ class LAMB(RuleOptimizer):
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
         seed: int = 0,
     ) -> None: ...
+    @classmethod
+    def for_model(  # type: ignore[override]
+        cls,
+        module: nn.Module,
+        *,
+        lr: float = 0.001,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-06,
+        weight_decay: float = 0.0,
+        bias_correction: bool = True,
+        min_coeff: float | None = None,
+        max_coeff: float | None = None,
+        ema_decay: float = 0.0,
+        ema_dtype: Literal["bf16", "fp32"] = "fp32",
+        weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
+        seed: int = 0,
+        param_groups: list[dict[str, Any]] = ...,
+    ) -> LAMB: ...
 
 class Lion(RuleOptimizer):
     """The sign of a momentum, the same step for every weight (arXiv 2302.06675).
@@ -367,6 +537,21 @@ class Lion(RuleOptimizer):
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
         seed: int = 0,
     ) -> None: ...
+    @classmethod
+    def for_model(  # type: ignore[override]
+        cls,
+        module: nn.Module,
+        *,
+        lr: float = 0.0001,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        nbits: Literal[8, 32] = 32,
+        ema_decay: float = 0.0,
+        ema_dtype: Literal["bf16", "fp32"] = "fp32",
+        weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
+        seed: int = 0,
+        param_groups: list[dict[str, Any]] = ...,
+    ) -> Lion: ...
 
 class LOMO(RuleOptimizer):
     """Gradient descent without state: p ← p(1 − lr·wd) − lr·g (arXiv 2306.09782).
@@ -392,6 +577,19 @@ class LOMO(RuleOptimizer):
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
         seed: int = 0,
     ) -> None: ...
+    @classmethod
+    def for_model(  # type: ignore[override]
+        cls,
+        module: nn.Module,
+        *,
+        lr: float = 0.001,
+        weight_decay: float = 0.0,
+        ema_decay: float = 0.0,
+        ema_dtype: Literal["bf16", "fp32"] = "fp32",
+        weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
+        seed: int = 0,
+        param_groups: list[dict[str, Any]] = ...,
+    ) -> LOMO: ...
 
 class Muon(RuleOptimizer):
     """Momentum with all singular values near 1 (arXiv 2502.16982).
@@ -441,6 +639,33 @@ class Muon(RuleOptimizer):
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
         seed: int = 0,
     ) -> None: ...
+    @classmethod
+    def for_model(  # type: ignore[override]
+        cls,
+        module: nn.Module,
+        *,
+        lr: float = 0.001,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.1,
+        ns_coefficients: tuple[float, float, float] | tuple[tuple[float, float, float], ...] | Literal["polar_express"] = (3.4445, -4.775, 2.0315),
+        ns_steps: int = 5,
+        ns_dtype: Literal["bf16", "fp32"] = "bf16",
+        eps: float = 1e-07,
+        adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original",
+        beta2: float | None = None,
+        nbits: Literal[8, 32] = 32,
+        split: tuple[int, ...] | None = None,
+        heads: int | None = None,
+        split_dim: Literal[0, 1] = 0,
+        ema_decay: float = 0.0,
+        ema_dtype: Literal["bf16", "fp32"] = "fp32",
+        weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
+        seed: int = 0,
+        param_groups: list[dict[str, Any]] = ...,
+        target_modules: str | list[str] = ...,
+        others: dict[str, Any] = ...,
+    ) -> Muon: ...
 
 class SCALE(RuleOptimizer):
     """Gradient descent with normalized rows or columns (arXiv 2506.16659).
@@ -482,6 +707,29 @@ class SCALE(RuleOptimizer):
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
         seed: int = 0,
     ) -> None: ...
+    @classmethod
+    def for_model(  # type: ignore[override]
+        cls,
+        module: nn.Module,
+        *,
+        lr: float = 0.001,
+        norm_axis: Literal["row", "column"] = "row",
+        momentum: float = 0.0,
+        eps: float = 1e-08,
+        weight_decay: float = 0.0,
+        base_width: int = 0,
+        width_exponent: float = 1.0,
+        split: tuple[int, ...] | None = None,
+        heads: int | None = None,
+        split_dim: Literal[0, 1] = 0,
+        ema_decay: float = 0.0,
+        ema_dtype: Literal["bf16", "fp32"] = "fp32",
+        weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
+        seed: int = 0,
+        param_groups: list[dict[str, Any]] = ...,
+        target_modules: str | list[str] = ...,
+        others: dict[str, Any] = ...,
+    ) -> SCALE: ...
 
 class SinkGD(RuleOptimizer):
     """Gradient descent with normalized rows and columns, without state (arXiv 2502.06742).
@@ -527,3 +775,28 @@ class SinkGD(RuleOptimizer):
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
         seed: int = 0,
     ) -> None: ...
+    @classmethod
+    def for_model(  # type: ignore[override]
+        cls,
+        module: nn.Module,
+        *,
+        lr: float = 0.001,
+        iterations: int = 5,
+        alpha: float = 0.05,
+        eps: float = 1e-08,
+        weight_decay: float = 0.0,
+        base_width: int = 0,
+        width_exponent: float = 1.0,
+        spectral: Literal["none", "unit", "muon"] = "none",
+        spectral_iterations: int = 1,
+        split: tuple[int, ...] | None = None,
+        heads: int | None = None,
+        split_dim: Literal[0, 1] = 0,
+        ema_decay: float = 0.0,
+        ema_dtype: Literal["bf16", "fp32"] = "fp32",
+        weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
+        seed: int = 0,
+        param_groups: list[dict[str, Any]] = ...,
+        target_modules: str | list[str] = ...,
+        others: dict[str, Any] = ...,
+    ) -> SinkGD: ...

@@ -13,6 +13,7 @@ from transformers.trainer_callback import CallbackHandler
 from ds_ext.backward.fuse import fuse_into_backward
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.distributed import fully_shard
+from ds_ext.settings import PolicyName
 
 
 class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
@@ -122,7 +123,9 @@ class FuseCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
         TypeError: the optimizer is not a ds_ext optimizer.
     """
 
-    def __init__(self, gradient_policy: str | None = None, bucket_size: int | None = None) -> None:
+    def __init__(
+        self, gradient_policy: PolicyName | None = None, bucket_size: int | None = None
+    ) -> None:
         self.gradient_policy = gradient_policy
         self.bucket_size = bucket_size
         self.fused: FusedBackward | None = None
@@ -131,7 +134,7 @@ class FuseCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
         self, args: Any, state: Any, control: Any, model: Any = None, **given: Any
     ) -> None:
         """Fuses the model and optimizer that Trainer has prepared."""
-        policy = self.gradient_policy or (
+        policy: PolicyName = self.gradient_policy or (
             "sharded" if _reason_to_keep_gradients(args, model) else "fused"
         )
         _check_trainer(args, model, policy)

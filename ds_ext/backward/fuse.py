@@ -14,6 +14,7 @@ from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Replicated
 from ds_ext.distributed.unsupported_wrappers import refuse_wrapped
 from ds_ext.optimizer import RuleOptimizer, param_checks
+from ds_ext.settings import ClipMode, PolicyName
 
 # Checks that raise ValueError for a model that cannot be fused; ds_ext.engine adds its own.
 REFUSALS: list[Callable[[nn.Module], None]] = [refuse_wrapped]
@@ -27,8 +28,8 @@ def fuse_into_backward(
     *,
     max_grad_norm: float = 0.0,
     clip_value: float = 0.0,
-    clip_mode: str = "exact",
-    gradient_policy: str = "fused",
+    clip_mode: ClipMode = "exact",
+    gradient_policy: PolicyName = "fused",
     measure_updates: bool = False,
 ) -> FusedBackward:
     """Makes ``loss.backward()`` step each parameter as its gradient appears, without an engine.

@@ -262,9 +262,9 @@ def named(name: Any, key: str = "optimizer.type") -> RuleEntry:
     wanted = key_of(name) if isinstance(name, str) else ""
     if wanted in REGISTRY:
         return REGISTRY[wanted]
-    near = [REGISTRY[x].rule.__name__ for x in difflib.get_close_matches(wanted, REGISTRY, n=1)]
+    near = [REGISTRY[x].spelling for x in difflib.get_close_matches(wanted, REGISTRY, n=1)]
     guess = f' Did you mean "{near[0]}"?' if near else ""
-    known = ", ".join(entry.rule.__name__ for entry in REGISTRY.values())
+    known = ", ".join(entry.spelling for entry in REGISTRY.values())
     raise ValueError(f"{key} is {name!r}, which is not a ds_ext optimizer.{guess} Known: {known}.")
 
 

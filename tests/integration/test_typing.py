@@ -17,15 +17,20 @@ ROOT = Path(__file__).parents[2]
 GOOD = """import ds_ext
 import torch
 
-params = torch.nn.Linear(2, 2).parameters()
+model = torch.nn.Linear(2, 2)
+params = model.parameters()
 ds_ext.AdaLomo(params, lr=1e-3, eps=(1e-30, 1e-3), weight_update="nearest")
-fused: ds_ext.RuleOptimizer = ds_ext.GaLoreAdamW.for_model(torch.nn.Linear(2, 2), rank=4)
+fused: ds_ext.RuleOptimizer = ds_ext.GaLoreAdamW.for_model(model, rank=4, others={})
 """
 WRONG = {  # and what mypy calls it
     "ds_ext.AdaLomoo(params)": "attr-defined",
     "ds_ext.AdaLomo(params, learning_rate=1e-3)": "call-arg",
     "ds_ext.AdaLomo(params, lr='1e-3')": "arg-type",
     "ds_ext.Muon(params, ns_dtype='fp64')": "arg-type",
+    "ds_ext.Muon.for_model(model, momentun=0.9)": "call-arg",
+    "ds_ext.AdaLomo.for_model(model, others={})": "call-arg",
+    "ds_ext.fuse_into_backward(model, fused, gradient_policy='shared')": "arg-type",
+    "ds_ext.fuse_into_backward(model, fused, clip_mode='before')": "arg-type",
 }
 FIRST = GOOD.count("\n") + 1  # line of the first mistake
 

@@ -11,11 +11,14 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
+from ds_ext.rules import named
 
 HEAD = '''"""Types of ds_ext for editors and type checkers. Written by `make readme`."""
 
 from collections.abc import Iterable
 from typing import Any, Literal
+
+from torch import nn
 '''
 LAZY = ("FuseCallback", "MetricsCallback")  # of ds_ext.hf, which imports transformers
 
@@ -34,7 +37,10 @@ def text() -> str:
 def _class(optimizer: type[RuleOptimizer]) -> str:
     """An optimizer with its written signature."""
     types = get_type_hints(optimizer.hypers)
-    arguments = []
+    arguments, of_model = [], ["        param_groups: list[dict[str, Any]] = ...,"]
+    if named(optimizer.rule.__name__).roles:
+        of_model += ["        target_modules: str | list[str] = ...,"]
+        of_model += ["        others: dict[str, Any] = ...,"]
     for name, parameter in inspect.signature(optimizer.hypers).parameters.items():
         default = "" if parameter.default is parameter.empty else f" = {_quoted(parameter.default)}"
         arguments.append(f"        {name}: {_written(types[name])}{default},")
@@ -49,6 +55,14 @@ def _class(optimizer: type[RuleOptimizer]) -> str:
             "        *,",
             *arguments,
             "    ) -> None: ...",
+            "    @classmethod",
+            "    def for_model(  # type: ignore[override]",
+            "        cls,",
+            "        module: nn.Module,",
+            "        *,",
+            *arguments,
+            *of_model,
+            f"    ) -> {optimizer.__name__}: ...",
             "",
         ]
     )
