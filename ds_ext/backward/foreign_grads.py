@@ -133,17 +133,9 @@ def _guard(leaf: Tensor) -> Callable[[], None]:
     return undo
 
 
-def install_patches() -> None:
-    """Wraps ``retain_grad()`` and ``torch.autograd.backward``. Call it once.
+def recording(retain_grad: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """Returns ``Tensor.retain_grad``, which also records the tensor."""
 
-    A segment of reentrant checkpointing has its own graph and backward pass.
-    """
-    tensor: Any = torch.Tensor
-    tensor.retain_grad = _recording(tensor.retain_grad)
-    torch.autograd.backward = _preserving(torch.autograd.backward)
-
-
-def _recording(retain_grad: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     @functools.wraps(retain_grad)
     def call(self: Tensor) -> None:
         retain_grad(self)
@@ -154,7 +146,12 @@ def _recording(retain_grad: Callable[[Tensor], None]) -> Callable[[Tensor], None
     return call
 
 
-def _preserving(backward: Callable[..., None]) -> Callable[..., None]:
+def preserving(backward: Callable[..., None]) -> Callable[..., None]:
+    """Returns ``autograd.backward``, which preserves gradients if a norm prepass runs it.
+
+    A segment of reentrant checkpointing has its own graph and backward pass.
+    """
+
     @functools.wraps(backward)
     def call(tensors: Any, *args: Any, **kwargs: Any) -> None:
         outer = _passes.get(torch._C._current_graph_task_id())

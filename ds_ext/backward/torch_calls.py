@@ -1,4 +1,4 @@
-"""Wrappers of torch functions: zero_grad(), clip_grad_norm_, GradScaler, autograd's backward.
+"""Wrappers of torch functions: zero_grad(), clip_grad_norm_, GradScaler, backward, retain_grad().
 
 They handle parameters whose gradients are used inside backward, and call torch's function for all
 others. Each is installed once, when a model is first stepped from hooks. A script may import
@@ -31,9 +31,11 @@ def install_patches() -> None:
 
 @functools.cache
 def _install_patches() -> None:
-    foreign_grads.install_patches()
+    tensor: Any = torch.Tensor
+    tensor.retain_grad = foreign_grads.recording(tensor.retain_grad)
     autograd: Any = torch.autograd
-    autograd.backward = _explaining(autograd.backward, ends_pass=True)
+    backward = foreign_grads.preserving(autograd.backward)
+    autograd.backward = _explaining(backward, ends_pass=True)
     autograd.grad = _explaining(autograd.grad, ends_pass=False)
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
         function = getattr(nn.utils, name)
