@@ -124,17 +124,16 @@ def scheduler_problems(config: dict[str, Any]) -> Iterator[str]:
     """
     if not config.get("scheduler"):
         return
-    name, params = config["scheduler"]["type"], config["scheduler"]["params"]
-    homes = [home for home in (lr_schedules, torch.optim.lr_scheduler) if hasattr(home, name)]
-    if not homes:
+    name, params = config["scheduler"].get("type", "auto"), config["scheduler"]["params"]
+    made = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name, None)
+    if made is None:
         known = [*lr_schedules.VALID_LR_SCHEDULES, *torch.optim.lr_scheduler.__all__]
-        yield (
-            f"scheduler.type is {name!r}, which DeepSpeed and torch.optim.lr_scheduler do not "
-            + (f"have.{did_you_mean(name, known)}")
-        )
+        guess = did_you_mean(name, known)
+        where = "DeepSpeed and torch.optim.lr_scheduler"
+        yield f"scheduler.type is {name!r}, which {where} do not have.{guess}"
         return
     try:
-        inspect.signature(getattr(homes[0], name)).bind(None, **params)
+        inspect.signature(made).bind(None, **params)
     except TypeError as error:
         yield f"scheduler.params: {name} {error}."
 

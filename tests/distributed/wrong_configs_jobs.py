@@ -133,6 +133,7 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
     (None, _zero(3, offload_optimizer={"device": "cpu"})),
     ('gradient_policy = "projected"', {"ds_ext": {"gradient_policy": "projected"}}),
     ("weight_update", {"ds_ext": {"weight_storage": "int8"}} | _ours({"weight_update": "master"})),
+    ("scheduler.type is 'auto'", {"scheduler": {"type": "auto", "params": {}}}),
     # Sizes, and settings that exclude each other.
     ("train_batch_size is not equal to", {"train_batch_size": 7, "gradient_accumulation_steps": 2}),
     ("ds_ext.shard_size = 2 was removed in ds_ext 1.1", {"ds_ext": {"shard_size": 2}}),
