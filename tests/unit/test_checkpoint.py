@@ -9,12 +9,9 @@ from torch.utils._pytree import tree_leaves
 import ds_ext
 from ds_ext.checkpoint import checks, folder, manifests, resharding
 from ds_ext.checkpoint.pieces import Files, Pieces, piece
-from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.distributed import consensus
 from ds_ext.errors import CheckpointError
-from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part
-from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.planner.live_memory import LiveMemory
 from tests.common import optimizer_ranks
 from tests.common.manifests import manifest
@@ -22,40 +19,33 @@ from tests.common.manifests import manifest
 SHAPE = (2048, 4608)
 
 
-def owned(values, rank, world):
-    key = torch.empty(0, requires_grad=True)
-    shard = Shard.of_rank(tuple(values.shape), rank, world)
-    run = values.flatten()[shard.start : shard.stop].clone()
-    return {key: OwnedRun("weight", run, shard)}
+def stepped(values, world):
+    """Ranks after a step by gradients that equal the weights."""
+    ranks = optimizer_ranks.made(ds_ext.CAME, values, world)
+    for rank in ranks:
+        rank.optimizer.update(rank.updates(values), lambda total: None)
+    return ranks
 
 
 def test_a_rank_reads_its_part_and_no_more(tmp_path):
-    own = owned(torch.randn(SHAPE), 0, 1)
-    ((key, whole),) = own.items()
-    optimizer = ds_ext.CAME([key])
-    gradient = torch.randn(whole.run.numel())
-    optimizer.update([RunUpdate(key, whole.run, gradient, whole.shard)], lambda total: None)
-    torch.save(resharding.save(optimizer, own), tmp_path / "saved.pt")
-    size = 4 * whole.run.numel()
-    expected = whole.run.clone(), optimizer.state[key]["m"].clone()
-
-    world, rank = 8, 3
-    part = owned(torch.zeros(SHAPE), rank, world)
-    ((key, mine),) = part.items()
-    optimizer = ds_ext.CAME([key])
+    (one,), world = stepped([torch.randn(SHAPE)], 1), 8
+    torch.save(resharding.save(one.optimizer, one.owned), tmp_path / "saved.pt")
+    size = one.runs[0].nbytes
+    expected = one.runs[0], one.optimizer.state[one.params[0]]["m"]
+    part = optimizer_ranks.made(ds_ext.CAME, [torch.zeros(SHAPE)], world)[3]
     saved = torch.load(tmp_path / "saved.pt", mmap=True, weights_only=True)
     mapped = [x for x in tree_leaves(saved) if isinstance(x, torch.Tensor)]
     with LiveMemory(mapped) as watch:
         before = watch.now
-        checks.check(Pieces([saved]), optimizer, part, True)
-        resharding.load_state(Pieces([saved]), optimizer, part)
-        resharding.load_weights(Pieces([saved]), optimizer, part)
+        checks.check(Pieces([saved]), part.optimizer, part.owned, True)
+        resharding.load_state(Pieces([saved]), part.optimizer, part.owned)
+        resharding.load_weights(Pieces([saved]), part.optimizer, part.owned)
         read = watch.most - before
         # The watch does see a whole tensor that is read.
-        Pieces([saved]).read(Part.of(slice(0, size // 4), size // 4), "weights", "weight").clone()
-    cut = slice(mine.shard.start, mine.shard.stop)
-    assert torch.equal(mine.run, expected[0][cut])
-    assert torch.equal(optimizer.state[key]["m"], expected[1][cut])
+        Pieces([saved]).read(Part.of(slice(0, size // 4), size // 4), "weights", "0").clone()
+    cut = slice(part.shards[0].start, part.shards[0].stop)
+    assert torch.equal(part.runs[0], expected[0][cut])
+    assert torch.equal(part.optimizer.state[part.params[0]]["m"], expected[1][cut])
     # Of weights and momentum, and the state that the momentum goes to; 2 · size are all.
     assert read < 3 * size / world + 2**21
     assert watch.most - before >= size
@@ -66,10 +56,7 @@ def many(world):
     shapes = [(i + 64, 70) if i % 3 else (640 * i + 10,) for i in range(30)]
     drawn = [torch.Generator().manual_seed(i) for i in range(30)]
     values = [torch.randn(s, generator=g) for s, g in zip(shapes, drawn, strict=True)]
-    ranks = optimizer_ranks.made(ds_ext.CAME, values, world)
-    for rank in ranks:
-        rank.optimizer.update(rank.updates(values), lambda total: None)
-    return ranks
+    return stepped(values, world)
 
 
 @pytest.fixture(scope="module")

@@ -204,17 +204,13 @@ def authors_own(rule, lr=1e-3, **hypers):
 SLOW_CYCLE = {"cycle_min_lr": 1e-3, "cycle_max_lr": 5e-3, "cycle_first_step_size": 4}
 CYCLES = {
     "torch": lambda o: torch_schedules.OneCycleLR(o, 5e-3, total_steps=STEPS + 1),
-    "deepspeed": lambda o: lr_schedules.OneCycle(o, **SLOW_CYCLE),
+    "DeepSpeed": lambda o: lr_schedules.OneCycle(o, **SLOW_CYCLE),
 }
 BETAS = [("lamb", {}), ("galoreadamw", {"rank": 2})]
 CYCLED = [(rule, hypers, cycle) for rule, hypers in BETAS for cycle in CYCLES]
 
 
-@pytest.mark.supports(
-    lambda cycle: {"torch": "schedulers of torch", "deepspeed": "schedulers of DeepSpeed"}[cycle],
-    stage=3,
-    optimizer="rule",
-)
+@pytest.mark.supports(lambda cycle: f"schedulers of {cycle}", stage=3, optimizer="rule")
 @pytest.mark.parametrize(("rule", "hypers", "cycle"), [*CYCLED, ("came", {}, "torch")])
 def test_cycled_betas_are_followed(rule, hypers, cycle):
     expected = reference(CYCLES[cycle], authors_own(rule, **hypers))
@@ -224,15 +220,11 @@ def test_cycled_betas_are_followed(rule, hypers, cycle):
 
 STEADY = {
     "torch": lambda o: torch_schedules.StepLR(o, 3, 0.5),
-    "deepspeed": lambda o: lr_schedules.WarmupLR(o, warmup_max_lr=0.02, warmup_num_steps=5),
+    "DeepSpeed": lambda o: lr_schedules.WarmupLR(o, warmup_max_lr=0.02, warmup_num_steps=5),
 }
 
 
-@pytest.mark.supports(
-    lambda kind: f"schedulers of {'DeepSpeed' if kind == 'deepspeed' else kind}",
-    stage=3,
-    optimizer="rule",
-)
+@pytest.mark.supports(lambda kind: f"schedulers of {kind}", stage=3, optimizer="rule")
 @pytest.mark.parametrize("kind", STEADY)
 @pytest.mark.parametrize(
     ("rule", "hypers"), [("apollo", {"rank": 2}), ("apollomini", {}), ("muon", {})]
@@ -250,8 +242,8 @@ def test_onecycle_would_make_two_betas_of_the_three_of_came(given):
     in_config = {"scheduler": {"type": "OneCycle", "params": SLOW_CYCLE}}
     ways = {
         "config": {"rule": "CAME", "config": in_config},
-        "callable": {"rule": "CAME", "make": CYCLES["deepspeed"]},
-        "object": {"make": CYCLES["deepspeed"], "client": own("came")},
+        "callable": {"rule": "CAME", "make": CYCLES["DeepSpeed"]},
+        "object": {"make": CYCLES["DeepSpeed"], "client": own("came")},
     }
     message = 'CAME has 3 betas; OneCycle sets .*"cycle_momentum": false into scheduler.params'
     with pytest.raises(ValueError, match=message):
