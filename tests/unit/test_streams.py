@@ -14,7 +14,7 @@ import ds_ext
 from ds_ext.backward.gradient_config import GradientConfig
 from ds_ext.backward.streams import IN_FLIGHT, SideStreams
 from ds_ext.distributed import groups
-from ds_ext.distributed.layout import Layout, complete
+from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.distributed.placement import Replicated
 from ds_ext.engine.engine_settings import is_filled_in
 from ds_ext.ops.executors.native import native_table
@@ -30,10 +30,16 @@ def plain_torch(monkeypatch):
     monkeypatch.setattr(native_table, "is_available", lambda: False)
 
 
+def agreed(layout, waiting, *_):
+    """What ranks that have the same gradients agree on."""
+    in_parts = {p for p, more in waiting.items() if more}
+    return lambda: Agreement(list(waiting), in_parts, True)
+
+
 @pytest.fixture(params=[1, 4], ids=["alone", "of four ranks"])
 def world(request, monkeypatch):
     """This process, alone or as the first of ranks that do not exist: collectives do nothing."""
-    monkeypatch.setattr(Layout, "agree", lambda self, waiting, *_: lambda: complete(waiting, None))
+    monkeypatch.setattr(Layout, "agree", agreed)
     if request.param > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
     yield request.param
