@@ -41,8 +41,8 @@ def all_problems(config: dict[str, Any], named: "Named | None" = None) -> list[s
         named: the optimizer that it names, if it is already made.
     """
     named = named or named_optimizer(config)
-    misspelled = filter(optimizer_names.misspells_section, config)
-    found = [f'unknown key {key}. Did you mean "ds_ext"?' for key in misspelled]
+    meant = optimizer_names.misspelt_sections(config)
+    found = [f'unknown key {key}. Did you mean "{meant[key]}"?' for key in meant]
     found += named.problems
     return found if named.other else found + list(problems(config))
 

@@ -50,14 +50,24 @@ def concerns_us(config: Any) -> bool:
     if not isinstance(config, dict):
         return False
     section = config.get("optimizer")
-    name = section.get("type") if isinstance(section, dict) else section
-    is_named = isinstance(name, str) and registry_key(name) is not None
-    return is_named or any(key == "ds_ext" or misspells_section(key) for key in config)
+    is_named = _names_ours(section if isinstance(section, dict) else {"type": section})
+    return is_named or "ds_ext" in config or bool(misspelt_sections(config))
 
 
-def misspells_section(key: str) -> bool:
-    """Returns whether a top-level key of a config is probably meant to be "ds_ext"."""
-    return key != "ds_ext" and bool(difflib.get_close_matches(key, ["ds_ext"], cutoff=0.8))
+def misspelt_sections(config: dict[str, Any]) -> dict[str, str]:
+    """Returns the top-level keys of a config that are meant to be "ds_ext" or "optimizer"."""
+    found = {}
+    for key, section in config.items():
+        if key != "ds_ext" and difflib.get_close_matches(key, ["ds_ext"], cutoff=0.8):
+            found[key] = "ds_ext"
+        elif key != "optimizer" and isinstance(section, dict) and _names_ours(section):
+            found[key] = "optimizer"
+    return found
+
+
+def _names_ours(section: dict[str, Any]) -> bool:
+    name = section.get("type")
+    return isinstance(name, str) and registry_key(name) is not None
 
 
 def did_you_mean(key: str, known: Any) -> str:

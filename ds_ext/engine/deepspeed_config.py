@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from ds_ext.config import config_checks
 from ds_ext.config.config_checks import raise_first
-from ds_ext.config.optimizer_names import did_you_mean, misspells_section
+from ds_ext.config.optimizer_names import did_you_mean, misspelt_sections
 from ds_ext.config.parsing import filled, lookup, malformed, normalized, place_of
 from ds_ext.engine import rank_logging
 from ds_ext.hyperparams import dotted
@@ -104,9 +104,10 @@ def unknown(config: dict[str, Any]) -> Iterator[str]:
     known = {v for v in values if isinstance(v, str) and v.isidentifier()} | _SECTIONS
     known |= {key.partition(".")[0] for key in SETTINGS}
     known -= {"max_grad_norm"}  # of "params" of DeepSpeed's optimizers
+    known |= misspelt_sections(config).keys()  # which is refused
     for where in ("", *_DICTIONARIES):
         for key in lookup(config, where, {}) if where else config:
-            if key not in known and not misspells_section(key):
+            if key not in known:
                 place = place_of(key)
                 guess = f' Did you mean "{place}"?' if place else did_you_mean(key, known)
                 yield f"unknown key {dotted(where, key)}, which DeepSpeed ignores.{guess}"

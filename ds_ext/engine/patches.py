@@ -144,7 +144,8 @@ def build(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) 
         return
     if is_stored:  # DeepSpeed would broadcast values that do not exist
         raise int8_weights.unsupported("An engine of another optimizer", "call restore_bf16 first")
-    name = type(client).__name__ if client is not None else config.optimizer_name
+    named = parsing.lookup(config._param_dict, "optimizer.type")
+    name = type(client).__name__ if client is not None else named
     if name and client is None:
         optimizer_names.refuse_misspelled(name)
     if name and "ds_ext" in config._param_dict:

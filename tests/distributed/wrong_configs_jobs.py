@@ -22,10 +22,11 @@ WRONG: dict[str, dict[str, Any]] = {
     "prescale_gradients": RIGHT | {"prescale_gradients": True},
     "DeepSpeedZeroConfig: stge": RIGHT | {"zero_optimization": {"stge": 3}},
     "train_batch_size": RIGHT | {"train_batch_size": 7},
-    "ds_ext.batch_splits = 2 has no effect under": {
+    "ds_ext.batch_splits = 2 has no effect under AdamW, which": {
         "optimizer": {"type": "AdamW"},
         "ds_ext": {"batch_splits": 2},
     },
+    'unknown key optimzer. Did you mean "optimizer"': {"optimzer": RIGHT["optimizer"]},
     "ds_ext.clip_mode is 'previos'": RIGHT | {"ds_ext": {"clip_mode": "previos"}},
 }
 
