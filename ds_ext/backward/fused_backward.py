@@ -87,17 +87,9 @@ class FusedBackward:
         self.norm: float | None = None
         self.skipped = self.skipped_steps = 0
         self.metrics: dict[str, float] = {}
-        self.own_loss_is_running = (
-            False  # whether the next backward pass is of a loss of this model
-        )
-        self.buckets = Buckets(
-            module,
-            layout,
-            grad_config.bucket_size_for(layout),
-            comm_dtype,
-            self,
-            grad_config.overlap,
-        )
+        self.own_loss_is_running = False  # whether the next backward pass is of the model's loss
+        size = grad_config.bucket_size_for(layout)
+        self.buckets = Buckets(module, layout, size, comm_dtype, self, grad_config.overlap)
         self.uses = self.buckets.uses
         self.prepass = NormPrepass(module, layout.device)
         optimizer.attach(layout)

@@ -15,13 +15,7 @@ from torch import Tensor
 from ds_ext.backward import projected_grads
 from ds_ext.backward.gradient_config import GradientConfig
 from ds_ext.backward.int8_weights import step_key
-from ds_ext.backward.reduced_grad import (
-    Receiver,
-    ReducedGrad,
-    ReducedGrads,
-    VotedParams,
-    add_up,
-)
+from ds_ext.backward.reduced_grad import Receiver, ReducedGrad, ReducedGrads, VotedParams, add_up
 from ds_ext.backward.step_state import StepState
 from ds_ext.distributed.groups import communicates
 from ds_ext.distributed.layout import Layout

@@ -3,22 +3,6 @@
 A rule's file does not import the others. ``all_rules`` imports, and so registers, every rule.
 """
 
-from ds_ext.rules.base import (
-    REGISTRY,
-    Rule,
-    RuleEntry,
-    State,
-    entry_of,
-    named,
-    register,
-)
+from ds_ext.rules.base import REGISTRY, Rule, RuleEntry, State, entry_of, named, register
 
-__all__ = [
-    "REGISTRY",
-    "RuleEntry",
-    "Rule",
-    "State",
-    "entry_of",
-    "named",
-    "register",
-]
+__all__ = ["REGISTRY", "RuleEntry", "Rule", "State", "entry_of", "named", "register"]

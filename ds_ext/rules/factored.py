@@ -33,10 +33,7 @@ def state_spec(shard: Shard) -> dict[str, Part]:
     """Declares a rank's part of the statistics."""
     if not shard.is_matrix:
         return {"full": Part.like(shard)}
-    return {
-        "row": Part.whole(shard.mats, shard.rows),
-        "col": Part.whole(shard.mats, shard.cols),
-    }
+    return {"row": Part.whole(shard.mats, shard.rows), "col": Part.whole(shard.mats, shard.cols)}
 
 
 def sums(x: ops.Readable, shard: Shard, like: ops.Gradient) -> tuple[Tensor, ...]:

@@ -18,15 +18,7 @@ from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves, mapped, saved
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
-from ds_ext.testing.simulation import (
-    EXACT,
-    Ranks,
-    Shape,
-    errors,
-    gradients,
-    weights,
-    with_zeros,
-)
+from ds_ext.testing.simulation import EXACT, Ranks, Shape, errors, gradients, weights, with_zeros
 
 Reference = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 CLOSE = 1e-4  # the largest error in fp32, relative to the update
