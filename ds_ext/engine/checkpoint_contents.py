@@ -128,8 +128,7 @@ class Contents:
         gradients = {}
         for param, run in self.fused.state.kept.items():
             own = self.owned[param]
-            values = run.g[: len(own.shard)]
-            gradients[own.name] = piece(values, own.part)
+            gradients[own.name] = piece(run.g[: len(own.shard)], own.part)
         engine, steps = self.engine, self.engine.gradient_accumulation_steps()
         done = engine.micro_steps % steps if engine.managed_gradient_accumulation() else 0
         return {
@@ -169,10 +168,8 @@ class Contents:
         kept = {}
         for param, own in self.owned.items():
             keys = ("accumulated", "gradients", own.name)
-            found = pieces.first(*keys)
-            if found is not None:
-                values = pieces.read(own.part, *keys)
-                kept[param] = values.to(param.device) * factor
+            if pieces.first(*keys) is not None:
+                kept[param] = pieces.read(own.part, *keys).to(param.device) * factor
         self.fused.begin_with(kept)
 
     @property

@@ -38,10 +38,10 @@ def read(make: Callable[[], None], config: dict[str, Any]) -> None:
     Raises:
         ValueError: the config has problems. The message has a line for each.
     """
-    autos = [key for key in SIZES if config.get(key) == "auto"]
     found = [
         f'{key} is "auto", which is filled in by HF Trainer and accelerate only: write a number.'
-        for key in autos
+        for key in SIZES
+        if config.get(key) == "auto"
     ]
     values = filled(config)[0]
     found += malformed(values)

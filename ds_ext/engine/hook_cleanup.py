@@ -19,11 +19,8 @@ def remove_hooks(engine: DeepSpeedEngine) -> None:
 
 def hide_from_copies(engine: DeepSpeedEngine) -> None:
     """Makes the engine's hooks do nothing in copies and pickles of its model."""
-    pre, post = engine.module_forward_pre_hook, engine.module_forward_post_hook
-    for handle, hooks in (
-        (pre, engine.module._forward_pre_hooks),
-        (post, engine.module._forward_hooks),
-    ):
+    for handle in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
+        hooks = handle.hooks_dict_ref()
         hooks[handle.id] = Hook(hooks[handle.id])
 
 

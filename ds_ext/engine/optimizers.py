@@ -21,13 +21,6 @@ from ds_ext.rules.base import REGISTRY, key_of
 Names: TypeAlias = Mapping[Tensor, str]
 
 
-def is_ours(client: Any, config: DeepSpeedConfig) -> bool:
-    """Returns whether an engine will use an optimizer of ds_ext: ``client``, or the config's."""
-    if client is None:
-        return registry_key(config.optimizer_name) is not None
-    return isinstance(client, RuleOptimizer)
-
-
 def warn_ignored_type(client: Any, config: DeepSpeedConfig) -> None:
     """Warns if a program passes an optimizer, and its config names one too, which is not used."""
     ignored = config.optimizer_name

@@ -138,7 +138,8 @@ def build(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) 
     is_function = callable(client) and not isinstance(client, torch.optim.Optimizer)
     if is_function and ("ds_ext" in config._param_dict or is_stored):
         raise ValueError(_FUNCTION)
-    if optimizers.is_ours(client, config):
+    is_named = client is None and optimizer_names.registry_key(config.optimizer_name)
+    if is_named or isinstance(client, RuleOptimizer):
         make = functools.partial(original, engine, *args, **kwargs)
         own_engine.build(make, engine, model, client, config, passed.get("mpu"))
         return
