@@ -70,11 +70,8 @@ def read(make: Callable[[], None], config: dict[str, Any]) -> None:
 def raised(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
     """Yields what is refused when DeepSpeed reads a config without problems of ds_ext.
 
-    That is DeepSpeed's error, or what contradicts the accumulation that batch sizes imply.
-
-    Args:
-        config: a DeepSpeed config, in which a batch size may be "auto".
-        ranks: the number of data-parallel ranks; None if unknown. Batch sizes are then not checked.
+    That is DeepSpeed's error, or what contradicts the accumulation that batch sizes imply. These
+    are not checked if one is "auto", or if the number of data-parallel ``ranks`` is unknown (None).
     """
     own = normalized(config)
     sizes = {key: own.pop(key, None) for key in SIZES}
@@ -118,11 +115,7 @@ _DICTIONARIES = ("scheduler", "data_types", "activation_checkpointing", "checkpo
 
 
 def scheduler_problems(config: dict[str, Any]) -> Iterator[str]:
-    """Yields a message if DeepSpeed could not make the scheduler that a config names.
-
-    Args:
-        config: a DeepSpeed config without ``malformed`` values and without "auto".
-    """
+    """Yields a message if DeepSpeed could not make the scheduler of a ``normalized`` config."""
     if not config.get("scheduler"):
         return
     name, params = config["scheduler"].get("type", "auto"), config["scheduler"]["params"]

@@ -41,9 +41,8 @@ def global_names(found: Mapping[Tensor, str], module: nn.Module) -> dict[Tensor,
 def stack_position(param: Tensor) -> tuple[int, tuple[int, ...]] | None:
     """Returns the position of this rank's part in a stack of experts that AutoEP has split.
 
-    Returns:
-        The number of its first expert, and the shape [experts, ...] of the whole stack; None for
-        other parameters.
+    That is the number of its first expert, and the shape [experts, ...] of the whole stack; None
+    for other parameters.
     """
     described = getattr(param, constants.DS_AUTOEP_UC_META, None)
     if described is None:
