@@ -143,11 +143,6 @@ bool is_by_matrix(const Call &call) {
     return call.pass == ROW_COL_SUMS || call.pass == WEIGHTED_SUMS || call.pass == NORMALIZE_WHOLE_ROWS;
 }
 
-// Whether a pass processes the statistics of whole parameters instead of runs.
-bool is_of_statistics(const Call &call) {
-    return call.pass == FACTORS;
-}
-
 // Cuts a run into strips. For row and column sums, strips have whole rows, and whole matrices if
 // these are small. Strips have the same size, except the first and last of a run and the last of
 // each large matrix.
@@ -615,38 +610,17 @@ INLINE float moved(float m, float x, float weight) {
     return weight < 0.5f ? m + weight * change : x - (1.0f - weight) * change;
 }
 
-template <class X> INLINE void times_factors_of(X x, float *__restrict u, int64_t n, int64_t cols, int64_t c,
-                                                const float *row, const float *col, float scale) {
-    for (int64_t j = 0; j < n;) {
-        int64_t stop = j + cols - c < n ? j + cols - c : n;
-        float r = *row++ * scale;
-        const float *f = col + c - j;
-        for (int64_t k = j; k < stop; ++k) u[k] = x[k] * (f[k] * r);
-        j = stop;
-        c = 0;
-    }
-}
-
 // u ← x · row · col · scale for n elements of the run, from element i on.
 template <class X> static __attribute__((noinline)) void times_factors(const Entry &e, int64_t i, int64_t n, X x, float *__restrict u) {
-    int64_t cols = e.cols, at = e.start + i;
-    while (n > 0) {
-        int64_t line = at / cols, c = at % cols, mat = line / e.rows;
-        int64_t left = (mat + 1) * e.rows * cols - at, part = n < left ? n : left;
-        times_factors_of(x, u, part, cols, c, e.row + line, e.col + mat * cols, e.scale);
-        at += part;
-        x = x.from(part);
-        u += part;
-        n -= part;
+    int64_t line = (e.start + i) / e.cols, c = (e.start + i) % e.cols, mat = line / e.rows;
+    for (int64_t j = 0, last = (mat + 1) * e.rows; j < n; c = 0) {
+        int64_t stop = j + e.cols - c < n ? j + e.cols - c : n;
+        float r = e.row[line] * e.scale;
+        const float *f = e.col + mat * e.cols + c - j;
+        for (int64_t k = j; k < stop; ++k) u[k] = x[k] * (f[k] * r);
+        j = stop;
+        if (++line == last) ++mat, last += e.rows;
     }
-}
-
-// times_factors of the gradient.
-static void gradient_times_factors(const Call &call, const Entry &e, int64_t i, int64_t n, float *__restrict u) {
-    with_gradient(e, call.dtype, i, [&](auto x) {
-        x.prefetch(n);
-        times_factors(e, i, n, x, u);
-    });
 }
 
 INLINE float within(float low, float x, float high) {
@@ -789,7 +763,10 @@ static __attribute__((noinline)) const float *value(const Call &call, const Entr
     if (call.form == IS_WEIGHT) return weight(e, call.storage, i, n, buffer);
     bool is_by_factors = call.form == IS_QUOTIENT || call.form == IS_RESIDUAL;
     if (is_by_factors)
-        gradient_times_factors(call, e, i, n, buffer);
+        with_gradient(e, call.dtype, i, [&](auto x) {
+            x.prefetch(n);
+            times_factors(e, i, n, x, buffer);
+        });
     else if (call.form != IS_ADAM)
         u = gradient(e, call.dtype, i, n, buffer);
     float scale = e.scale;
@@ -850,10 +827,6 @@ static __attribute__((noinline)) const float *value(const Call &call, const Entr
     return u;
 }
 
-INLINE void add_decayed(const float *u, const float *__restrict w, float decay, int64_t n, float *__restrict out) {
-    for (int64_t j = 0; j < n; ++j) out[j] = u[j] + decay * w[j];
-}
-
 // Sums of squares of the input.
 static void square_sums(const Call &call, const Entry &e, const Strip &s, double *partial) {
     alignas(ALIGNED) float buffer[CHUNK], other[CHUNK];
@@ -861,7 +834,8 @@ static void square_sums(const Call &call, const Entry &e, const Strip &s, double
         int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
         const float *u = value(call, e, i, n, buffer);
         if (call.decays) {
-            add_decayed(u, weight(e, call.storage, i, n, other), e.decay, n, buffer);
+            const float *w = weight(e, call.storage, i, n, other);
+            for (int64_t j = 0; j < n; ++j) buffer[j] = u[j] + e.decay * w[j];
             u = buffer;
         }
         *partial += square_sum(u, n);
@@ -1327,7 +1301,7 @@ static Work cut_all(const Call &call, Entry *entries, int64_t count) {
             if (probed(call, e, false)) continue;  // the cached norm is valid
             e.norm_cache[0] = -1;
         }
-        if (is_of_statistics(call)) {
+        if (call.pass == FACTORS) {  // of whole parameters
             int64_t each = e.rows + e.cols, step = each < STRIP ? STRIP / (each ? each : 1) : 1;
             for (int64_t mat = 0; mat < e.mats; mat += step)
                 work.strips.push_back({i, mat, mat + step < e.mats ? mat + step : e.mats, 0});
