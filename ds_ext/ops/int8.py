@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_ext.ops.executors.triton import devices, launches
-from ds_ext.ops.rounding import add_noise_, noise_table
+from ds_ext.ops.rounding import add_noise_
 
 SIZE = 256  # elements that share a scale
 LEAST_EXPONENT = -126  # of scales: bf16's smallest normal number
@@ -85,8 +85,7 @@ class Int8Weight:
         """
         flat = values.reshape(-1)
         if devices.supports(flat.device):
-            noise = noise_table(flat.device)
-            launches.encode_int8(flat, self.codes, self.scales, noise, self.start, key)
+            launches.encode_int8(flat, self.codes, self.scales, self.start, key)
             return
         block = BLOCK if flat.device.type == "cpu" else GPU_BLOCK
         for start in range(0, len(flat), block):

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from ds_ext.ops import rounding
 from ds_ext.ops.executors.triton import sizes
 from ds_ext.ops.executors.triton.tiles import Int64s
 
@@ -96,11 +97,10 @@ def launch_kernel(launch: Launch, arguments: Sequence[int], device: torch.device
 _compiled: dict[tuple[object, ...], tuple[Any, Sequence[object]]] = {}
 
 
-def encode_int8(
-    values: Tensor, codes: Tensor, scales: Tensor, noise: Tensor, start: int, key: int | None
-) -> None:
-    """Launches ``Int8Weight.encode`` of contiguous bf16 values; ``noise`` is rounding's table."""
+def encode_int8(values: Tensor, codes: Tensor, scales: Tensor, start: int, key: int | None) -> None:
+    """Launches ``Int8Weight.encode`` of contiguous bf16 values."""
     n, size = len(scales), len(codes) // len(scales)
+    noise = rounding.noise_table(values.device)
     grid = (-(-n // ENCODED_GROUPS),)
     constants = {"IS_RANDOM": key is not None, "SIZE": size, "GROUPS": ENCODED_GROUPS}
     with current(values.device):
