@@ -174,7 +174,8 @@ def register(
 
     Raises:
         ValueError: another rule has this name, or a field has a name that ds_ext uses itself.
-        TypeError: the class is no dataclass, or lacks ``lr``, ``state_spec`` or ``step``.
+        TypeError: the class is no dataclass, lacks ``lr``, ``state_spec`` or ``step``, or a field
+            has no default.
     """
 
     def decorate(rule: R) -> R:
@@ -206,8 +207,11 @@ def _refuse_incomplete(rule: type) -> None:
     missing = [f"the method {name}" for name in ("state_spec", "step") if not hasattr(rule, name)]
     if not dataclasses.is_dataclass(rule):
         missing.insert(0, "@dataclass(frozen=True), below @register")
-    elif "lr" not in (f.name for f in dataclasses.fields(rule)):
-        missing.append("the field lr")
+    else:
+        hypers = inspect.signature(rule).parameters
+        missing += ["the field lr"] if "lr" not in hypers else []
+        bare = [name for name in hypers if hypers[name].default is inspect.Parameter.empty]
+        missing += [f"a default of the field {name}" for name in bare]
     if missing:
         raise TypeError(f"the rule {rule.__name__} lacks {', '.join(missing)}.")
 

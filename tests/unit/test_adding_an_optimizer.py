@@ -185,6 +185,9 @@ def test_a_class_that_is_no_rule_is_refused():
     with pytest.raises(TypeError, match="Own lacks the method step."):
         own = dataclass(type("Own", (), {"__annotations__": {"lr": float}, "state_spec": 0}))
         rules.register(paper="", state="", rounds="")(own)
+    own.step = lambda: None
+    with pytest.raises(TypeError, match="Own lacks a default of the field lr."):
+        rules.register(paper="", state="", rounds="")(own)
 
 
 @dataclass(frozen=True)
