@@ -104,7 +104,7 @@ def unknown(config: dict[str, Any]) -> Iterator[str]:
     known |= misspelt_sections(config).keys()  # which is refused
     for where in ("", *_DICTIONARIES):
         for key in lookup(config, where, {}) if where else config:
-            if key not in known:
+            if key not in known and dotted(where, key) not in SETTINGS:
                 place = place_of(key)
                 guess = f' Did you mean "{place}"?' if place else did_you_mean(key, known)
                 yield f"unknown key {dotted(where, key)}, which DeepSpeed ignores.{guess}"

@@ -164,6 +164,11 @@ WITHOUT_MODEL = {
         optimizer(param_groups=[{"match": "qkv_proj", "type": "Muon", "split": "auto"}]),
         ["param_groups[0].split is 'auto'", "removed in ds_ext 1.1", '"split": [4096, 1024, 1024]'],
     ),
+    "a key of a section that nothing reads": ({"checkpoint": {"checkpoint_serialization": 0}}, []),
+    "a key of a section that is refused": (
+        {"checkpoint": {"writer": {"type": "fast"}}},
+        ["checkpoint.writer = {'type': 'fast'} is not supported"],
+    ),
     "no scheduler's type": ({"scheduler": {"params": {}}}, ["scheduler is"]),
     "experts and sequences": (
         {"expert_parallel": {"enabled": True}, "sequence_parallel_size": 2},
