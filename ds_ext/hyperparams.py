@@ -181,7 +181,7 @@ def describe(hint: Any) -> str:
     if get_origin(hint) is Annotated:
         return describe(options[0])
     if get_origin(hint) is Literal:
-        *others, last = map(json.dumps, options)
+        *others, last = (json.dumps(option, default=str) for option in options)
         return f"{', '.join(others)} or {last}" if others else last
     if NoneType in options:
         return " or ".join(describe(o) for o in options if o is not NoneType) + " or null"

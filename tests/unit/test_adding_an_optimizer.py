@@ -1,15 +1,17 @@
 """docs/adding-an-optimizer.md: its code is run, and gives an optimizer like any other."""
 
+import enum
 import importlib.util
 import re
 import sys
 from dataclasses import dataclass, fields, make_dataclass
+from typing import Literal
 
 import pytest
 import torch
 
 import ds_ext
-from ds_ext import ops, rules
+from ds_ext import hyperparams, ops, rules
 from ds_ext.hyperparams import NonNegative
 from ds_ext.ops.joint import Joint
 from ds_ext.ops.sixteen_bit import RoundingConfig
@@ -340,3 +342,11 @@ def test_a_rule_without_weight_decay_has_groups_of_a_model():
         assert torch.equal(model.weight, before - 0.5)
         with pytest.raises(ValueError, match="weight_decay"):
             ds_ext.Own.for_model(model, weight_decay=0.1)
+
+
+def test_a_choice_between_members_of_an_enum_is_refused_by_its_key():
+    kind = enum.Enum("Kind", ["FIRST", "SECOND"])
+    rule = make_dataclass("Own", [("kind", Literal[kind.FIRST, kind.SECOND], kind.FIRST)])
+    assert hyperparams.check(rule, {"kind": kind.SECOND})["kind"] is kind.SECOND
+    with pytest.raises(ValueError, match='kind is 3; allowed: "Kind.FIRST" or "Kind.SECOND".'):
+        hyperparams.check(rule, {"kind": 3})
