@@ -203,6 +203,8 @@ def alone(
         losses = [loss_of(model, run, step, i, r, world) for r in range(world) for i in parts]
         optimizer.zero_grad()
         torch.stack(losses).mean().backward()
+        for p in model.parameters():  # gradients of one loss may share memory: clip each once
+            p.grad = None if p.grad is None else p.grad.clone()
         clip(run, model, norms)
         optimizer.step()
     return engines.Alone(before, {n: p.detach() for n, p in model.named_parameters()}, norms)
