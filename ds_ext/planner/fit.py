@@ -46,7 +46,7 @@ def check(options: PlanOptions) -> None:
     for option, is_given in others.items():
         if is_given:
             raise ValueError(
-                f"--fit writes the config of one DeepSpeed run without {option}: remove it."
+                f"--fit does not take {option}: remove it. It writes the config of a DeepSpeed run."
             )
 
 

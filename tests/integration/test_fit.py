@@ -204,9 +204,9 @@ def test_nothing_fits(folder, tmp_path, capsys):
 REFUSED = [
     ((), "--fit: add --seq TOKENS, and --memory with one number"),
     (("--seq", 8, "--memory", "8,16"), "--memory with one number"),
-    (("--seq", 8, "--memory", 8, "--stage", "none"), "without --stage none: remove it"),
-    (("--seq", 8, "--memory", 8, "--plot", "x.png"), "without --plot: remove it"),
-    (("--seq", 8, "--memory", 8, "--config", "ds.json"), "without --config: remove it"),
+    (("--seq", 8, "--memory", 8, "--stage", "none"), "--fit does not take --stage none: remove it"),
+    (("--seq", 8, "--memory", 8, "--plot", "x.png"), "--fit does not take --plot: remove it"),
+    (("--seq", 8, "--memory", 8, "--config", "ds.json"), "--fit does not take --config: remove it"),
 ]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_ext.settings import SETTINGS
 from tests.tools import snippets
 
 TEXT = """The rule:
@@ -64,6 +65,20 @@ def test_the_readme_is_for_users_and_short():
 
 def test_pages_for_users_are_short():
     assert snippets.user_words() < 15_000  # `make docs` shows their number
+
+
+def test_no_entry_of_the_changelog_is_there_twice():
+    for version in (snippets.ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]:
+        parts = [part for line in version.splitlines() for part in re.split(r"[.;:] ", line)]
+        long = [part for part in parts if len(part) > 60]
+        assert [part for part in long if long.count(part) > 1] == []
+
+
+def test_no_key_that_is_accepted_is_called_refused():
+    accepted = {key.split(".")[-1] for key, setting in SETTINGS.items() if setting.no_effect}
+    lines = (snippets.ROOT / "docs/settings.md").read_text().splitlines()
+    refused = " ".join(line for line in lines if line.endswith("| refused |"))
+    assert "nvme" in refused and not accepted & set(re.findall(r"`(\w+)`", refused))
 
 
 def test_a_stale_block_is_renewed_and_the_rest_left_alone():
