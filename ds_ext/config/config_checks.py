@@ -114,7 +114,7 @@ def ignored(config: dict[str, Any], optimizer: RuleOptimizer | None) -> Iterator
     for key, setting in SETTINGS.items():
         if setting.no_effect and is_on(config, key):
             yield f"{key} = {lookup(config, key)!r} has no effect: {setting.no_effect}."
-    if optimizer is not None and is_on(config, _OFFLOAD):
+    if optimizer is not None and lookup(config, _OFFLOAD) == "cpu":
         if not any(_keeps_moments(optimizer.rule_of(p)) for p in optimizer.group_of):
             yield (
                 f"{_OFFLOAD} = 'cpu' has almost no effect: {type(optimizer).__name__} keeps at "

@@ -246,6 +246,9 @@ def test_offload_of_almost_nothing_is_told_of(name):
         optimizer = OPTIMIZERS[name]([torch.nn.Parameter(torch.ones(8, 8))], **hypers)
         return bool(list(config_checks.ignored(config("offload_optimizer"), optimizer)))
 
+    nvme = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
+    lomo = OPTIMIZERS["lomo"]([torch.nn.Parameter(torch.ones(8, 8))])
+    assert not list(config_checks.ignored(nvme, lomo))  # it is refused
     assert told() == (name in ("lomo", "adalomo", "adafactor", "scale", "sinkgd"))
     assert not told(weight_update="master")
     if name == "adafactor":
