@@ -17,6 +17,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import torch
+
 from ds_ext.logs import logger
 from ds_ext.ops import schema
 
@@ -29,6 +31,7 @@ FLAGS = (  # setup.py has the same for wheels
 SWITCH = "DS_EXT_NATIVE"  # environment variable: 0 selects the reference executor
 SECONDS = 300  # timeout of the compiler
 HASH_BYTES = 32
+PROCESS = os.getpid()  # which has imported this module
 
 
 @functools.cache
@@ -51,6 +54,14 @@ def load() -> ctypes.CDLL | None:
     library.products_apply.restype = None
     library.products_apply.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int]
     return library
+
+
+def threads() -> int:
+    """Returns how many of torch's threads native code uses: one in a forked process.
+
+    The threads of its parent do not exist there, and OpenMP would wait for them forever.
+    """
+    return torch.get_num_threads() if os.getpid() == PROCESS else 1
 
 
 def cache_folder() -> Path:

@@ -26,7 +26,6 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
-#include <unistd.h>
 #include <vector>
 
 #include "schema.h"
@@ -50,13 +49,6 @@ const int64_t STRIP = 1 << 17;   // elements that a thread takes at a time, roug
 // Runs ``function(data)`` on torch's threads, if torch has loaded an OpenMP runtime; else null. Threads
 // of our own would compete with torch's, which spin for a while after each of torch's operations.
 extern "C" __attribute__((weak, visibility("default"))) void GOMP_parallel(void (*function)(void *), void *data, unsigned threads, unsigned flags);
-
-// Whether threads survive: those that this library has used do not exist in a forked process.
-bool has_threads() {
-    static std::atomic<pid_t> user{0};
-    pid_t none = 0, own = getpid();
-    return user.compare_exchange_strong(none, own) || none == own;
-}
 
 // Orders what threads write, for a sanitizer that does not know the runtime's barriers.
 std::atomic<unsigned> handed_over{0};
@@ -85,7 +77,7 @@ template <class Task> struct Job {
 
 template <class Task> void parallel(int64_t tasks, int threads, const Task &task) {
     Job<Task> job{task, tasks, {}};
-    if (threads < 2 || tasks < 2 || !GOMP_parallel || !has_threads()) return job.work();
+    if (threads < 2 || tasks < 2 || !GOMP_parallel) return job.work();
     std::fegetenv(&job.modes);
     ++handed_over;
     GOMP_parallel(Job<Task>::run, &job, static_cast<unsigned>(threads), 0);  // fewer threads would end the others
