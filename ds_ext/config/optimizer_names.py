@@ -60,8 +60,9 @@ def misspelt_sections(config: dict[str, Any]) -> dict[str, str]:
     for key, section in config.items():
         if key != "ds_ext" and difflib.get_close_matches(key, ["ds_ext"], cutoff=0.8):
             found[key] = "ds_ext"
-        elif key != "optimizer" and isinstance(section, dict) and _names_ours(section):
-            found[key] = "optimizer"
+        elif "optimizer" not in config and difflib.get_close_matches(key, ["optimizer"]):
+            if isinstance(section, dict) and _names_ours(section):
+                found[key] = "optimizer"
     return found
 
 

@@ -224,6 +224,15 @@ def test_comments_in_a_config_are_read_as_deepspeed_reads_them(tmp_path, capsys)
     assert optimizer_names.concerns_us(str(tmp_path / "ds.json"))
 
 
+def test_only_a_misspelt_optimizer_makes_a_config_ours():
+    """Sections of other programs may have a type of this name."""
+    section = {"type": "AdaLomo"}
+    assert optimizer_names.concerns_us({"optimzer": section})
+    assert not optimizer_names.concerns_us({"teacher": section})
+    other = {"optimizer": {"type": "Adam"}, "optimizers": section}
+    assert not optimizer_names.concerns_us(other)
+
+
 def test_what_needs_a_model_or_ranks_is_named(tmp_path, capsys):
     zero = {"stage": 3, "zero_hpz_partition_size": 2}
     keys = optimizer(param_groups=[GROUP]) | {"zero_optimization": zero}
