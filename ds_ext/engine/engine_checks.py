@@ -21,13 +21,7 @@ from ds_ext.config.config_checks import raise_first
 from ds_ext.config.parsing import lookup, normalized
 from ds_ext.distributed import consensus
 from ds_ext.distributed.unsupported_wrappers import refuse_dtensors, refuse_wrapped
-from ds_ext.engine import (
-    expert_parallel,
-    hook_cleanup,
-    parameters,
-    pipeline,
-    trainer_checks,
-)
+from ds_ext.engine import expert_parallel, hook_cleanup, parameters, pipeline, trainer_checks
 from ds_ext.engine.engine_settings import effective
 from ds_ext.optimizer import RuleOptimizer, param_checks
 

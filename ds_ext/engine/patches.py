@@ -29,13 +29,7 @@ from torch import Tensor, nn
 from ds_ext.backward import foreign_grads, fuse, int8_weights, norm_prepass, owners
 from ds_ext.config import config_checks, optimizer_names, parsing
 from ds_ext.distributed import groups
-from ds_ext.engine import (
-    deepspeed_config,
-    hook_cleanup,
-    optimizers,
-    own_engine,
-    trainer_checks,
-)
+from ds_ext.engine import deepspeed_config, hook_cleanup, optimizers, own_engine, trainer_checks
 from ds_ext.engine.adapter import ZeroAdapter
 from ds_ext.engine.parameters import as_vectors, deepspeed_parameter
 from ds_ext.optimizer import RuleOptimizer
