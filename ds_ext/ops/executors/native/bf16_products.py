@@ -50,7 +50,7 @@ def product_(
     factor = ctypes.c_float(beta) if not isinstance(beta, Tensor) else beta.contiguous()
     at = factor.data_ptr() if isinstance(factor, Tensor) else ctypes.addressof(factor)
     pointers = a.data_ptr(), b.data_ptr(), out.data_ptr()
-    found.products_run(*pointers, sizes, at, symmetric, library.threads())
+    found.products_run(*pointers, sizes, at, symmetric, torch.get_num_threads())
 
 
 def apply_(call: ctypes.Array[ctypes.c_int], entry: int, a: Tensor, b: Tensor, first: int) -> None:
@@ -67,4 +67,4 @@ def apply_(call: ctypes.Array[ctypes.c_int], entry: int, a: Tensor, b: Tensor, f
     assert found is not None, "there are no native passes"
     are_fp32 = a.dtype == torch.float32, b.dtype == torch.float32
     sizes = _Sizes(a.shape[1], first, *a.stride(), *b.stride(), *are_fp32)
-    found.products_apply(call, entry, a.data_ptr(), b.data_ptr(), sizes, library.threads())
+    found.products_apply(call, entry, a.data_ptr(), b.data_ptr(), sizes, torch.get_num_threads())

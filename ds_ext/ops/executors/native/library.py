@@ -17,8 +17,6 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import torch
-
 from ds_ext.logs import logger
 from ds_ext.ops import schema
 
@@ -31,7 +29,7 @@ FLAGS = (  # setup.py has the same for wheels
 SWITCH = "DS_EXT_NATIVE"  # environment variable: 0 selects the reference executor
 SECONDS = 300  # timeout of the compiler
 HASH_BYTES = 32
-PROCESS = os.getpid()  # which has imported this module
+PROCESS = os.getpid()  # passes of processes that are forked from it use one thread
 
 
 @functools.cache
@@ -41,6 +39,7 @@ def load() -> ctypes.CDLL | None:
         return None
     try:
         library = _shipped() or ctypes.CDLL(str(_built()))
+        ctypes.c_int.in_dll(library, "process_with_threads").value = PROCESS
     except Exception as error:  # of a compiler, a disk or a loader: training goes on without it
         logger.info(
             "native CPU code is not available, so PyTorch operations step on the CPU: %s", error
@@ -54,14 +53,6 @@ def load() -> ctypes.CDLL | None:
     library.products_apply.restype = None
     library.products_apply.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int]
     return library
-
-
-def threads() -> int:
-    """Returns how many of torch's threads native code uses: one in a forked process.
-
-    The threads of its parent do not exist there, and OpenMP would wait for them forever.
-    """
-    return torch.get_num_threads() if os.getpid() == PROCESS else 1
 
 
 def cache_folder() -> Path:

@@ -92,9 +92,10 @@ class NativeTable:
         call = _Call(_PASSES[name], *read, decays)
         if product is not None:
             return bf16_products.apply_(call, self._address, *product)
+        threads = torch.get_num_threads()
         found = library.load()
         assert found is not None, "there are no native passes"
-        found.passes_run(call, self._address, len(self.entries), library.threads(), INSTRUCTIONS)
+        found.passes_run(call, self._address, len(self.entries), threads, INSTRUCTIONS)
 
 
 _Call = ctypes.c_int * len(schema.CALL)

@@ -26,6 +26,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <unistd.h>
 #include <vector>
 
 #include "schema.h"
@@ -49,6 +50,9 @@ const int64_t STRIP = 1 << 17;   // elements that a thread takes at a time, roug
 // Runs ``function(data)`` on torch's threads, if torch has loaded an OpenMP runtime; else null. Threads
 // of our own would compete with torch's, which spin for a while after each of torch's operations.
 extern "C" __attribute__((weak, visibility("default"))) void GOMP_parallel(void (*function)(void *), void *data, unsigned threads, unsigned flags);
+
+// The process that has imported ds_ext. A forked one lacks its threads, for which OpenMP would wait.
+extern "C" __attribute__((visibility("default"))) int process_with_threads = 0;
 
 // Orders what threads write, for a sanitizer that does not know the runtime's barriers.
 std::atomic<unsigned> handed_over{0};
@@ -77,7 +81,7 @@ template <class Task> struct Job {
 
 template <class Task> void parallel(int64_t tasks, int threads, const Task &task) {
     Job<Task> job{task, tasks, {}};
-    if (threads < 2 || tasks < 2 || !GOMP_parallel) return job.work();
+    if (threads < 2 || tasks < 2 || !GOMP_parallel || getpid() != process_with_threads) return job.work();
     std::fegetenv(&job.modes);
     ++handed_over;
     GOMP_parallel(Job<Task>::run, &job, static_cast<unsigned>(threads), 0);  // fewer threads would end the others
