@@ -101,8 +101,8 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         Args:
             param_group: "params", hyper-parameters that differ from the optimizer's, a "name", and
                 a "type" if another rule steps the group. That rule has its own defaults, except for
-                lr, weight_decay, weight_update and seed. Other keys are kept for code that reads
-                them, such as timm's "lr_scale".
+                lr, weight_decay, weight_update, seed, ema_decay and ema_dtype. Other keys are kept
+                for code that reads them, such as timm's "lr_scale".
 
         Raises:
             TypeError: it is no dict, or its parameters are no tensors.
