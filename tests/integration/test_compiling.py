@@ -164,11 +164,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
 from benchmarks import machine_code
-from ds_ext.ops.executors.triton import kernels, launches
+from ds_ext.ops.executors.triton import kernels, sizes
 kinds = dict(values="*bf16", codes="*i8", scales="*i16", noise="*i32", groups="i32", start="i64")
 kinds |= dict(key="i64") | dict.fromkeys(("IS_RANDOM", "SIZE", "GROUPS"), "constexpr")
 for is_random in (False, True):
-    constants = {"IS_RANDOM": is_random, "SIZE": 256, "GROUPS": launches.ENCODED_GROUPS}
+    constants = {"IS_RANDOM": is_random, "SIZE": 256, "GROUPS": sizes.ENCODED_GROUPS}
     constants = {(kernels.encode.arg_names.index(name),): x for name, x in constants.items()}
     source, target = ASTSource(kernels.encode, kinds, constants), GPUTarget("cuda", 90, 32)
     print(machine_code.counts_of(triton.compile(source, target=target).asm["cubin"]).spilled)

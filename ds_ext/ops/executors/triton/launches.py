@@ -101,15 +101,12 @@ def encode_int8(values: Tensor, codes: Tensor, scales: Tensor, start: int, key: 
     """Launches ``Int8Weight.encode`` of contiguous bf16 values."""
     n, size = len(scales), len(codes) // len(scales)
     noise = rounding.noise_table(values.device)
-    grid = (-(-n // ENCODED_GROUPS),)
-    constants = {"IS_RANDOM": key is not None, "SIZE": size, "GROUPS": ENCODED_GROUPS}
+    grid = (-(-n // sizes.ENCODED_GROUPS),)
+    constants = {"IS_RANDOM": key is not None, "SIZE": size, "GROUPS": sizes.ENCODED_GROUPS}
     with current(values.device):
         _kernels().encode[grid](
             values, codes, scales.view(torch.int16), noise, n, start, key or 0, **constants
         )
-
-
-ENCODED_GROUPS = 16  # of a program
 
 
 def options(warps: int) -> Named:

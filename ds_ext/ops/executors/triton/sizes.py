@@ -25,6 +25,7 @@ FOLD_ROWS, FOLD_COLS = 128, 32  # partial sums per iteration
 # Passes with one program per parameter, which waits for memory: the more warps, the shorter.
 LONG = 2**12  # ``factors``: rows or columns per iteration; ``cached_norm``: tiles
 LONG_WARPS = 32
+ENCODED_GROUPS = 16  # of weights that a program stores in int8
 
 Constants: TypeAlias = tuple[tuple[str, Any], ...]  # of a kernel: names and values
 Named: TypeAlias = Mapping[str, Any]  # the same by name
