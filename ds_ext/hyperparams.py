@@ -81,27 +81,36 @@ def meanings(rule: type) -> dict[str, str]:
 _FIELD = re.compile(r"(?m)^((?:    # .+\n)*)    (\w+): [^#\n]+?(?:  # (.+))?$")
 
 
-def check(rule: type, given: Mapping[str, Any], where: str = "optimizer.params") -> dict[str, Any]:
+def check(
+    rule: type,
+    given: Mapping[str, Any],
+    where: str = "optimizer.params",
+    beside: Sequence[str] = (),
+) -> dict[str, Any]:
     """Validates hyper-parameters; returns all of a rule's, with defaults for missing ones.
 
     Args:
         rule: a dataclass whose fields are annotated with the types of this module.
         given: values by name.
         where: the section of the JSON config that contains the values; "" for Python arguments.
+        beside: other keys of that section, which an unknown name may misspell.
 
     Raises:
         ValueError: a name is unknown, or a value is invalid by itself or with the others. The
-            message has the key, the given and the allowed values, and the closest known key.
+            message has a line for each, with the key, the given and the allowed values, and the
+            closest known key.
     """
-    checked, found = _checked(rule, given, where)
+    checked, found = _checked(rule, given, where, beside)
     if found:
-        raise ValueError(found[0])
+        raise ValueError("\n".join(found))
     return checked
 
 
-def problems(rule: type, given: Mapping[str, Any], where: str = "optimizer.params") -> list[str]:
-    """Returns the messages of all problems. ``check`` raises only the first."""
-    return _checked(rule, given, where)[1]
+def problems(
+    rule: type, given: Mapping[str, Any], where: str, beside: Sequence[str] = ()
+) -> list[str]:
+    """Returns the messages of ``check``'s error; [] if there is none."""
+    return _checked(rule, given, where, beside)[1]
 
 
 def refuse_misspelt(rule: type, keys: Iterable[str], foreign: Container[str]) -> None:
@@ -135,10 +144,13 @@ def _meant(key: str, known: Sequence[str]) -> str | None:
     return None
 
 
-def _checked(rule: type, given: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+def _checked(
+    rule: type, given: Mapping[str, Any], where: str, beside: Sequence[str]
+) -> tuple[dict[str, Any], list[str]]:
     """All hyper-parameters, or {} if a given value is invalid; and the error messages."""
     hints, adapters = _hints(rule), _adapters(rule)
-    wrong = [_unknown(rule, dotted(where, key), list(hints)) for key in given if key not in hints]
+    known = [*hints, *beside]
+    wrong = [_unknown(rule, dotted(where, key), known) for key in given if key not in hints]
     checked = {}
     for key in (key for key in given if key in hints):
         try:

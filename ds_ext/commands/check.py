@@ -89,9 +89,7 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
         )
     if autos:
         report.notes.append(f'"auto", which HF Trainer and accelerate fill in: {", ".join(autos)}')
-    report.problems += parsing.malformed(config)
-    if report.problems:
-        return report
+    config, malformed = parsing.well_formed(config)
     known = normalized(config)
     named = _named(known, model, report)
     if "optimizer.params.lr" not in autos:
@@ -104,7 +102,7 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
     else:
         report.notes += config_checks.ignored(known, named.ours)
     report.unchecked += _unchecked(known, model, ranks)
-    found = config_checks.all_problems(known, named)
+    found = malformed + config_checks.all_problems(known, named)
     has_deepspeed = importlib.util.find_spec("deepspeed") is not None
     if has_deepspeed:
         from ds_ext.engine import deepspeed_config

@@ -59,16 +59,15 @@ def problems(config: dict[str, Any], kept_for: str = "") -> Iterator[str]:
         config: a DeepSpeed config.
         kept_for: see ``parsing.gradients``.
     """
-    if found := list(parsing.malformed(config)):
-        yield from found
-        return
+    config, malformed = parsing.well_formed(config)
+    yield from malformed
     config = normalized(config)
     for key in (key for key in SETTINGS if is_on(config, key)):
         yield from _refused(config, key)
     try:
         parsing.gradients(config, kept_for=kept_for)
     except ValueError as error:
-        yield str(error)
+        yield from str(error).splitlines()
 
 
 def is_on(config: dict[str, Any], key: str) -> bool:
@@ -173,7 +172,7 @@ def named_optimizer(config: dict[str, Any], model: ModelView | None = None) -> N
     """Returns the optimizer that a config names, and problems of its section.
 
     Args:
-        config: a DeepSpeed config without ``malformed`` values and without "auto".
+        config: a ``well_formed`` DeepSpeed config without "auto".
         model: the model whose parameters it steps; by default, each group has one matrix.
     """
     section = config.get("optimizer")
@@ -200,7 +199,7 @@ def named_optimizer(config: dict[str, Any], model: ModelView | None = None) -> N
             made = param_groups.of_config(REGISTRY[key], params, model, trained)
         ours = OPTIMIZERS[key](made.groups, **made.hypers)
     except ValueError as error:
-        return Named(problems=(str(error),))
+        return Named(problems=tuple(str(error).splitlines()))
     warnings = tuple(startup_log.small_rates(ours))
     return Named(ours, "", tuple(_unsupported(config, ours)), warnings, tuple(made.groups))
 
@@ -216,10 +215,16 @@ def _unread_keys(section: dict[str, Any]) -> Iterator[str]:
 
 def unread(config: dict[str, Any], optimizer: str) -> Iterator[str]:
     """Yields a message for each setting of ds_ext under an ``optimizer`` that is not its own."""
+    ours = {"param_groups", "nbits", *hyperparams.names(sixteen_bit.RoundingConfig)}
+    for key in ours & (lookup(config, "optimizer.params") or {}).keys():
+        yield (
+            f"optimizer.params.{key} is a key of ds_ext, and optimizer.type {optimizer} is not a "
+            'ds_ext optimizer: remove it, or name one, such as "ds_ext.AdamW".'
+        )
     try:
         own, default = vars(parsing.section(config)), vars(Section())
     except ValueError as error:
-        yield str(error)
+        yield from str(error).splitlines()
         return
     for key in (key for key in own if own[key] != default[key]):
         yield (

@@ -146,14 +146,24 @@ def edited(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
     return config
 
 
-def malformed(config: dict[str, Any]) -> Iterator[str]:
-    """Yields a message for each value that does not have the type of its key.
+def well_formed(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Finds the values that do not have the type of their key.
 
     For some of them, DeepSpeed itself would fail with an error that does not name the key.
 
     Args:
         config: a DeepSpeed config as written, in which values may be "auto".
+
+    Returns:
+        The config without the sections and keys of these values, and a message for each of them.
     """
+    found = dict(_malformed(config))
+    wrong = {key.partition(".")[0] for key in found}
+    return {key: config[key] for key in config if key not in wrong}, list(found.values())
+
+
+def _malformed(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields the key and a message for each value that does not have the type of its key."""
     for key, setting in SETTINGS.items():
         value = lookup(config, key)
         is_old_format = key == "zero_optimization" and isinstance(value, bool)
@@ -163,16 +173,16 @@ def malformed(config: dict[str, Any]) -> Iterator[str]:
         try:
             _adapter(key).validate_python(value)
         except ValidationError:
-            yield f"{key} is {value!r}; allowed: {hyperparams.describe(setting.type)}."
+            yield key, f"{key} is {value!r}; allowed: {hyperparams.describe(setting.type)}."
     for key in ("optimizer", "scheduler"):
         value = config.get(key, {"type": "", "params": {}})
         if not isinstance(value, dict) or not isinstance(value.get("type"), str):
-            yield f'{key} is {value!r}; allowed: {{"type": ..., "params": ...}}.'
+            yield key, f'{key} is {value!r}; allowed: {{"type": ..., "params": ...}}.'
             continue
         params = value.get("params")
         is_default = key == "optimizer" and params is None
         if not isinstance(params, dict) and not is_default:
-            yield f"{key}.params is {params!r}; allowed: an object such as {{}}."
+            yield f"{key}.params", f"{key}.params is {params!r}; allowed: an object such as {{}}."
 
 
 @functools.cache
@@ -185,7 +195,7 @@ def normalized(config: dict[str, Any]) -> dict[str, Any]:
 
     Leaves out keys whose value is "auto": like DeepSpeed, ds_ext uses defaults for them. HF Trainer
     and accelerate have already replaced every "auto" that they support. Leaves other
-    hyper-parameters and the section "ds_ext" as they are, and values that ``malformed`` yields.
+    hyper-parameters and the section "ds_ext" as they are, and values that are not ``well_formed``.
     """
     read: dict[str, Any] = _copied(config, without="auto")
     if "ds_ext" in config:
@@ -239,16 +249,18 @@ def section(config: dict[str, Any]) -> Section:
     """Returns the section "ds_ext" of a DeepSpeed config.
 
     Raises:
-        ValueError: a key is unknown or its value is invalid.
+        ValueError: a key is unknown or its value is invalid. The message has a line for each.
     """
     values = normalized(config).get("ds_ext")
     if values is None:
         values = {}
     if not isinstance(values, dict):
         raise ValueError(f'ds_ext is {values!r}; allowed: a section, {{"gradient_policy": ...}}.')
-    for message in misplaced(config, "ds_ext").values():
-        raise ValueError(message)
-    present = {k: v for k, v in values.items() if f"ds_ext.{k}" not in _REMOVED}
+    moved = misplaced(config, "ds_ext")
+    present = {k: v for k, v in values.items() if f"ds_ext.{k}" not in _REMOVED and k not in moved}
+    found = [*moved.values(), *hyperparams.problems(Section, present, "ds_ext")]
+    if found:
+        raise ValueError("\n".join(found))
     return Section(**hyperparams.check(Section, present, "ds_ext"))
 
 
@@ -258,7 +270,7 @@ def gradients(
     """Returns a DeepSpeed config's settings for reducing, keeping and clipping gradients.
 
     Args:
-        config: a DeepSpeed config without ``malformed`` values.
+        config: a ``well_formed`` DeepSpeed config.
         monitored: whether a DeepSpeed monitor is enabled.
         kept_for: a feature without a config key that needs kept gradients; "" if there is none.
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from ds_ext.config import config_checks
 from ds_ext.config.config_checks import raise_first
 from ds_ext.config.optimizer_names import did_you_mean, misspelt_sections
-from ds_ext.config.parsing import filled, lookup, malformed, normalized, place_of
+from ds_ext.config.parsing import filled, lookup, normalized, place_of, well_formed
 from ds_ext.engine import rank_logging
 from ds_ext.hyperparams import dotted
 from ds_ext.settings import SETTINGS, SIZES
@@ -43,12 +43,11 @@ def read(make: Callable[[], None], config: dict[str, Any]) -> None:
         for key in SIZES
         if config.get(key) == "auto"
     ]
-    values = filled(config)[0]
-    found += malformed(values)
-    if not found:
-        values = normalized(values)
-        found = config_checks.all_problems(values)
-        found += scheduler_problems(values)
+    values, malformed = well_formed(filled(config)[0])
+    values = normalized(values)
+    found += malformed
+    found += config_checks.all_problems(values)
+    found += scheduler_problems(values)
     if found:
         raise ValueError("\n".join(found))
     try:

@@ -52,7 +52,7 @@ def of_config(
     rest = dict(given)
     entries = rest.pop("param_groups", None)
     of_roles = {k: rest.pop(k) for k in ("target_modules", "others") if entry.roles and k in rest}
-    hypers = hyperparams.check(hypers_of(entry.rule), rest, where)
+    hypers = hyperparams.check(hypers_of(entry.rule), rest, where, _beside(entry))
     groups = _as_groups(params)
     decay = hypers.get("weight_decay", 0.0)  # a rule may have none
     if decay and not any(isinstance(x, dict) for x in params):
@@ -71,13 +71,13 @@ def problems(entry: RuleEntry, given: Keys) -> list[str]:
     entries = rest.pop("param_groups", None)
     others = rest.pop("others", None) if entry.roles else None
     targets = rest.pop("target_modules", "all-linear") if entry.roles else "all-linear"
-    found = hyperparams.problems(hypers_of(entry.rule), rest, SECTION)
+    found = hyperparams.problems(hypers_of(entry.rule), rest, SECTION, _beside(entry))
 
     def note(check: Callable[..., object], *args: Any) -> None:
         try:
             check(*args)
         except ValueError as error:
-            found.append(str(error))
+            found.extend(str(error).splitlines())
 
     if entry.roles:
         note(_rest, entry, others)
@@ -88,6 +88,11 @@ def problems(entry: RuleEntry, given: Keys) -> list[str]:
     for i, own in enumerate(entries if isinstance(entries, list) else ()):
         note(_entry_keys, entry, i, own)
     return found
+
+
+def _beside(entry: RuleEntry) -> tuple[str, ...]:
+    """The keys of a config's "params" that are not hyper-parameters."""
+    return ("param_groups", *(("target_modules", "others") if entry.roles else ()))
 
 
 def stand_ins(entry: RuleEntry, given: Keys) -> Grouped:
@@ -293,8 +298,10 @@ def _entries_of(entries: Any, where: str = SECTION) -> list[Any]:
 def _entry_keys(entry: RuleEntry, i: int, given: Any, where: str = SECTION) -> Keys:
     """The checked keys of entry number ``i``, without "match"; ValueError for wrong keys."""
     where = _entry(i, where)
-    if not isinstance(given, dict) or not isinstance(given.get("match"), str) or len(given) < 2:
+    if not isinstance(given, dict) or not isinstance(given.get("match"), str):
         raise ValueError(f"{where} is {given!r}; allowed: {_ENTRY}.")
+    if len(given) < 2:
+        raise ValueError(f'{where} has only a "match", which changes nothing; allowed: {_ENTRY}.')
     _compiled(given["match"], f"{where}.match")
     return _checked(entry, {k: v for k, v in given.items() if k != "match"}, where)
 

@@ -45,6 +45,7 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
             ``weight_update.RoundingConfig``, which say how weights are rounded.
 
     Raises:
+        TypeError: a hyper-parameter is given by position.
         ValueError: a hyper-parameter is unknown, or has a value that it may not have.
     """
 
@@ -64,7 +65,10 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         ]
         cls.__signature__ = inspect.Signature([params, *hypers])  # type: ignore[attr-defined]
 
-    def __init__(self, params: Iterable[Any], **hypers: Any) -> None:
+    def __init__(self, params: Iterable[Any], *unnamed: Any, **hypers: Any) -> None:
+        if unnamed:
+            name = type(self).__name__
+            raise TypeError(f"{name} takes hyper-parameters by name: {name}(params, lr=...).")
         BucketOptimizer.__init__(self)
         if not isinstance(params, Tensor):  # which torch refuses
             params = list(params)

@@ -45,6 +45,29 @@ WRONG = {
     ),
     "auto that HF fills in for Adam": (optimizer(lr="auto", eps="auto"), ['If "auto" filled']),
     "a stage": ({"zero_optimization": {"stage": 5}}, ["stage is 5; allowed: 0, 1, 2, 3."]),
+    "findings of several kinds": (
+        {
+            "gradient_clipping": "1.0",
+            "zero_optimization": {"stage": "x", "offload_param": {"device": "cpu"}},
+            "gradient_cliping": 1,
+            "ds_ext": {"batch_split": 2, "gradient_policy": "x", "clip_value": -1},
+            **optimizer(lrr=1, param_group=[]),
+            "scheduler": {"type": "WarmUpLR", "params": {}},
+        },
+        [
+            *("gradient_clipping is", "stage is 'x'", "key gradient_cliping", 'an "batch_splits'),
+            *("gradient_policy is 'x'", "clip_value is -1", "params.lrr", 'an "WarmupLR"'),
+            'mean "param_groups"? Known: lr',
+        ],
+    ),
+    "keys of ours for another's optimizer": (
+        {"optimizer": {"type": "AdamW", "params": {"nbits": 8, "param_groups": []}}},
+        ["params.nbits is a key of ds_ext", "params.param_groups is a key of ds_ext"],
+    ),
+    "an entry that changes nothing": (
+        optimizer(param_groups=[{"match": "a"}]),
+        ['param_groups[0] has only a "match"'],
+    ),
     "a name of other libraries": (optimizer(learning_rate=1), ['Did you mean "lr"?']),
 }
 

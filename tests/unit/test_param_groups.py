@@ -72,7 +72,7 @@ def test_what_other_rules_share_comes_from_the_optimizer():
 ILL = [
     ([], r"param_groups is \[\]; allowed: a list of"),
     ({"match": "norm"}, r"param_groups is .*; allowed: a list of"),
-    ([{"match": "norm"}], r"param_groups\[0\] is .*; allowed"),
+    ([{"match": "norm"}], r"param_groups\[0\] has only a \"match\".*; allowed"),
     ([{"type": "LOMO"}], r"param_groups\[0\] is .*; allowed"),
     ([{"match": "norm", "type": "LOMOO"}], r"param_groups\[0\].type is 'LOMOO'.*mean \"LOMO\""),
     ([{"match": "norm", "lr": -1}], r"param_groups\[0\].lr is -1; allowed: a number >= 0"),

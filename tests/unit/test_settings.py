@@ -187,10 +187,12 @@ def test_contradictions_are_refused_by_name(given, parts):
 
 def test_a_section_that_is_no_section_is_named():
     given = {"fp16": None, "zero_optimization": True, "compile": []}
-    assert list(parsing.malformed(given)) == [
+    rest, messages = parsing.well_formed(given)
+    assert messages == [
         "fp16 is None; allowed: a section such as {}.",
         "compile is []; allowed: a section such as {}.",
     ]
+    assert rest == {"zero_optimization": True}
     assert list(config_checks.ignored(given, None)) == []
 
 
