@@ -272,11 +272,12 @@ class Buckets:
             return
         with self.streams.stepping():
             grads = sent.reducing.arrived()
-            if not self._find_receiver().accepts_parts:
+            receiver = self._find_receiver()
+            if sent.in_parts and not receiver.accepts_parts:
                 parts = [p for p in grads if p in sent.in_parts]  # in the order of all ranks
                 add_up(self.parts, {p: grads.pop(p) for p in parts})
             if grads:
-                self._find_receiver().receive(grads)
+                receiver.receive(grads)
         self.streams.hold(sent)
 
     @torch.no_grad()

@@ -79,8 +79,8 @@ def all_owners() -> list[GradientOwner]:
 
     Owners that one loss uses end their backward passes in this order, by collectives.
     """
-    found = [reference() for reference in _owners_by_number.copy().values()]
-    return [by for by in found if by is not None]
+    references = _owners_by_number.copy().values()
+    return [by for reference in references if (by := reference()) is not None]
 
 
 def owner(param: Tensor) -> GradientOwner | None:

@@ -78,20 +78,15 @@ def add_up(
 
 def has_other_users(x: Tensor) -> bool:
     """Returns whether autograd or another tensor shares the storage of ``x``, if torch can tell."""
-    return _use_count is None or _storage_users(x) > _SOLE_USER
-
-
-def _storage_users(x: Tensor) -> int:
-    assert _use_count is not None
-    found: int = _use_count(x.untyped_storage()._cdata)
-    return found
+    return _use_count is None or _use_count(x.untyped_storage()._cdata) > _SOLE_USER
 
 
 # Builds of torch 2.6 without CUDA lack this function. Gradients are copied there.
-_use_count = getattr(torch._C, "_storage_Use_Count", None)
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 _SOLE_USER = 0
 if _use_count is not None:
-    _SOLE_USER = _storage_users(torch.empty(1, dtype=torch.uint8, device="cpu"))
+    _sole = torch.empty(1, dtype=torch.uint8, device="cpu")
+    _SOLE_USER = _use_count(_sole.untyped_storage()._cdata)
 
 
 class GradientReader:

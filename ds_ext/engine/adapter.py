@@ -78,6 +78,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self._global_grad_norm: float | None = None
         self._entered = -1  # graph task id of the engine's last backward pass
         self._is_prepass = False
+        self.in_engine_step = False  # whether DeepSpeed is in the step of its engine
         self._disable_engine_handling()
         hook_cleanup.hide_from_copies(engine)
         safe_access.attach(self.fused)
@@ -185,11 +186,9 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
 
         If clipping needs the gradient norm, it first runs a backward pass that measures the norm.
         """
-        self.fused.check_owner()
         loss = self.loss_scaler.scale_loss(value)
         self.fused.reader.loss_scale = self.loss_scale
-        if self.fused.must_measure:
-            self.fused.measure_norm(loss)
+        self.fused.measure_norm(loss)
         return loss
 
     @contextlib.contextmanager
@@ -318,8 +317,15 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         pipeline.number_parameters(self.engine, self.optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discards the step in progress: see ``FusedBackward.discard``. All ranks must call it."""
-        self.optimizer.zero_grad(set_to_none)
+        """Discards the step in progress: see ``FusedBackward.discard``. All ranks must call it.
+
+        DeepSpeed calls it after ``step``, which leaves nothing to discard unless backward failed.
+        """
+        if not self.in_engine_step or self._backward_hook_state.backward_active_depth:
+            self.optimizer.zero_grad(set_to_none)
+            return
+        for param in self.optimizer.group_of:
+            param.grad = None
 
     def _discarded(self, had_begun: bool) -> None:
         """Resets the engine after a step was discarded, possibly during a backward pass."""

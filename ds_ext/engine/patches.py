@@ -171,7 +171,7 @@ def _backward_prologue(original: Method, engine: DeepSpeedEngine) -> None:
 
     Also rejects one of an engine without an optimizer, if its config was meant for ds_ext.
     """
-    if foreign_grads.measured() is not None and not isinstance(engine.optimizer, ZeroAdapter):
+    if not isinstance(engine.optimizer, ZeroAdapter) and foreign_grads.measured() is not None:
         raise RuntimeError(_MEASURED_BESIDE)
     is_inference = isinstance(engine.optimizer, DeepSpeedZeRoOffload)
     if is_inference and "ds_ext" in engine._config._param_dict:
