@@ -1,16 +1,128 @@
 """What DeepSpeed offers beside ZeRO is exact: hpZ's second copies of weights, compiled models."""
 
-import pytest
-import transformers
+import copy
+from typing import Any
 
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import ds_ext
 from tests import worlds
-from tests.common import engines
+from tests.common import by_role, engines, models
 from tests.common.by_role import MATRICES
 from tests.common.choose import params
 from tests.common.hypers import CLOSE
+from tests.common.ranks import whole
 from tests.common.updates import error
-from tests.distributed import beside_zero_jobs, training_jobs
-from tests.distributed.beside_zero_jobs import COMPILED
+from tests.distributed import training_jobs
+from tests.distributed.training_jobs import Training
+
+
+def partly_frozen() -> models.Zoo:
+    """A model whose first parameter of those that stay gathered is frozen."""
+    model = models.make(dropout=0.3)
+    model.up.bias.requires_grad_(False)
+    return model
+
+
+def second_copies(run: Training) -> dict[str, Any]:
+    """ZeRO++ hpZ on "hosts" of two ranks: training with frozen layers."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, copies = partly_frozen(), []
+    config = training_jobs.config(run)
+    config["zero_optimization"]["zero_hpz_partition_size"] = 2
+    optimizer = by_role.made(run.rule, model, run.hypers)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    for step in range(training_jobs.STEPS):
+        loss = training_jobs.loss_of(engine, run, step, 0, rank, world)
+        held = [p.ds_secondary_tensor is not None for p in model.parameters()]
+        halves = {
+            p.ds_secondary_tensor.numel() // p.ds_tensor.numel()
+            for p in model.parameters()
+            if p.ds_secondary_tensor is not None
+        }
+        engine.backward(loss)
+        engine.step()
+        left = model.up.weight.ds_secondary_tensor is not None
+        copies.append(
+            (sum(held), halves, left, model.frozen.weight.ds_secondary_tensor is not None)
+        )
+    told = by_role.told(engine.optimizer, model)
+    return {"after": whole(model), "copies": copies, "told": told}
+
+
+def persistent_copies(frozen: int) -> list[tuple[float, float]]:
+    """Losses of hpZ with persistent biases, one of them frozen, and those of one process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    model[frozen].bias.requires_grad_(False)
+    reference = copy.deepcopy(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    zero = {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 10}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **zero}}
+    optimizer = ds_ext.LOMO(trained, lr=0.5)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    sgd, found = torch.optim.SGD(reference.parameters(), lr=0.5), []
+    x = engines.rows(0, 0, 4, 8)
+    for _ in range(3):
+        losses = [m(x).square().mean() for m in (engine, reference)]
+        engine.backward(losses[0])
+        losses[1].backward()
+        engine.step()
+        sgd.step()
+        sgd.zero_grad()
+        found.append((losses[0].item(), losses[1].item()))
+    return found
+
+
+class Net(nn.Module):
+    """Of several modules, one of them used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.same, self.down = nn.Linear(6, 9), nn.Linear(9, 9), nn.Linear(9, 4)
+        self.norm = nn.LayerNorm(9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.up(x))
+        h = self.norm(h + torch.tanh(self.same(torch.tanh(self.same(h)))))
+        return self.down(h).square().mean()
+
+
+def net() -> Net:
+    torch.manual_seed(5)
+    return Net()
+
+
+def loss_of(model: Any, number: int, rank: int) -> torch.Tensor:
+    return model(engines.rows(number, rank, 4, 6))
+
+
+STEPS = 4
+# stage, what is compiled, torch's backend, clipping
+COMPILED = [(None, "model", "aot_eager", 0.05), (0, "model", "aot_eager", 0.0)]
+COMPILED += [(1, "engine", "eager", 0.05), (2, "model", "eager", 0.0)]
+COMPILED += [(3, "engine", "aot_eager", 0.05)]
+
+
+def compiled(stage: int | None, how: str, backend: str, max_norm: float) -> dict[str, Any]:
+    """Training of a compiled model -> the weights, and how many graphs were compiled."""
+    counter = CompileCounterWithBackend(backend)
+    torch._dynamo.reset()
+    model = net()
+    optimizer = ds_ext.AdaLomo(model.parameters(), lr=0.01)
+    given: Any = torch.compile(model, backend=counter) if how == "model" else model
+    engine = engines.start(given, optimizer, stage, gradient_clipping=max_norm)
+    if how == "engine":
+        engine.compile(backend=counter)
+    engines.trained(engine, loss_of, STEPS)
+    return {"after": whole(model), "graphs": counter.frame_count}
+
 
 # Ranks of each rule.
 HPZ = {"adalomo": 4, "came": 2} | dict.fromkeys(MATRICES, 2)
@@ -23,8 +135,8 @@ QUICK = [(case,) for case in COMPILED if case[0] is None]  # at stage 3 it takes
 @pytest.mark.parametrize("rule", params(HPZ, ["adalomo"]))
 def test_second_copies_of_the_weights_never_go_stale(rule):
     world, run = HPZ[rule], training_jobs.Training(rule, 3)
-    found = worlds.once(world, beside_zero_jobs.second_copies, run)
-    told, model = found[0]["told"], beside_zero_jobs.partly_frozen()
+    found = worlds.once(world, second_copies, run)
+    told, model = found[0]["told"], partly_frozen()
     before, expected, _ = training_jobs.alone(run, world, told, model)
     for rank in found:
         assert error(rank["after"], expected, before) <= CLOSE.get(rule, 1e-5)
@@ -35,7 +147,7 @@ def test_second_copies_of_the_weights_never_go_stale(rule):
 
 @pytest.mark.parametrize("frozen", [0, 2])
 def test_second_copies_of_persistent_parameters_never_go_stale(frozen):
-    for losses in worlds.once(4, beside_zero_jobs.persistent_copies, frozen):
+    for losses in worlds.once(4, persistent_copies, frozen):
         assert losses[2][1] < losses[0][1] - 0.01
         assert all(ours == pytest.approx(expected, rel=1e-5) for ours, expected in losses)
 
@@ -43,11 +155,10 @@ def test_second_copies_of_persistent_parameters_never_go_stale(frozen):
 @pytest.mark.supports("`torch.compile`", stage=lambda case: case[0], optimizer="AdaLomo")
 @pytest.mark.parametrize("case", params([(case,) for case in COMPILED], QUICK), ids=str)
 def test_a_compiled_model_is_trained_exactly(case):
-    model, max_norm = beside_zero_jobs.net(), case[3]
+    model, max_norm = net(), case[3]
     optimizer = transformers.Adafactor(model.parameters(), lr=0.01, relative_step=False)
-    loss_of, steps = beside_zero_jobs.loss_of, beside_zero_jobs.STEPS
-    alone = engines.alone(model, optimizer, loss_of, steps, max_norm=max_norm)
+    alone = engines.alone(model, optimizer, loss_of, STEPS, max_norm=max_norm)
     assert min(alone.norms) > 1.5 * max_norm  # or it would show nothing
-    for got in worlds.once(2, beside_zero_jobs.compiled, *case):
+    for got in worlds.once(2, compiled, *case):
         assert got["graphs"] > 0
         assert error(got["after"], alone.after, alone.before) <= 1e-5

@@ -1,12 +1,154 @@
 """Layers in pieces and a loss in chunks: the update is that of the whole batch, on real ranks."""
 
-import pytest
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+import ds_ext
+from ds_ext.forward.batch_splits import InPieces
+from ds_ext.forward.chunked_loss import ChunkedHead
+from ds_ext.optimizer import OPTIMIZERS
 from tests import worlds
-from tests.common import updates
+from tests.common import engines, updates
 from tests.common.choose import params
-from tests.distributed import chunked_batch_jobs as jobs
-from tests.distributed.chunked_batch_jobs import Case
+from tests.common.ranks import message, whole
+from tests.distributed.fully_shard_jobs import whole as whole_dtensors
+
+STEPS, ROWS, LENGTH, VOCAB = 3, 4, 11, 31
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+)  # fmt: skip
+NOTHING_KEPT = ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")
+ROUTERS = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.3}
+
+
+@dataclass(frozen=True)
+class Case:
+    stage: int | str = 3  # "fsdp2": fuse_into_backward on parts of fully_shard
+    splits: int = 3
+    rule: str = "adalomo"
+    max_norm: float = 0.0
+    model: str = "llama"  # or "mixtral", "lora"
+    chunks: int = 0
+    given: str = "name"  # how the engine gets its optimizer: or an "object"
+
+
+def make(kind: str) -> nn.Module:
+    torch.manual_seed(3)
+    if kind == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**SIZES, **ROUTERS))
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+    if kind != "lora":
+        return model
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    for name, p in adapted.named_parameters():
+        if "lora_B" in name:  # zeros would not move under AdaLomo
+            nn.init.normal_(p, std=0.1)
+    return adapted
+
+
+def batch(step: int, rank: int) -> dict[str, Tensor]:
+    """Rows of different lengths for one rank."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[rank % ROWS, 7:] = 0
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.where(mask > 0, -100)}
+
+
+def reference(case: Case, world: int) -> engines.Alone:
+    """One process, by the mean over the ranks' whole batches."""
+    model = make(case.model)
+    optimizer = OPTIMIZERS[case.rule]([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    optimizer.separate_experts(model)
+
+    def loss_of(model: nn.Module, *of: int) -> Tensor:
+        return model(**batch(*of)).loss
+
+    return engines.alone(model, optimizer, loss_of, STEPS, world, case.max_norm)
+
+
+def train(case: Case) -> tuple[dict[str, Tensor], int]:
+    """Weights after training, and how often ZeRO-3 gathered weights in the last step."""
+    model, rank = make(case.model), dist.get_rank()
+    hypers = {"lr": 0.02}
+    if case.stage == "fsdp2":
+        ds_ext.split_batch(model, case.splits)
+        ds_ext.chunk_loss(model, case.chunks)
+        mesh = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+        for layer in model.model.layers:
+            fully_shard(layer, **mesh)
+        fully_shard(model, **mesh)
+        optimizer = OPTIMIZERS[case.rule](model.parameters(), **hypers)
+        fused = ds_ext.fuse_into_backward(
+            model, optimizer, bucket_size=300, max_grad_norm=case.max_norm
+        )
+        for step in range(STEPS):
+            fused.backward(model(**batch(step, rank)).loss)
+            optimizer.step()
+        return whole_dtensors(model), 0
+    kind = OPTIMIZERS[case.rule]
+    given = {"name": {}, "object": {"optimizer": kind(model.parameters(), **hypers)}}[case.given]
+    named = {"optimizer": {"type": kind.__name__, "params": hypers}}
+    config = engines.config(
+        case.stage,
+        gradient_clipping=case.max_norm,
+        ds_ext={"batch_splits": case.splits, "chunked_loss": case.chunks or False},
+        zero={"reduce_bucket_size": 300, **{f"stage3_{key}": 0 for key in NOTHING_KEPT}},
+        **({} if given else named),
+    )
+    engine = deepspeed.initialize(model=model, config=config, **given)[0]
+    replaced = {type(vars(module).get("forward")) for module in engine.module.modules()}
+    assert (InPieces in replaced) == (case.splits > 1)
+    assert (ChunkedHead in replaced) == bool(case.chunks)
+    gather = "_PartitionedParameterCoordinator__all_gather_params"
+    original = getattr(PartitionedParameterCoordinator, gather)
+    with mock.patch.object(
+        PartitionedParameterCoordinator, gather, autospec=True, side_effect=original
+    ) as gathers:
+        for step in range(STEPS):
+            gathers.reset_mock()
+            engine.backward(engine(**batch(step, rank)).loss)
+            engine.step()
+    return whole(engine.module), gathers.call_count
+
+
+def refusals(rank_rows: int) -> list[str]:
+    """What an engine says of models that cannot be split."""
+    layers = nn.ModuleList(
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)) for _ in range(2)
+    )
+    said = []
+    for model, extra in (
+        (layers, {}),
+        (nn.Linear(4, 4), {}),
+        (make("llama"), {"batch_splits": 0}),
+        (nn.Linear(4, 4), {"batch_splits": 1, "chunked_loss": True}),
+    ):
+        config = {
+            "train_micro_batch_size_per_gpu": rank_rows,
+            "optimizer": {"type": "LOMO", "params": {"lr": 0.1}},
+            "ds_ext": {"batch_splits": 2} | extra,
+        }
+        said.append(message(lambda m=model, c=config: deepspeed.initialize(model=m, config=c)))
+    config = {"train_micro_batch_size_per_gpu": 1, "ds_ext": {"batch_splits": 2}}
+    model = make("llama")
+    other = {"config": config, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    said.append(message(lambda: deepspeed.initialize(model=model, **other)))
+    return said
+
 
 CASES = [
     *(Case(stage, max_norm=norm) for stage in (0, 1, 2, 3, "fsdp2") for norm in (0.0, 0.3)),
@@ -22,18 +164,18 @@ QUICK = [Case(2), *CASES[-1:], *(Case(stage, max_norm=0.3, chunks=5) for stage i
 
 @pytest.mark.parametrize("case", params(CASES, QUICK))
 def test_pieces_update_as_the_whole_batch(case):
-    before, expected, _ = jobs.reference(case, world=2)
-    for after, _ in worlds.run(2, jobs.train, case):
+    before, expected, _ = reference(case, world=2)
+    for after, _ in worlds.run(2, train, case):
         assert updates.error(after, expected, before) <= 1e-5
 
 
 def test_zero3_gathers_each_layer_once_for_all_pieces():
-    counts = [worlds.run(2, jobs.train, Case(3, splits=n))[0][1] for n in (1, 4)]
+    counts = [worlds.run(2, train, Case(3, splits=n))[0][1] for n in (1, 4)]
     assert counts[1] <= counts[0]
 
 
 def test_models_that_cannot_be_split_are_refused_by_their_key():
-    said = worlds.run(2, jobs.refusals, 2)
+    said = worlds.run(2, refusals, 2)
     for batch_norm, no_layers, zero, no_head, other in said:
         assert "0.1 is a batch norm, whose statistics are those of the whole batch" in batch_norm
         assert "no nn.ModuleList of at least two modules of one class" in no_layers

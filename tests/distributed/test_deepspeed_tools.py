@@ -1,12 +1,156 @@
 """DeepSpeed's tools read our checkpoints; weights of its AdamW and of compiled models load."""
 
+from pathlib import Path
+from typing import Any
+
+import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
+from deepspeed.utils import zero_to_fp32
+from torch import nn
 
+import ds_ext
 from tests import worlds
+from tests.common import engines
 from tests.common.choose import params
-from tests.distributed import deepspeed_tools_jobs
-from tests.distributed.resume_jobs import STAGES, same
+from tests.common.ranks import logged, shared_folder
+from tests.distributed.resume_jobs import BITS, STAGES, model_of, same, start, steps, whole
+
+
+def tools(way: str, stage: int) -> dict[str, Any]:
+    """What DeepSpeed's own tools make of a checkpoint of ours."""
+    with shared_folder() as folder:
+        return _tools(folder, way, stage)
+
+
+def _tools(name: str, way: str, stage: int) -> dict[str, Any]:
+    hypers, more = BITS[way]
+    gather = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    engine = start("came", stage, 7, hypers, **more, zero_optimization=gather)
+    engine.module.frozen.weight.requires_grad_(False)
+    steps(engine, range(3))
+    engine.save_checkpoint(name)
+    engine.save_16bit_model(name, "model.bin")
+    weights = whole(engine)
+    other = start("lamb", stage, 8, hypers, **more)
+    other.load_checkpoint(name, load_module_only=True)
+    third = start("lamb", (stage + 1) % 4, 8, hypers, **more)
+    steps(third, range(1))
+    third.load_checkpoint(name, load_optimizer_states=False)
+    parts = whole(other), whole(third), len(third.optimizer.state), third.global_steps
+    if dist.get_rank():
+        return {}
+    found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(name) if stage else {}
+    saved = torch.load(f"{name}/model.bin", weights_only=True)
+    return {
+        "zero_to_fp32": {n: found[n] for n in found if n in weights},
+        "weights": weights,
+        "16bit": {n: saved[n] for n in weights},
+        "plain": [torch.load(f, weights_only=True) is not None for f in Path(name).glob("*/*.pt")],
+        "module only": parts[0],
+        "no state": parts[1:],
+    }
+
+
+def adamw(folder: str, stage: int, dtype: str) -> dict[str, torch.Tensor]:
+    """DeepSpeed's own AdamW saves."""
+    model = model_of("flat")  # AdamW's clipping fails on scalars
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    made = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": dtype == "bf16"}}
+    made |= {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
+    steps(engine, range(1, 4))
+    engine.save_checkpoint(folder)
+    return whole(engine)
+
+
+def from_adamw(folder: str, stage: int, dtype: str) -> dict[str, Any]:
+    """What CAME makes of it, and what it logs."""
+    engine = start("flat", (stage + 2) % 4, 8, bf16={"enabled": dtype == "bf16"})
+    steps(engine, range(1))
+    with logged() as said:
+        path, _ = engine.load_checkpoint(folder)
+    weights, states = whole(engine), len(engine.optimizer.state)
+    steps(engine, range(1, 3))
+    return {"weights": weights, "states": states, "path": path, "said": said}
+
+
+class Tower(nn.Module):
+    """Two layers, one of them frozen, and a buffer that counts."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(5, 7)
+        self.block = nn.Sequential(nn.Linear(7, 3), nn.BatchNorm1d(3))
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.block(torch.tanh(self.first(x)))).square().mean()
+
+
+def compiled(way: str, seed: int) -> nn.Module:
+    """A model whose parameters' names contain _orig_mod in three of four ways."""
+    model: Any = Tower(seed)
+    if way == "submodules":
+        model.block = torch.compile(model.block, backend="eager")
+        model.frozen = torch.compile(model.frozen, backend="eager")
+    elif way in ("model", "both"):
+        if way == "both":
+            model.block[0] = torch.compile(model.block[0], backend="eager")
+        model = torch.compile(model, backend="eager")
+    return model
+
+
+def compiled_engine(way: str, stage: int, seed: int) -> deepspeed.DeepSpeedEngine:
+    model = compiled(way, seed)
+    optimizer = ds_ext.CAME([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    engine = engines.start(model, optimizer, stage)
+    if way == "engine":
+        engine.compile(backend="eager")
+    return engine
+
+
+def compiled_step(engine: deepspeed.DeepSpeedEngine, number: int) -> None:
+    generator = torch.Generator().manual_seed(number)  # of rank 0 alone are buffers saved
+    engine.backward(engine(torch.randn(4, 5, generator=generator)))
+    engine.step()
+
+
+def values(engine: deepspeed.DeepSpeedEngine) -> list[torch.Tensor]:
+    """All parameters and buffers, in the model's order."""
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        found = (*engine.module.parameters(), *engine.module.buffers())
+        return [value.detach().clone() for value in found]
+
+
+def carried_over(ways: tuple[str, str], stage: int, folder: str) -> tuple[bool, bool]:
+    """Whether a model saved in one way is the same loaded in another, and after a further step."""
+    first, second = (compiled_engine(way, stage, seed) for seed, way in enumerate(ways))
+    compiled_step(first, 0)
+    first.save_checkpoint(folder)
+    second.load_checkpoint(folder)
+    alike = []
+    for _ in range(2):
+        pairs = zip(values(first), values(second), strict=True)
+        alike.append(all(torch.equal(a, b) for a, b in pairs))
+        for engine in (first, second):
+            compiled_step(engine, 1)
+    return alike[0], alike[1]
+
+
+def adamw_carried_over(ways: tuple[str, str], stage: int, folder: str) -> bool:
+    """The same for weights that DeepSpeed's AdamW has trained."""
+    model = compiled(ways[0], 0)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    first = engines.start(model, optimizer, stage)
+    compiled_step(first, 0)
+    first.save_checkpoint(folder)
+    second = compiled_engine(ways[1], stage, 1)
+    second.load_checkpoint(folder)
+    return all(torch.equal(a, b) for a, b in zip(values(first), values(second), strict=True))
+
 
 TOOLS = [(way, stage) for way in ("fp32", "master") for stage in STAGES] + [("master24", 2)]
 ADAMW = [(dtype, stage) for dtype in ("fp32", "bf16") for stage in STAGES]
@@ -17,7 +161,7 @@ ADAMW = [(dtype, stage) for dtype in ("fp32", "bf16") for stage in STAGES]
 )
 @pytest.mark.parametrize("way, stage", params(TOOLS, [("master", 3)]))
 def test_tools_of_deepspeed_read_our_checkpoints(way, stage):
-    got = worlds.once(2, deepspeed_tools_jobs.tools, way, stage)[0]
+    got = worlds.once(2, tools, way, stage)[0]
     weights = got["weights"]
     assert all(got["plain"])  # torch.load(weights_only=True)
     assert same(got["16bit"], weights)
@@ -35,8 +179,8 @@ def test_tools_of_deepspeed_read_our_checkpoints(way, stage):
 
 @pytest.mark.parametrize("dtype, stage", params(ADAMW, [("bf16", 1)]))
 def test_weights_of_a_model_trained_by_deepspeeds_adamw(tmp_path, dtype, stage):
-    trained, _ = worlds.run(2, deepspeed_tools_jobs.adamw, str(tmp_path), stage, dtype)
-    (got,) = worlds.run(1, deepspeed_tools_jobs.from_adamw, str(tmp_path), stage, dtype)
+    trained, _ = worlds.run(2, adamw, str(tmp_path), stage, dtype)
+    (got,) = worlds.run(1, from_adamw, str(tmp_path), stage, dtype)
     assert same(trained, got["weights"])
     assert got["states"] == 0
     told = f"{got['path']}: only weights are loaded, the state of CAME starts from zero"
@@ -49,11 +193,11 @@ COMPILED = [(ways, stage) for ways in WAYS for stage in (0, 2)] + [(("plain", "e
 
 @pytest.mark.parametrize("ways, stage", params(COMPILED, []))
 def test_compiled_in_one_way_and_loaded_in_another(tmp_path, ways, stage):
-    job = deepspeed_tools_jobs.carried_over
+    job = carried_over
     assert worlds.run(2, job, ways, stage, str(tmp_path)) == [(True, True)] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_weights_of_a_compiled_model_that_adamw_trained(tmp_path, stage):
-    job = deepspeed_tools_jobs.adamw_carried_over
+    job = adamw_carried_over
     assert worlds.run(2, job, ("model", "plain"), stage, str(tmp_path)) == [True] * 2

@@ -1,21 +1,222 @@
 """Moving averages of weights on real ranks: torch's, at each stage; exchange, resume, overflow."""
 
+from typing import Any
+
+import deepspeed
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import ds_ext
 from tests import worlds
+from tests.common import engines
 from tests.common.choose import params
+from tests.common.ranks import identical, message, shared_folder, whole
 from tests.common.updates import error
-from tests.distributed import ema_jobs
+from tests.distributed import experts_jobs, pipelines_jobs, tensor_parallel_jobs
+from tests.distributed.fully_shard_jobs import whole as whole_dtensors
+
+DECAY, STEPS = 0.9, 5
+# Small updates would be close to the resolution of fp32.
+LR = {"AdamW": 1e-2, "AdaLomo": 5e-2, "Muon": 5e-2}
+
+
+class Net(nn.Module):
+    """Sizes that two and three ranks do not divide evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 13)
+        self.down = nn.Linear(13, 5)
+
+    def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        return self.down(torch.tanh(self.up(x))).float().square().mean() * factor
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(0)
+    return Net().to(dtype)
+
+
+def batch(step: int) -> Tensor:
+    return engines.rows(step, dist.get_rank(), 4, 6)
+
+
+def engine_of(stage: int, rule: str, **more: Any) -> deepspeed.DeepSpeedEngine:
+    params = {"lr": LR[rule], "ema_decay": DECAY} | more.pop("params", {})
+    optimizer = {"type": f"ds_ext.{rule}", "params": params}
+    return engines.start(model_of(), None, stage, optimizer=optimizer, **more)
+
+
+def run(engine: deepspeed.DeepSpeedEngine, steps: range) -> list[dict[str, Tensor]]:
+    """Trains; returns the weights after each step."""
+    found = []
+    for step in steps:
+        engine.backward(engine(batch(step)))
+        engine.step()
+        found.append(whole(engine.module))
+    return found
+
+
+def exchanged(model: nn.Module, stepper: Any, weights: Any) -> dict[str, Any]:
+    """The weights inside ``ema()``, and the losses of a batch of rank 0 before, inside and after.
+
+    Weights of small units stay gathered in and after forward passes.
+    """
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(9))
+
+    def loss() -> float:
+        with torch.no_grad():
+            return float(model(x))
+
+    losses = [loss()]
+    before = weights(model)
+    with stepper.ema():
+        losses.append(loss())
+        inside = weights(model)
+    losses.append(loss())
+    after = weights(model)
+    restored = all(torch.equal(before[n], after[n]) for n in before)
+    return {"inside": inside, "losses": losses, "restored": restored, "same": identical(inside)}
+
+
+def zero(stage: int, rule: str, **more: Any) -> dict[str, Any]:
+    """Training by an engine: the weights of each step, and what ``ema()`` makes of them."""
+    engine = engine_of(stage, rule, **more)
+    start = whole(engine.module)
+    steps = run(engine, range(STEPS))
+    found = exchanged(engine, engine.optimizer, lambda _: whole(engine.module))
+    param = next(engine.module.parameters())
+    with engine.optimizer.ema(), shared_folder() as folder:
+        refused = [
+            message(lambda: engine.backward(engine(batch(0))), RuntimeError),
+            message(engine.step, RuntimeError),
+            message(lambda: engine.save_checkpoint(folder), RuntimeError),
+            message(lambda: engine.load_checkpoint(folder), RuntimeError),
+            message(engine.optimizer.ema, RuntimeError),
+            message(lambda: safe_get_full_fp32_param(param), RuntimeError),
+            message(lambda: safe_get_full_optimizer_state(param, "ema"), RuntimeError),
+        ]
+    after = whole(engine.module)
+    found["restored"] &= all(torch.equal(after[n], p) for n, p in steps[-1].items())
+    return found | {"start": start, "steps": steps, "refused": refused}
+
+
+def plain(cut: bool, rule: str) -> dict[str, Any]:
+    """The same without an engine: copies, or parts of ``fully_shard``."""
+    model = model_of()
+    if cut:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(model.up, mesh=mesh)
+        fully_shard(model, mesh=mesh)  # keeps ``down`` gathered after a forward pass
+    optimizer = getattr(ds_ext, rule)(model.parameters(), lr=1e-2, ema_decay=DECAY)
+    fused = ds_ext.fuse_into_backward(model, optimizer)
+    weights = whole_dtensors
+    start, steps = weights(model), []
+    for step in range(STEPS):
+        model(batch(step)).backward()
+        optimizer.step()
+        steps.append(weights(model))
+    return exchanged(model, fused, weights) | {"start": start, "steps": steps}
+
+
+def in_16_bits(stage: int) -> dict[str, Any]:
+    """bf16 weights: what ``ema()`` makes of them, and the fp32 averages."""
+    engine = engine_of(stage, "AdamW", bf16={"enabled": True})
+    for step in range(STEPS):
+        engine.backward(engine(batch(step).bfloat16()))
+        engine.step()
+    get = deepspeed.utils.safe_get_full_optimizer_state
+
+    def averages() -> dict[str, Tensor]:
+        return {n: get(p, "ema").clone() for n, p in engine.module.named_parameters()}
+
+    before, weights = averages(), whole(engine.module)
+    with engine.optimizer.ema():
+        inside = whole(engine.module)
+    return {
+        "averages": before,
+        "inside": inside,
+        "weights": (weights, whole(engine.module)),
+        "after": averages(),
+    }
+
+
+class Mixture(experts_jobs.Run):
+    """A mixture of experts whose weights are averaged."""
+
+    @property
+    def hypers(self) -> dict[str, Any]:
+        return {"lr": 1e-2, "ema_decay": DECAY}
+
+
+def local(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of what this rank has of the weights."""
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def divided(kind: str) -> dict[str, Any]:
+    """Training of a model whose ranks have different weights: what this rank has of them."""
+    params = {"lr": 1e-2, "ema_decay": DECAY}
+    if kind == "pipeline":
+        engine = pipelines_jobs.start(pipelines_jobs.Run("adamw", params | {"lr": 0.1}, zero=1))
+    elif kind == "tensor":
+        optimizer = {"type": "ds_ext.adamw", "params": params}
+        case = tensor_parallel_jobs.Case("llama", "adamw", 1, {"optimizer": optimizer})
+        engine = tensor_parallel_jobs.start(case)
+    else:
+        run = Mixture("mixtral", "adamw", 2, ep=2, json=True)
+        engine = experts_jobs.start(run, experts_jobs.make(run.kind), run.stage, run.ep)
+    start, steps = local(engine.module), []
+    for step in range(STEPS):
+        if kind == "pipeline":
+            engine.train_batch(pipelines_jobs.batches(engine, step))
+        elif kind == "tensor":
+            tensor_parallel_jobs.train(engine, case, [step])
+        else:
+            engine.backward(experts_jobs.loss_of(engine, step, dist.get_rank()))
+            engine.step()
+        steps.append(local(engine.module))
+    with engine.optimizer.ema():
+        inside = local(engine.module)
+    after = local(engine.module)
+    found = {"start": start, "steps": steps, "inside": inside}
+    return found | {"restored": all(torch.equal(after[n], p) for n, p in steps[-1].items())}
+
+
+def moved_experts() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The averages of experts spread over two ranks, and what a rank with all of them loads."""
+    found = []
+    with shared_folder() as folder:
+        for stage, ep in ((2, 2), (1, 1)):
+            run = Mixture("mixtral", "adamw", stage, ep=ep, json=True)
+            engine = experts_jobs.start(run, experts_jobs.make(run.kind), stage, ep)
+            if not found:
+                for step in range(3):
+                    engine.backward(experts_jobs.loss_of(engine, step, dist.get_rank()))
+                    engine.step()
+                engine.save_checkpoint(folder)
+            else:
+                engine.load_checkpoint(folder)
+            with engine.optimizer.ema():
+                found.append(
+                    experts_jobs.by_matrix(engine.module, experts_jobs.assembled(engine.module))
+                )
+            engine.destroy()
+    return found[0], found[1]
+
 
 # How a model is trained, with an optimizer whose statistics are of whole matrices.
-JOBS = {"stage 0": (ema_jobs.zero, 0, "AdamW"), "stage 1": (ema_jobs.zero, 1, "AdaLomo")}
-JOBS |= {"stage 2": (ema_jobs.zero, 2, "AdamW"), "stage 3": (ema_jobs.zero, 3, "AdamW")}
-JOBS |= {"stage 3, AdaLomo": (ema_jobs.zero, 3, "AdaLomo")}
-JOBS |= {"stage 2, Muon": (ema_jobs.zero, 2, "Muon"), "stage 3, Muon": (ema_jobs.zero, 3, "Muon")}
-JOBS |= {"copies": (ema_jobs.plain, False, "AdamW"), "FSDP2": (ema_jobs.plain, True, "AdamW")}
+JOBS = {"stage 0": (zero, 0, "AdamW"), "stage 1": (zero, 1, "AdaLomo")}
+JOBS |= {"stage 2": (zero, 2, "AdamW"), "stage 3": (zero, 3, "AdamW")}
+JOBS |= {"stage 3, AdaLomo": (zero, 3, "AdaLomo")}
+JOBS |= {"stage 2, Muon": (zero, 2, "Muon"), "stage 3, Muon": (zero, 3, "Muon")}
+JOBS |= {"copies": (plain, False, "AdamW"), "FSDP2": (plain, True, "AdamW")}
 EMA = "moving averages of the weights (`ema_decay`)"
 ALL = [(2, name) for name in JOBS] + [(3, name) for name in JOBS]
 QUICK = [(2, name) for name in JOBS if JOBS[name][2] == "AdamW"] + [(3, "stage 3")]
@@ -24,7 +225,7 @@ QUICK = [(2, name) for name in JOBS if JOBS[name][2] == "AdamW"] + [(3, "stage 3
 def torchs(start, steps):
     """torch's averages of the weights that training had after each step."""
     model = nn.ParameterDict({n.replace(".", "/"): p.double() for n, p in start.items()})
-    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema_jobs.DECAY))
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     for weights in steps:
         with torch.no_grad():
             for name, p in weights.items():
@@ -34,14 +235,14 @@ def torchs(start, steps):
 
 
 def loss_of(weights):
-    model = ema_jobs.Net()
+    model = Net()
     model.load_state_dict({n: p.float() for n, p in weights.items()})
     return model(torch.randn(8, 6, generator=torch.Generator().manual_seed(9))).item()
 
 
 def stage_of(name):
     job, given, _ = JOBS[name]
-    return given if job is ema_jobs.zero else "fsdp2" if given else None
+    return given if job is zero else "fsdp2" if given else None
 
 
 @pytest.mark.supports(EMA, stage=stage_of, optimizer=lambda name: JOBS[name][2])
@@ -62,7 +263,7 @@ def test_the_average_is_torchs_and_the_model_has_it_inside(ranks, name):
 @pytest.mark.supports(EMA, stage="stage", optimizer="AdamW")
 @pytest.mark.parametrize("stage", params([0, 1, 2, 3], [1, 3]))
 def test_bf16_weights_are_exchanged_with_fp32_averages(stage):
-    for got in worlds.once(2, ema_jobs.in_16_bits, stage):
+    for got in worlds.once(2, in_16_bits, stage):
         before, after = got["weights"]
         for n, average in got["averages"].items():
             assert average.dtype == torch.float32
@@ -76,14 +277,14 @@ DIVIDED = [(2, "experts"), (2, "pipeline"), (2, "tensor"), (4, "pipeline"), (4, 
 
 @pytest.mark.parametrize("ranks, kind", params(DIVIDED, DIVIDED[:3]))
 def test_ranks_with_different_weights_average_their_own(ranks, kind):
-    for got in worlds.once(ranks, ema_jobs.divided, kind):
+    for got in worlds.once(ranks, divided, kind):
         wanted = torchs(got["start"], got["steps"])
         assert error(got["inside"], wanted, got["start"]) <= 1e-6
         assert got["restored"]
 
 
 def test_averages_of_experts_load_on_ranks_that_have_other_experts():
-    found = worlds.once(2, ema_jobs.moved_experts)
+    found = worlds.once(2, moved_experts)
     for saved, loaded in found:
         assert all(torch.equal(p, loaded[n]) for n, p in saved.items())
         assert loaded.keys() == found[0][0].keys() | found[1][0].keys() != saved.keys()

@@ -1,16 +1,193 @@
 """Exact clipping by engines, of graphs that are hard to run backward twice."""
 
+import tempfile
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
+import ds_ext
 from tests import worlds
-from tests.common import fused_losses
+from tests.common import engines, fused_losses
+from tests.common.engines import rows
 from tests.common.plain import mean_step
+from tests.common.ranks import message, whole
 from tests.common.updates import check_each
-from tests.distributed import exact_clipping_jobs
+from tests.distributed.fully_shard_jobs import whole as whole_dtensors
+from tests.unit.test_exact_clipping import Normed
+
+CLIP = 0.05
 
 
-def sgd_step(model, losses, max_norm=exact_clipping_jobs.CLIP):
+def start(model: nn.Module, stage: int, policy: str = "") -> Any:
+    optimizer = ds_ext.LOMO(model.parameters(), lr=0.5)
+    return engines.start(model, optimizer, stage, policy, gradient_clipping=CLIP)
+
+
+def in_place(stage: int) -> dict[str, Any]:
+    """A loss that one rank's backward writes to in place: what all ranks are told, and after."""
+    rank = dist.get_rank()
+    model = fused_losses.make("saved")
+    before = whole(model)
+    engine = start(model, stage)
+    model.factor = 2.0 if rank == 1 else 1.0
+    told = message(lambda: engine.backward(engine(*fused_losses.batch(rank))), RuntimeError)
+    kept = all(torch.equal(before[n], x) for n, x in whole(model).items())
+    model.factor = 1.0
+    engine.backward(engine(*fused_losses.batch(10 + rank)))
+    engine.step()
+    return {"message": told, "kept": kept, "before": before, "after": whole(model)}
+
+
+class ForTrainer(fused_losses.Classifier):
+    """The same as a model of Hugging Face: the Trainer multiplies its loss by the ranks."""
+
+    def forward(self, x: Tensor, labels: Tensor, **_: Any) -> dict[str, Tensor]:
+        return {"loss": super().forward(x, labels)}
+
+
+def large(model: nn.Module) -> nn.Module:
+    """The same with weights of a fixed seed, and gradients whose norm is above 1."""
+    torch.manual_seed(3)
+    for p in model.parameters():
+        nn.init.normal_(p, std=2)
+    return model
+
+
+def trainer(stage: int, policy: str) -> dict[str, Any]:
+    """HF Trainer, which clips to a norm of 1 by default, with a loss that writes in place."""
+    model = large(ForTrainer("saved"))
+    before = whole(model)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    rows = [
+        {"x": x, "labels": y}
+        for step in range(world)
+        for x, y in zip(*fused_losses.batch(step), strict=True)
+    ]
+    sizes = {"train_micro_batch_size_per_gpu": 8}
+    lomo = {"optimizer": {"type": "Lomo", "params": {"lr": 0.5}}}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=8,
+            max_steps=1,
+            learning_rate=0.5,
+            lr_scheduler_type="constant",
+            deepspeed=engines.config(stage, policy, gradient_clipping="auto", **sizes, **lomo),
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        made = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+        told = message(made.train, RuntimeError)
+    return {"message": told, "before": before, "after": whole(model), "rank": rank}
+
+
+def normed(stage: int, reentrant: bool, policy: str) -> dict[str, Tensor]:
+    """Weights and buffers after training with a checkpointed batch norm."""
+    torch.manual_seed(5)
+    model = Normed(reentrant)
+    engine = start(model, stage, policy)
+    found = engines.trained(engine, lambda model, *of: model(engines.rows(*of, 8, 6)), 3)
+    return found["after"] | {n: x.clone() for n, x in model.named_buffers()}
+
+
+LR = 0.5
+STEPS = 3
+
+
+class Body(nn.Module):
+    """Its second layer is in a reentrant segment, if ``reentrant``."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return checkpoint(self.second, h, use_reentrant=True) if self.reentrant else self.second(h)
+
+
+def make(reentrant: bool) -> tuple[Body, nn.Module, nn.Module]:
+    """A body, a second model, and a head that torch trains."""
+    torch.manual_seed(1)
+    return Body(reentrant), nn.Linear(6, 8), nn.Linear(8, 3)
+
+
+def others_of(body: Any, second: Any, head: nn.Module, backward: Any, step: int, rank: int) -> Any:
+    """A backward pass -> gradients of the input, of a hidden tensor and of the head."""
+    x = rows(step, rank, 4, 6).requires_grad_()
+    hidden = body(x) * torch.tanh(second(x))
+    hidden.retain_grad()
+    backward(head(hidden).square().sum())
+    return [g.clone() for g in (x.grad, hidden.grad, head.weight.grad, head.bias.grad)]
+
+
+def reference(world: int, reentrant: bool) -> list[Any]:
+    """Of each step: the other gradients of each rank, and the weights of both models after it."""
+    *models, head = make(reentrant)
+    told = []
+    for step in range(STEPS):
+        others = []
+        for rank in range(world):
+            others.append(others_of(*models, head, Tensor.backward, step, rank))
+            head.zero_grad()
+        for model in models:
+            for p in model.parameters():
+                p.grad /= world
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            torch.optim.SGD(model.parameters(), lr=LR).step()
+            model.zero_grad()
+        told.append((others, [p.detach().clone() for m in models for p in m.parameters()]))
+    return told
+
+
+def train(stage: int | str, reentrant: bool, kind: Any = ds_ext.LOMO) -> list[Any]:
+    """The same by two engines, the second with an optimizer of ``kind``; or by FSDP2."""
+    *models, head = make(reentrant)
+    made = []
+    for model, own in zip(models, (ds_ext.LOMO, kind), strict=True):
+        if stage == "fsdp2":
+            for layer in [*model.children(), model]:
+                fully_shard(layer)
+        optimizer = own(model.parameters(), lr=LR)
+        at = None if stage == "fsdp2" else stage
+        made.append(engines.start(model, optimizer, at, gradient_clipping=CLIP))
+    told = []
+    for step in range(STEPS):
+        by = made[step % 2 if stage == "fsdp2" else 0]
+        others = others_of(*made, head, by.backward, step, dist.get_rank())
+        refuse_to_clip_both(models[0], head)
+        for engine in made:
+            engine.step()
+        weights = whole_dtensors if stage == "fsdp2" else whole
+        told.append((others, [p for m in models for p in weights(m).values()]))
+    return told
+
+
+def refuse_to_clip_both(body: nn.Module, head: nn.Module) -> None:
+    """Clips both together, where only the first rank has gradients of the head."""
+    if dist.get_rank():
+        head.zero_grad()
+    both = [*body.parameters(), *head.parameters()]
+    said = message(lambda: torch.nn.utils.clip_grad_norm_(both, CLIP))
+    assert "Clip the others by a call of their own" in said, said
+    head.zero_grad()
+
+
+def beside_deepspeeds(stage: int) -> str:
+    """What is said where the second engine is DeepSpeed's own."""
+    return message(lambda: train(stage, False, torch.optim.SGD))
+
+
+def sgd_step(model, losses, max_norm=CLIP):
     """A step of SGD, which LOMO's is -> the norm."""
     return mean_step(torch.optim.SGD(model.parameters(), lr=0.5), losses, max_norm)
 
@@ -19,7 +196,7 @@ def sgd_step(model, losses, max_norm=exact_clipping_jobs.CLIP):
 def test_a_loss_that_one_rank_writes_to_in_place_is_refused_on_all(stage):
     plain = fused_losses.make(None)
     sgd_step(plain, [plain(*fused_losses.batch(10 + rank)) for rank in range(2)])
-    told = worlds.run(2, exact_clipping_jobs.in_place, stage)
+    told = worlds.run(2, in_place, stage)
     for rank, got in enumerate(told):
         assert '"gradient_policy": "sharded"' in got["message"] and got["kept"]
         assert ("InPlaceCrossEntropy" if rank else "on another rank") in got["message"]
@@ -29,8 +206,8 @@ def test_a_loss_that_one_rank_writes_to_in_place_is_refused_on_all(stage):
 @pytest.mark.parametrize("world, policy", [(1, "fused"), (2, "fused"), (2, "sharded")])
 def test_hf_trainer_clips_such_a_loss_exactly_or_says_what_to_set(world, policy):
     """It multiplies the loss by the number of ranks; DeepSpeed's mean is over as many."""
-    plain = exact_clipping_jobs.large(fused_losses.Classifier(None, factor=world))
-    for got in worlds.run(world, exact_clipping_jobs.trainer, 2, policy):
+    plain = large(fused_losses.Classifier(None, factor=world))
+    for got in worlds.run(world, trainer, 2, policy):
         if world > 1 and policy == "fused":
             assert "InPlaceCrossEntropy overwrites" in got["message"]
             assert all(torch.equal(x, got["before"][n]) for n, x in got["after"].items())
@@ -46,8 +223,7 @@ def test_hf_trainer_clips_such_a_loss_exactly_or_says_what_to_set(world, policy)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_measuring_leaves_the_buffers_of_checkpointed_segments_alone(stage, reentrant):
     once, twice = (
-        worlds.run(2, exact_clipping_jobs.normed, stage, reentrant, policy)
-        for policy in ("sharded", "fused")
+        worlds.run(2, normed, stage, reentrant, policy) for policy in ("sharded", "fused")
     )
     for expected, got in zip(once, twice, strict=True):
         assert got["second.1.num_batches_tracked"] == 6
@@ -60,9 +236,9 @@ CASES = [(0, False), (1, True), (2, False), (3, True), ("fsdp2", False), ("fsdp2
 
 @pytest.mark.parametrize("stage, reentrant", CASES)
 def test_gradients_of_others_are_those_of_one_pass(stage, reentrant):
-    wanted = exact_clipping_jobs.reference(2, reentrant)
-    for rank, told in enumerate(worlds.run(2, exact_clipping_jobs.train, stage, reentrant)):
-        before = [p for m in exact_clipping_jobs.make(reentrant)[:2] for p in m.parameters()]
+    wanted = reference(2, reentrant)
+    for rank, told in enumerate(worlds.run(2, train, stage, reentrant)):
+        before = [p for m in make(reentrant)[:2] for p in m.parameters()]
         for (others, weights), (all_others, after) in zip(told, wanted, strict=True):
             for got, expected in zip(others, all_others[rank], strict=True):
                 torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
@@ -73,5 +249,5 @@ def test_gradients_of_others_are_those_of_one_pass(stage, reentrant):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_engine_of_deepspeeds_own_in_the_loss_is_refused(stage):
-    for said in worlds.run(2, exact_clipping_jobs.beside_deepspeeds, stage):
+    for said in worlds.run(2, beside_deepspeeds, stage):
         assert "DeepSpeed's own" in said and "sharded" in said

@@ -1,19 +1,149 @@
 """FSDP2's own options, meshes of two dimensions and bf16, on real ranks."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import ds_ext
+from ds_ext.distributed import dtensors
 from ds_ext.optimizer import OPTIMIZERS
 from tests import worlds
-from tests.common import table
+from tests.common import models, table
 from tests.common.authors import ordinary
 from tests.common.choose import params
 from tests.common.hypers import TRAINED
 from tests.common.plain import mean_step
 from tests.common.states import same
-from tests.common.updates import check_each
-from tests.distributed import fsdp2_beside_jobs
-from tests.distributed.fsdp2_beside_jobs import STEPS, WAYS, differs
+from tests.common.updates import check_each, error
+from tests.distributed.fully_shard_jobs import UNITS, full, local, shard, whole, zoo
+
+STEPS = 4
+ADAMW = {"lr": 0.01, "weight_decay": 0.1}
+_BF16 = torch.bfloat16
+# What is given to fully_shard.
+WAYS: dict[str, dict[str, Any]] = {
+    "bf16 compute": {"mp_policy": MixedPrecisionPolicy(_BF16, torch.float32)},
+    "bf16 sums": {"mp_policy": MixedPrecisionPolicy(_BF16, _BF16)},
+    "left gathered": {"reshard_after_forward": False},
+    "cut for fewer": {"reshard_after_forward": 2},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "compiled": {},
+}
+
+
+def differs(way: str) -> tuple[float, bool]:
+    """How far the updates of two optimizers are apart; whether weights moved in backward."""
+    rank, world, moved, ends = dist.get_rank(), dist.get_world_size(), [], []
+    for kind in (ds_ext.AdamW, torch.optim.AdamW):
+        model = shard(zoo(), **WAYS[way])
+        if way == "compiled":
+            for name in UNITS:
+                getattr(model, name).compile(backend="aot_eager")
+        optimizer = kind(model.parameters(), **ADAMW)
+        if kind is ds_ext.AdamW:
+            ds_ext.fuse_into_backward(model, optimizer, bucket_size=300)
+        before = whole(model)
+        for step in range(STEPS):
+            held = local(model)
+            model(models.batch(step, world)[rank], step=step).backward()
+            moved.append(not torch.equal(held, local(model)))
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(whole(model))
+    ours, torchs = ends
+    return error(ours, torchs, before), moved == [True] * STEPS + [False] * STEPS
+
+
+class Ladder(nn.Module):
+    """Matrices that tensor parallelism divides by rows and by columns, and some that it leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.norm = nn.LayerNorm(6)
+        self.first = nn.Linear(6, 8)
+        self.second = nn.Linear(8, 6)
+        self.out = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x + self.second(torch.tanh(self.first(self.norm(x)))))
+
+    def loss(self, step: int, part: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + part)
+        return (self(torch.randn(7, 6, generator=generator)) - 1).square().mean()
+
+
+def divided(mesh: DeviceMesh) -> Ladder:
+    """The model by tensor parallelism, and then by ``fully_shard``."""
+    model, data = Ladder(), mesh["data"]
+    parallelize_module(
+        model, mesh["tensor"], {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    )
+    for name in ("first", "second"):
+        fully_shard(getattr(model, name), mesh=data)
+    return fully_shard(model, mesh=data)
+
+
+def hybrid(mesh: DeviceMesh) -> Ladder:
+    """The model cut over one dimension of a mesh, and copied over the other."""
+    model = Ladder()
+    for name in ("first", "second"):
+        fully_shard(getattr(model, name), mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+MESHES: dict[str, tuple[tuple[str, str], Callable[[DeviceMesh], Ladder]]] = {
+    "hybrid": (("copy", "part"), hybrid),
+    "tensor": (("data", "tensor"), divided),
+}
+
+
+def spread(kind: str, rule: str, hypers: dict[str, Any], how: str) -> dict[str, Any]:
+    """Weights before and after, and norms, of four ranks on a mesh of two dimensions."""
+    names, make = MESHES[kind]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    model = make(mesh)
+    part = dist.get_rank() if kind == "hybrid" else mesh["data"].get_local_rank()
+    optimizer = OPTIMIZERS[rule](model.parameters(), **hypers)
+    fused = None
+    if how != "plain":
+        clip = 0.2 if how == "clipped" else 0.0
+        fused = ds_ext.fuse_into_backward(model, optimizer, bucket_size=20, max_grad_norm=clip)
+    before, norms = whole(model), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model.loss(step, part)
+        fused.backward(loss) if fused else loss.backward()
+        optimizer.step()
+        norms.append(fused.norm if fused else None)
+    return {"before": before, "after": whole(model), "norms": norms}
+
+
+def rounded(grads: list[list[Tensor]], weights: list[Tensor]) -> list[Tensor]:
+    """bf16 weights after LOMO's steps by given gradients, rounded at random; whole."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
+
+    def spread(x: Tensor) -> Tensor:
+        return x.clone() if mesh is None else distribute_tensor(x, mesh, [Shard(0)])
+
+    params = [nn.Parameter(spread(w.bfloat16())) for w in weights]
+    optimizer = ds_ext.LOMO(params, lr=1e-3)
+    for step in grads:
+        for param, g in zip(params, step, strict=True):
+            param.grad = spread(g.bfloat16())
+        optimizer.step()
+    assert all(p.dtype == torch.bfloat16 for p in params)
+    assert mesh is None or all(map(dtensors.is_dtensor, params))
+    return [full(p).clone() for p in params]
+
 
 MEANS = {"bf16 compute": "`MixedPrecisionPolicy`", "bf16 sums": "`MixedPrecisionPolicy`"}
 MEANS |= {"left gathered": "`reshard_after_forward`", "cut for fewer": "`reshard_after_forward`"}
@@ -37,8 +167,8 @@ MEANT = {"hybrid": "HSDP", "tensor": "tensor parallelism (torch's)"}
 @pytest.mark.parametrize("kind, rule, how", CASES)
 def test_meshes_of_two_dimensions_equal_one_process(kind, rule, how):
     hypers = TRAINED[rule] | {"weight_decay": 0.1}
-    first, *others = worlds.run(4, fsdp2_beside_jobs.spread, kind, rule, hypers, how)
-    model, norms = fsdp2_beside_jobs.Ladder(), []
+    first, *others = worlds.run(4, spread, kind, rule, hypers, how)
+    model, norms = Ladder(), []
     hypers = dict(hypers)
     group = {"params": list(model.parameters()), "weight_decay": hypers.pop("weight_decay")}
     optimizer = ordinary(rule, [group], hypers)
@@ -59,7 +189,7 @@ def test_bf16_weights_are_rounded_alike_on_any_number_of_ranks(ranks):
     shapes = [(7, 5), (16, 12), (3,), (4, 3, 5), (1, 9)]
     grads, weights = table.gradients(3, shapes), table.weights(shapes)
     assert OPTIMIZERS["lomo"].hypers().weight_update == "stochastic"
-    alone = fsdp2_beside_jobs.rounded(grads, weights)
-    for got in worlds.run(ranks, fsdp2_beside_jobs.rounded, grads, weights):
+    alone = rounded(grads, weights)
+    for got in worlds.run(ranks, rounded, grads, weights):
         assert all(map(torch.equal, got, alone))
     assert not any(torch.equal(p, w.bfloat16()) for p, w in zip(alone, weights, strict=True))

@@ -1,12 +1,61 @@
 """Two hosts, whose ranks have the same local ranks, and folders that they do not share."""
 
-import pytest
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import pytest
+import torch.distributed as dist
+
+from ds_ext.backward import reduction
 from tests import worlds
-from tests.common import updates
+from tests.common import models, updates
 from tests.common.choose import params
-from tests.distributed import hosts_jobs, training_jobs
-from tests.distributed.hosts_jobs import RUNS
+from tests.common.ranks import message
+from tests.distributed import training_jobs
+from tests.distributed.training_jobs import Training
+
+RUNS = {"stage 3": Training("adalomo", 3, max_norm=0.3), "stage 1": Training("adalomo", 1)}
+RUNS |= {"stage 0": Training("came", 0), "plain": Training("adalomo", None)}
+
+
+def train(name: str) -> dict[str, Any]:
+    """Trains on two hosts of two ranks each, as launchers tell ranks of them.
+
+    Returns the weights, and the buckets of every rank in the order in which they were sent.
+    """
+    os.environ |= {"LOCAL_RANK": str(dist.get_rank() % 2), "LOCAL_WORLD_SIZE": "2"}
+    order: list[list[str]] = []
+    send = reduction.Reduction.begin
+
+    def noting(self: reduction.Reduction, grads: Any, voters: Any) -> Any:
+        order.append([self.layout.name(param) for param in grads])
+        return send(self, grads, voters)
+
+    with mock.patch.object(reduction.Reduction, "begin", noting):
+        found = training_jobs.train(RUNS[name])
+    orders: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(orders, order)
+    return found | {"orders": orders}
+
+
+def apart() -> list[str]:
+    """The errors of saving to, and loading from, a folder that each host has for itself."""
+    rank = dist.get_rank()
+    engine = training_jobs.start(Training("came", 3), models.make(dropout=0.3))
+    with tempfile.TemporaryDirectory() as own:  # ranks 0 and 1 are the first host
+        hosts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(hosts, own)
+        os.chdir(hosts[rank // 2 * 2])
+        told = [message(lambda: engine.save_checkpoint("here", tag="mine"), RuntimeError)]
+        if rank == 0:
+            Path("here/latest").write_text("mine")
+        told.append(message(lambda: engine.load_checkpoint("here"), RuntimeError))
+        os.chdir("/")
+        dist.barrier()
+    return told
 
 
 @pytest.mark.supports(
@@ -14,7 +63,7 @@ from tests.distributed.hosts_jobs import RUNS
 )
 @pytest.mark.parametrize("name", params(RUNS, ["stage 3", "stage 1"]))
 def test_local_ranks_that_are_not_the_ranks_change_nothing(name):
-    got = worlds.once(4, hosts_jobs.train, name)[0]
+    got = worlds.once(4, train, name)[0]
     before, expected, _ = training_jobs.alone(RUNS[name], 4)
     assert updates.error(got["after"], expected, before) <= 1e-5
     first, *others = got["orders"]
@@ -22,6 +71,6 @@ def test_local_ranks_that_are_not_the_ranks_change_nothing(name):
 
 
 def test_a_folder_that_each_host_has_for_itself_is_refused():
-    for saving, loading in worlds.run(4, hosts_jobs.apart):
+    for saving, loading in worlds.run(4, apart):
         assert "the folder must lie on a file system that all ranks share" in saving
         assert "file system that all ranks share" in loading

@@ -1,15 +1,124 @@
 """Checkpoints load as they were saved, and run no code that someone put into them."""
 
+import argparse
+import collections
+import datetime
+import os
+import random
 import re
+import shutil
+from pathlib import Path
+from typing import Any
 
+import deepspeed
+import numpy as np
 import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
+import ds_ext
 from ds_ext.engine import safe_unpickling
 from tests import worlds
+from tests.common import engines
 from tests.common.choose import params
-from tests.distributed import pickled_jobs as jobs
+from tests.common.ranks import message
+
+PLAIN: dict[str, Any] = {
+    "args": argparse.Namespace(lr=1e-3, path=Path("/data/x"), betas=(0.9, 0.95)),
+    "random": random.getstate(),
+    "numpy": np.random.RandomState(3).get_state(),
+    "generator": np.random.default_rng(3).bit_generator.state,
+    "arrays": [np.arange(6.0).reshape(2, 3), np.array(["a", "b"]), np.float32(2), np.array([None])],
+    "bools": np.array([True]),
+    "time": datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc),
+    "sets": [{1, 2}, frozenset({3, 4}), collections.Counter("aab"), collections.OrderedDict(a=1)],
+    "numbers": [1j, 2**70, b"bytes", bytearray(b"x"), None, float("inf"), range(3), slice(1, 2)],
+    "tensor": torch.arange(3),
+    "torch": torch.get_rng_state(),
+    "dtype": [torch.bfloat16, torch.Size([2, 3]), torch.device("cpu")],
+}
+
+
+class Mine:
+    """A class of the user's."""
+
+    value = 3
+
+
+class Code:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self.command,)
+
+
+def engine_of(kind: str, stage: int, dtype: str) -> deepspeed.DeepSpeedEngine:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 3))
+    make = torch.optim.AdamW if kind == "AdamW" else ds_ext.AdaLomo
+    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}
+    bf16 = {"enabled": dtype == "bf16"}
+    optimizer = make(model.parameters(), lr=1e-3)
+    engine = engines.start(model, optimizer, stage, scheduler=scheduler, bf16=bf16)
+    weight = next(engine.module.parameters())
+    engine.backward(engine(torch.randn(2, 4, dtype=weight.dtype)).float().square().sum())
+    engine.step()
+    return engine
+
+
+def loads(folder: str, kind: str, stage: int, dtype: str) -> list[str]:
+    """Saves by one kind of optimizer and loads by ours -> what of ``PLAIN`` differs."""
+    engine_of(kind, stage, dtype).save_checkpoint(folder, tag="t", client_state=PLAIN)
+    path, found = engine_of("AdaLomo", stage, dtype).load_checkpoint(folder, tag="t")
+    assert path is not None
+    return [
+        k for k, v in PLAIN.items() if repr(v) != repr(found[k]) or type(v) is not type(found[k])
+    ]
+
+
+def planted(folder: str, kind: str, stage: int) -> dict[str, str]:
+    """Code put into each file in turn -> what loading says."""
+    engine_of(kind, stage, "fp32").save_checkpoint(folder, tag="good")
+    other, told = engine_of("AdaLomo", stage, "fp32"), {}
+    for file in sorted(os.listdir(f"{folder}/good")):
+        if file.endswith(".pt"):
+            shutil.copytree(f"{folder}/good", f"{folder}/{file}.bad")
+            (path,) = Path(folder, f"{file}.bad").glob(file)
+            saved = torch.load(path, weights_only=False)
+            torch.save({**saved, "planted": Code(f"touch {folder}/RUN")}, path)
+            if (manifest := path.with_name("ds_ext.json")).exists():
+                describe_anew(manifest, path)
+            told[file] = message(lambda f=file: other.load_checkpoint(folder, tag=f"{f}.bad"))
+    return told
+
+
+def describe_anew(manifest: Path, path: Path) -> None:
+    """Writes the size and checksum of a changed file into the manifest."""
+    import json
+
+    from ds_ext.checkpoint import manifests
+
+    said = json.loads(manifest.read_text())
+    del said["crc32"]
+    said["files"][path.name] = manifests.size_and_checksum(path)
+    manifest.write_text(json.dumps(said | {"crc32": manifests._checksum(said)}))
+
+
+def classes(folder: str) -> list[str]:
+    """A class of the user's in ``client_state``: refused, added as safe, refused, trusted."""
+    engine = engine_of("AdaLomo", 1, "fp32")
+    engine.save_checkpoint(folder, tag="t", client_state={"mine": Mine()})
+    told = [message(lambda: engine.load_checkpoint(folder, tag="t"))]
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+    told.append(str(engine.load_checkpoint(folder, tag="t")[1]["mine"].value))
+    del os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"]
+    torch.serialization.add_safe_globals([Mine])
+    told.append(str(engine.load_checkpoint(folder, tag="t")[1]["mine"].value))
+    return told
+
 
 CASES = [
     (kind, stage, dtype)
@@ -22,14 +131,14 @@ QUICK = [("AdamW", 3, "fp32"), ("AdamW", 1, "bf16"), ("AdaLomo", 0, "fp32"), ("A
 
 @pytest.mark.parametrize("kind, stage, dtype", params(CASES, QUICK))
 def test_plain_objects_of_users_and_what_deepspeed_saves_are_loaded(tmp_path, kind, stage, dtype):
-    assert worlds.run(1, jobs.loads, str(tmp_path), kind, stage, dtype) == [[]]
+    assert worlds.run(1, loads, str(tmp_path), kind, stage, dtype) == [[]]
 
 
 @pytest.mark.parametrize(
     "kind, stage", [("AdamW", 3), ("AdamW", 1), ("AdaLomo", 0), ("AdaLomo", 3)]
 )
 def test_code_in_a_file_is_not_run(tmp_path, kind, stage):
-    told = worlds.run(1, jobs.planted, str(tmp_path), kind, stage)[0]
+    told = worlds.run(1, planted, str(tmp_path), kind, stage)[0]
     assert not (tmp_path / "RUN").exists()
     assert any("model_states" in file for file in told)
     for file, text in told.items():
@@ -38,7 +147,7 @@ def test_code_in_a_file_is_not_run(tmp_path, kind, stage):
 
 
 def test_how_to_load_a_class_of_ones_own_is_said(tmp_path):
-    told = worlds.fresh(1, jobs.classes, str(tmp_path))[0].result
+    told = worlds.fresh(1, classes, str(tmp_path))[0].result
     assert re.search(
         r"model_states.pt was not loaded.*pickled_jobs\.Mine.*add_safe_globals", told[0]
     )

@@ -1,21 +1,188 @@
 """fp16 on real ranks: overflows leave no trace but in scale and counters; torch autocast."""
 
+import itertools
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import nn
 
 from tests import worlds
+from tests.common import by_role, engines
+from tests.common.authors import ordinary
 from tests.common.choose import params
+from tests.common.hypers import TRAINED
+from tests.common.ranks import message, whole
 from tests.common.updates import check_each
-from tests.distributed import scaling_jobs
-from tests.distributed.scaling_jobs import PLANTED, RUNS, STEPS
 from tests.tools.support import of
+
+STEPS = 8
+PLANTED = (2, 5)  # steps with an overflow on the last rank
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """fp16 training; ``planted``: batches that overflow, else those steps are left out."""
+
+    stage: int
+    policy: str = "fused"
+    max_norm: float = 0.0
+    static: float = 0.0  # 0: dynamic
+    planted: bool = True
+    how: str = "engine"
+    rule: str = "lomo"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 16)
+        self.down = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        h = torch.tanh(self.up(x))
+        return (self.down(h).float().square().mean()) * factor
+
+
+def _runs() -> dict[str, Scaled]:
+    made = {}
+    ways = [(stage, policy, 0.1) for stage in (0, 2, 3) for policy in ("fused", "sharded")]
+    # Without clipping, fused skips what overflows: here that is every parameter.
+    for stage, policy, norm in [*ways, (1, "sharded", 0.0), (2, "fused", 0.0)]:
+        for static, planted in itertools.product((0.0, 64.0), (True, False)):
+            name = f"stage{stage}-{policy}-{norm}-{static or 'dynamic'}-{planted}"
+            made[name] = Scaled(stage, policy, norm, static, planted)
+    for stage, static, planted in itertools.product(range(4), (0.0, 64.0), (True, False)):
+        name = f"muon-stage{stage}-{static or 'dynamic'}-{planted}"
+        made[name] = Scaled(stage, "sharded", 0.1, static, planted, rule="muon")
+    made["scale"] = Scaled(3, "fused", 0.1, 64.0, how="scale")
+
+    return made
+
+
+RUNS = _runs()
+
+
+def start(run: Scaled, model: nn.Module):
+    fp16 = {"enabled": True, "loss_scale": run.static, "initial_scale_power": 8, "hysteresis": 1}
+    made = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": run.max_norm,
+        "fp16": fp16 | {"loss_scale_window": 2, "min_loss_scale": 1},
+        "zero_optimization": {"stage": run.stage, "stage3_param_persistence_threshold": 0},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 0.1}},
+        "ds_ext": {"gradient_policy": run.policy},
+    }
+    optimizer = by_role.made(
+        run.rule, model, {"lr": 0.1, "weight_update": "master", "ema_decay": 0.9}
+    )
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
+
+
+def train(run: Scaled) -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(2)
+    model = Net()
+    engine = start(run, model)
+    scales, skipped, rates = [], [], []
+    for step in range(STEPS):
+        if step in PLANTED and not run.planted:
+            continue
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        x = torch.randn(4, 6, generator=generator).half()
+        factor = 1e8 if step in PLANTED and rank == world - 1 else 1.0
+        loss = engine(x, factor)
+        scales.append(engine.optimizer.loss_scale)
+        if run.how == "scale":
+            engine.scale(loss).backward()
+        else:
+            engine.backward(loss)
+        engine.step()
+        skipped.append(engine.skipped_steps)
+        rates.append(engine.get_lr()[0])
+    get = deepspeed.utils.safe_get_full_optimizer_state
+    averages = {f"average of {n}": get(p, "ema") for n, p in engine.module.named_parameters()}
+    return {
+        "after": {n: p.float() for n, p in whole(model).items()} | averages,
+        "scales": scales,
+        "skipped": skipped,
+        "rates": rates,
+        "norm": engine.get_global_grad_norm(),
+        "parameters": engine.optimizer.fused.skipped,
+        "steps": {engine.param_names[p]: s["step"] for p, s in engine.optimizer.state.items()},
+    }
+
+
+def unscaled() -> str:
+    """The error of loss.backward() where the loss has to be scaled, and whether weights moved."""
+    torch.manual_seed(2)
+    model = Net()
+    engine = start(Scaled(2, static=64.0), model)
+    before = whole(model)
+    told = message(lambda: engine(torch.randn(4, 6).half()).backward(), RuntimeError)
+    same = all(torch.equal(p, before[n]) for n, p in whole(model).items())
+    return told if same else "weights moved"
+
+
+def autocast_hypers(rule: str) -> dict[str, Any]:
+    return {"lr": 0.01} | TRAINED.own.get(rule, {})
+
+
+def autocast_loss(model: nn.Module, number: int, rank: int) -> torch.Tensor:
+    return model(engines.rows(number, rank, 4, 6))
+
+
+def autocast(stage: int, dtype: str, rule: str) -> dict[str, Any]:
+    """fp32 weights under torch autocast as DeepSpeed configures it."""
+    torch.manual_seed(2)
+    model = Net()
+    engine = engines.start(
+        model,
+        by_role.made(rule, model, autocast_hypers(rule)),
+        stage,
+        gradient_clipping=0.5,
+        torch_autocast={"enabled": True, "dtype": dtype},
+        zero={"stage3_param_persistence_threshold": 0},
+    )
+    found = engines.trained(engine, autocast_loss, STEPS)
+    dtypes = {str(p.dtype) for p in whole(model).values()}
+    comm = {engine.optimizer._comm_dtype(p) for p in engine.module.parameters()}
+    found |= {"dtypes": dtypes, "comm": comm}
+    told = by_role.told(engine.optimizer, model)
+    return found | {"scale": engine.optimizer.loss_scale, "told": told}
+
+
+def autocast_reference(world: int, dtype: torch.dtype, rule: str, told: by_role.Told) -> nn.Module:
+    torch.manual_seed(2)
+    model = Net()
+    if rule in by_role.MATRICES:
+        optimizer = by_role.as_told(
+            rule, autocast_hypers(rule), told, dict(model.named_parameters())
+        )
+    else:
+        groups = [{"params": list(model.parameters()), "weight_decay": 0.0}]
+        optimizer = ordinary(rule, groups, autocast_hypers(rule))
+
+    def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        with torch.autocast("cpu", dtype):
+            return autocast_loss(model, step, rank)
+
+    engines.alone(model, optimizer, loss_of, STEPS, world, 0.5)
+    return model
+
 
 RANKS = (1, 2, 3)
 ON_THREE = "-64"  # what is run on three ranks: those with a static loss scale
-TRAINED = [name for name, run in RUNS.items() if run.planted and run.how == "engine"]
+COMPARED = [name for name, run in RUNS.items() if run.planted and run.how == "engine"]
 
 
-ALL = [(n, name) for n in RANKS for name in TRAINED if n < 3 or ON_THREE in name]
+ALL = [(n, name) for n in RANKS for name in COMPARED if n < 3 or ON_THREE in name]
 ALL = [(n, name) for n, name in ALL if n == 2 or RUNS[name].rule == "lomo"]
 # Static and dynamic scales, both policies, all stages.
 QUICK = [(2, "stage0-fused-0.1-dynamic-True"), (2, "stage1-sharded-0.0-64.0-True")]
@@ -25,7 +192,7 @@ QUICK += [(2, "stage3-sharded-0.1-dynamic-True"), (3, "stage3-sharded-0.1-64.0-T
 
 
 def results_of(ranks, name):
-    return worlds.once(ranks, scaling_jobs.train, RUNS[name])[0]
+    return worlds.once(ranks, train, RUNS[name])[0]
 
 
 @pytest.mark.supports(
@@ -34,7 +201,7 @@ def results_of(ranks, name):
 @pytest.mark.parametrize("ranks, name", params(ALL, QUICK))
 def test_a_step_that_overflows_is_as_if_it_had_not_been(ranks, name):
     got, without = results_of(ranks, name), results_of(ranks, name.replace("True", "False"))
-    start = scaling_jobs.Net().state_dict()
+    start = Net().state_dict()
     for n, p in got["after"].items():
         assert p.shape == start[n.removeprefix("average of ")].shape and p.isfinite().all()
         if RUNS[name].static:
@@ -71,7 +238,7 @@ def test_all_ways_end_at_the_same_weights(ranks):
 
 @pytest.mark.parametrize("ranks", params(RANKS, (2,)))
 def test_a_loss_that_is_not_scaled_is_an_error_before_anything_moves(ranks):
-    message = worlds.once(ranks, scaling_jobs.unscaled)[0]
+    message = worlds.once(ranks, unscaled)[0]
     assert "engine.backward(loss)" in message and "current scale 64" in message
 
 
@@ -84,9 +251,9 @@ QUICK_AUTOCAST = [(2, stage, "adalomo") for stage in range(4)]
 @pytest.mark.parametrize("dtype, error", [("bfloat16", 1e-2), ("float16", 2e-3)])
 @pytest.mark.parametrize("ranks, stage, rule", params(AUTOCAST, QUICK_AUTOCAST))
 def test_autocast_follows_torch_in_one_process(ranks, stage, rule, dtype, error):
-    got = worlds.once(ranks, scaling_jobs.autocast, stage, dtype, rule)[0]
+    got = worlds.once(ranks, autocast, stage, dtype, rule)[0]
     assert got["dtypes"] == {"torch.float32"} and got["comm"] == {getattr(torch, dtype)}
     assert got["scale"] == (2**16 if dtype == "float16" else 1)
-    model = scaling_jobs.autocast_reference(ranks, getattr(torch, dtype), rule, got["told"])
+    model = autocast_reference(ranks, getattr(torch, dtype), rule, got["told"])
     # gradients are rounded once more to be sent
     check_each(got["after"], dict(model.named_parameters()), got["before"], close=error)

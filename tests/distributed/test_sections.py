@@ -1,15 +1,105 @@
 """Fused matrices that Muon splits, on real ranks against torch's Muon of separate parameters."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+import ds_ext
 from tests import worlds
-from tests.common import low_rank
+from tests.common import by_role, engines, low_rank
 from tests.common.choose import params
+from tests.common.ranks import identical, message
+from tests.common.ranks import whole as whole_of_engine
 from tests.common.updates import check, error
-from tests.distributed import sections_jobs
-from tests.distributed.sections_jobs import KINDS, STEPS
+from tests.distributed import fully_shard_jobs
+
+STEPS = 3
+SMALL = {"vocab_size": 31, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+HIDDEN = SMALL | {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+# The model, its config, and the optimizer's keys.
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "phi3": (
+        "Phi3ForCausalLM",
+        HIDDEN | {"intermediate_size": 20, "num_key_value_heads": 2},
+        {
+            "param_groups": [
+                {"match": "qkv_proj", "split": [24, 12, 12]},
+                {"match": "gate_up_proj", "split": [20, 20]},
+                {"match": "o_proj", "heads": 4},
+            ]
+        },
+    ),
+    "gpt_neox": (
+        "GPTNeoXForCausalLM",
+        HIDDEN | {"intermediate_size": 20},
+        {"param_groups": [{"match": "query_key_value", "split": [6, 6, 6], "heads": 4}]},
+    ),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        SMALL | NO_DROPOUT | {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 16},
+        {
+            "target_modules": ["c_attn", "mlp.c_fc"],
+            "param_groups": [{"match": "c_attn", "split": [24, 24, 24], "split_dim": 1}],
+        },
+    ),
+}
+
+
+def model_of(kind: str) -> nn.Module:
+    """The same model on every rank. The gradients of keys' biases are rounding alone: no biases."""
+    torch.manual_seed(3)
+    name, config, _ = KINDS[kind]
+    model_type = getattr(transformers, name)
+    model: nn.Module = model_type(model_type.config_class(**config, initializer_range=0.2))
+    for n, p in model.named_parameters():
+        p.requires_grad_(not n.endswith("bias"))
+    return model
+
+
+def loss_of(model: Any, number: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    ids = torch.randint(3, 31, (3, 8), generator=generator)
+    return model(input_ids=ids, labels=ids).loss
+
+
+def hypers(kind: str) -> dict[str, Any]:
+    return {"lr": 0.02, "weight_decay": 0.1, "ns_dtype": "fp32"} | KINDS[kind][2]
+
+
+def start(model: nn.Module, kind: str, stage: int | None, **more: Any) -> Any:
+    zero = {"reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 30}
+    if stage is None:
+        return engines.start(model, ds_ext.Muon.for_model(model, **hypers(kind)), None, zero=zero)
+    optimizer = {"type": "ds_ext.Muon", "params": hypers(kind) | more}
+    return engines.start(model, None, stage, optimizer=optimizer, zero=zero)
+
+
+def train(kind: str, way: Any) -> dict[str, Any]:
+    """Weights before and after. ``way`` is a stage, None for no engine, or "fsdp2"."""
+    model = model_of(kind)
+    if way == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    engine = start(model, kind, None if way == "fsdp2" else way)
+    whole = fully_shard_jobs.whole if way == "fsdp2" else whole_of_engine
+    before = whole(model)
+    engines.train(engine, loss_of, STEPS)
+    after = whole(model)
+    told = by_role.told(engine.optimizer, model)
+    return {"before": before, "after": after, "identical": identical(after), **told}
+
+
+def refused(stage: int) -> str:
+    """The message for sizes that do not add up."""
+    entry = {"match": "qkv_proj", "split": [24, 12]}
+    return message(lambda: start(model_of("phi3"), "phi3", stage, param_groups=[entry]))
+
 
 WAYS = (None, 0, 1, 2, 3, "fsdp2")
 CASES = [(kind, ranks, way) for kind in KINDS for ranks in (2, 3) for way in WAYS]
@@ -48,7 +138,7 @@ class Apart(torch.optim.Optimizer):
 
 def trained(kind, got, ranks, is_split=True):
     """One process, with the mean of the ranks' losses."""
-    model, made = sections_jobs.model_of(kind), []
+    model, made = model_of(kind), []
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     for name, p in named.items():
         own, lr, decay = got["groups"][name]
@@ -61,7 +151,7 @@ def trained(kind, got, ranks, is_split=True):
             made.append(torch.optim.Muon([p], lr=lr, weight_decay=decay))
     with low_rank.in_dtype(torch.float64):
         for step in range(STEPS):
-            losses = [sections_jobs.loss_of(model, step, rank) for rank in range(ranks)]
+            losses = [loss_of(model, step, rank) for rank in range(ranks)]
             torch.stack(losses).mean().backward()
             for optimizer in made:
                 optimizer.step()
@@ -72,7 +162,7 @@ def trained(kind, got, ranks, is_split=True):
 
 @pytest.mark.parametrize("kind, ranks, way", params(CASES, QUICK))
 def test_sections_are_stepped_as_separate_parameters(kind, ranks, way):
-    got = worlds.run(ranks, sections_jobs.train, kind, way)[0]
+    got = worlds.run(ranks, train, kind, way)[0]
     assert got["identical"]
     after = trained(kind, got, ranks)
     check(got["after"], after, got["before"], STEPS, CLOSE)
@@ -82,7 +172,7 @@ def test_sections_are_stepped_as_separate_parameters(kind, ranks, way):
 
 
 def test_wrong_sizes_are_refused_on_every_rank():
-    for said in worlds.run(2, sections_jobs.refused, 3):
+    for said in worlds.run(2, refused, 3):
         assert said.startswith(
             "optimizer.params.param_groups[0].split is [24, 12], but "
             "model.layers.0.self_attn.qkv_proj.weight has the shape [48, 24]"

@@ -1,11 +1,158 @@
 """Two models trained in turn, whose losses go through both: each is stepped by its own alone."""
 
+import contextlib
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import softplus
+from torch.utils.checkpoint import checkpoint
 
 import ds_ext
 from tests import worlds
-from tests.distributed import two_models_jobs
+from tests.common import engines
+from tests.common.ranks import whole
+
+STEPS = 3
+LR = 0.1
+
+
+def make() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5))
+    return generator, nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+class Checkpointed(nn.Module):
+    """A model all of which is run again in backward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(
+            self.inner, x if x.requires_grad else x.clone().requires_grad_(), use_reentrant=True
+        )
+
+
+def noise(step: int, rank: int, width: int) -> torch.Tensor:
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def discriminating(g: nn.Module, d: nn.Module, step: int, rank: int, detach: bool) -> torch.Tensor:
+    fake = g(noise(step, rank, 3))
+    both = torch.cat([noise(step, rank, 5), fake.detach() if detach else fake])
+    score = d(both)
+    return softplus(-score[:4]).mean() + softplus(score[4:]).mean()
+
+
+def generating(g: nn.Module, d: nn.Module, step: int, rank: int) -> torch.Tensor:
+    return softplus(-d(g(noise(step + 50, rank, 3)))).mean()
+
+
+def reference(world: int, detach: bool, max_norm: float = torch.inf) -> list[torch.Tensor]:
+    """By SGD on the mean over ranks -> the parameters of both models."""
+    g, d = make()
+    optimizers = [torch.optim.SGD(m.parameters(), LR) for m in (g, d)]
+    for step in range(STEPS):
+        optimizers[1].zero_grad()
+        sum(discriminating(g, d, step, r, detach) for r in range(world)).div(world).backward()
+        torch.nn.utils.clip_grad_norm_(d.parameters(), max_norm)
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        sum(generating(g, d, step, r) for r in range(world)).div(world).backward()
+        torch.nn.utils.clip_grad_norm_(g.parameters(), max_norm)
+        optimizers[0].step()
+    return [p.detach() for m in (g, d) for p in m.parameters()]
+
+
+def start(model: nn.Module, stage: int, policy: str, max_norm: float) -> Any:
+    optimizer = ds_ext.LOMO(model.parameters(), lr=LR)
+    return engines.start(model, optimizer, stage, policy, gradient_clipping=max_norm)
+
+
+def train(stage: int, policy: str, max_norm: float = 0.0) -> dict[str, Any]:
+    """Two engines, scored in inference mode -> the parameters of both, before and after."""
+    g, d = (start(model, stage, policy, max_norm) for model in make())
+    before = weights(g, d)
+    rank = dist.get_rank()
+    for step in range(STEPS):
+        d.zero_grad()
+        d.backward(discriminating(g, d, step, rank, detach=True))
+        d.step()
+        g.zero_grad()
+        loss = generating(g, d, step, rank)
+        with torch.inference_mode():  # as a reward is computed
+            d(g(noise(step, rank, 3)))
+        g.backward(loss)
+        g.step()
+    return {"before": before, "after": weights(g, d)}
+
+
+def weights(*made: Any) -> list[torch.Tensor]:
+    return [p for engine in made for p in whole(engine.module).values()]
+
+
+def chain() -> list[nn.Module]:
+    """Models of different sizes, each for the outputs of the one before."""
+    torch.manual_seed(0)
+    return [nn.Sequential(*(nn.Linear(4, 4) for _ in range(1 + i % 3))) for i in range(6)]
+
+
+def through(models: list[nn.Module], step: int, rank: int) -> torch.Tensor:
+    h = noise(step, rank, 4)
+    for model in models:
+        h = torch.tanh(model(h))
+    return h.square().mean()
+
+
+def first_of_many() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Six engines, of which the first is clipped and stepped -> its parameters before and after."""
+    rank, made, apart = dist.get_rank(), [], []
+    for i, model in enumerate(chain()):
+        apart.append([object() for _ in range(1000 * rank * i)])  # other addresses on each rank
+        made.append(start(model, 0, "", 0.0 if i else 0.01))
+    before = weights(made[0])
+    for step in range(STEPS):
+        for engine in made:
+            engine.zero_grad()
+        made[0].backward(through(made, step, rank))
+        made[0].step()
+    return before, weights(made[0])
+
+
+def first_of_many_alone(world: int) -> list[torch.Tensor]:
+    """The same by SGD on the mean over ranks."""
+    models = chain()
+    optimizer = torch.optim.SGD(models[0].parameters(), LR)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        sum(through(models, step, rank) for rank in range(world)).div(world).backward()
+        torch.nn.utils.clip_grad_norm_(models[0].parameters(), 0.01)
+        optimizer.step()
+    return [p.detach() for p in models[0].parameters()]
+
+
+def beside_a_failed_pass() -> int:
+    """One engine fails in backward, another one clips exactly -> how often the first ended."""
+    g, d = (start(model, 0, "", 0.1) for model in make())
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    loss = g(noise(0, dist.get_rank(), 3)).square().mean()
+    list(g.module.parameters())[-1].register_hook(fail)
+    with contextlib.suppress(ArithmeticError):
+        g.backward(loss)
+    assert g.optimizer.fused.uses.used_at
+    with mock.patch.object(g.optimizer.fused, "finish") as ended:
+        d.backward(d(noise(0, dist.get_rank(), 5)).square().mean())
+        d.step()
+    return ended.call_count
 
 
 def assert_equal_updates(got, wanted, start) -> None:
@@ -18,28 +165,28 @@ def assert_equal_updates(got, wanted, start) -> None:
 @pytest.mark.parametrize("detach", [True, False])
 @pytest.mark.parametrize("policy", ["fused", "sharded"])
 def test_a_gan_as_usual(policy, detach, is_checkpointed):
-    g, d = two_models_jobs.make()
+    g, d = make()
     if is_checkpointed:  # what a segment's own backward pass reaches ends with the segment
-        d = two_models_jobs.Checkpointed(d)
-    optimizers = [ds_ext.LOMO(m.parameters(), lr=two_models_jobs.LR) for m in (g, d)]
+        d = Checkpointed(d)
+    optimizers = [ds_ext.LOMO(m.parameters(), lr=LR) for m in (g, d)]
     fused = [
         ds_ext.fuse_into_backward(m, optimizer, gradient_policy=policy)
         for m, optimizer in zip((g, d), optimizers, strict=True)
     ]
-    for step in range(two_models_jobs.STEPS):
+    for step in range(STEPS):
         optimizers[1].zero_grad()
-        two_models_jobs.discriminating(g, d, step, 0, detach).backward()
+        discriminating(g, d, step, 0, detach).backward()
         if not is_checkpointed:
             assert bool(fused[1].state.kept) == (policy == "sharded" or not detach)
         optimizers[1].step()
         optimizers[0].zero_grad()
-        two_models_jobs.generating(g, d, step, 0).backward()
+        generating(g, d, step, 0).backward()
         optimizers[0].step()
     for each in fused:
         each.remove()
     params = [*g.parameters(), *d.parameters()]
-    start = [p for m in two_models_jobs.make() for p in m.parameters()]
-    assert_equal_updates(params, two_models_jobs.reference(1, detach), start)
+    start = [p for m in make() for p in m.parameters()]
+    assert_equal_updates(params, reference(1, detach), start)
 
 
 @pytest.mark.parametrize(  # any two of the three values together
@@ -53,16 +200,16 @@ def test_a_gan_as_usual(policy, detach, is_checkpointed):
     ],
 )
 def test_a_gan_of_two_engines(stage, policy, max_norm):
-    wanted = two_models_jobs.reference(2, True, max_norm or torch.inf)
-    for got in worlds.run(2, two_models_jobs.train, stage, policy, max_norm):
+    wanted = reference(2, True, max_norm or torch.inf)
+    for got in worlds.run(2, train, stage, policy, max_norm):
         assert_equal_updates(got["after"], wanted, got["before"])
 
 
 def test_ranks_end_the_backward_passes_of_many_engines_in_the_same_order():
-    wanted = two_models_jobs.first_of_many_alone(2)
-    for before, after in worlds.run(2, two_models_jobs.first_of_many):
+    wanted = first_of_many_alone(2)
+    for before, after in worlds.run(2, first_of_many):
         assert_equal_updates(after, wanted, before)
 
 
 def test_an_engine_whose_backward_pass_has_failed_takes_no_part_in_another_engines():
-    assert worlds.run(2, two_models_jobs.beside_a_failed_pass) == [0, 0]
+    assert worlds.run(2, beside_a_failed_pass) == [0, 0]
