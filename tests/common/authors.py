@@ -3,68 +3,18 @@
 import functools
 import inspect
 import math
-from typing import TYPE_CHECKING
-from unittest import mock
 
 import came_pytorch
 import galore_torch
-import lomo_optim
 import torch
 import transformers
 
 from ds_ext.ops import rounding
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common import models, table
+from tests.common import table
 from tests.common.companded import rounded
 from tests.common.reference import normal_numbers
 from tests.common.simulated import Formula
-
-if TYPE_CHECKING:
-    from tests.distributed.zero_jobs import Case
-
-
-class Reference:
-    """One process with the whole model: steps on the mean loss over all ranks' batches."""
-
-    def __init__(self, case: "Case", decays: dict[str, float]) -> None:
-        self.model = models.make(None, case.tensors)
-        self.norms: list[float] = []
-        self.backward = self._fused if case.rule == "lomo" else self._plain
-        named = dict(self.model.named_parameters())
-        groups = [
-            {"params": [p for n, p in named.items() if decays[n] == decay], "weight_decay": decay}
-            for decay in sorted(set(decays.values()))
-        ]
-        hypers = {k: v for k, v in case.hypers.items() if k != "weight_decay"}
-        if case.rule == "lomo" and len(groups) > 1:
-            self.optimizer = ordinary("lomo", groups, hypers)
-            self.backward = self._plain
-        elif case.rule == "lomo":
-            decay = groups[0]["weight_decay"]
-            self.optimizer = lomo_optim.Lomo(self.model, weight_decay=decay, **hypers)
-        elif case.rule == "adalomo" and not case.tensors:
-            decay = groups[0]["weight_decay"]
-            with mock.patch.object(torch.Tensor, "cuda", lambda self: self):
-                self.optimizer = lomo_optim.AdaLomo(
-                    self.model, loss_scale=None, weight_decay=decay, **hypers
-                )
-            self.backward = self._fused
-        else:  # AdaLomo is Adafactor with a given lr; its authors' code takes matrices only
-            self.optimizer = ordinary(case.rule, groups, hypers)
-        self.lr = hypers["lr"]
-
-    def step(self, tokens: torch.Tensor, step: int) -> None:
-        self.backward(sum(self.model(t, step=step) for t in tokens) / len(tokens))
-
-    def _plain(self, loss: torch.Tensor) -> None:
-        self.optimizer.zero_grad()
-        loss.backward()
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        self.norms.append(float(torch.nn.utils.get_total_norm(grads)))
-        self.optimizer.step()
-
-    def _fused(self, loss: torch.Tensor) -> None:
-        self.optimizer.fused_backward(loss, self.lr)
 
 
 def ordinary(rule, groups, hypers):

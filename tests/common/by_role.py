@@ -122,22 +122,27 @@ def told(optimizer: Any, model: nn.Module) -> Told:
 
 
 def as_told(
-    rule: str, hypers: Group, said: Told, named: Mapping[str, Tensor]
+    rule: str, hypers: Mapping[str, Any], said: Told, named: Mapping[str, Tensor]
 ) -> torch.optim.Optimizer:
-    """The authors' optimizer of the matrices and torch's AdamW of the rest, in the told groups.
+    """The authors' optimizer of each parameter, in the told groups.
+
+    Rules of ``MATRICES`` leave what is no matrix of a linear layer to torch's AdamW.
 
     Args:
-        rule: One of ``MATRICES``.
+        rule: The name of the rule.
         hypers: What ds_ext's optimizer was given.
         said: What ``told`` returned.
         named: The parameters of one process.
     """
     own = OPTIMIZERS[rule].hypers(**hypers)
+    given = {key: value for key, value in hypers.items() if key != "weight_decay"}
     each = []
     for n, (kind, lr, decay) in said["groups"].items():
         p = named[n]
         if kind == "AdamW":
             each.append(torch.optim.AdamW([p], lr=lr, weight_decay=decay))
+        elif rule not in MATRICES:
+            each.append(ordinary(rule, [{"params": [p], "weight_decay": decay}], given))
         elif rule == "muon":
             each.append(low_rank.Muon([p], lr=lr, weight_decay=decay))
         elif p.requires_grad:

@@ -6,37 +6,39 @@ import pytest
 import torch
 
 from tests import worlds
-from tests.common import by_role, hypers, models, updates
-from tests.common.authors import INDEPENDENT, Reference
+from tests.common import by_role, engines, hypers, models, updates
+from tests.common.authors import INDEPENDENT
 from tests.common.by_role import MATRICES
 from tests.common.choose import params
-from tests.common.hypers import CLOSE, FOR_ALL, TRAINED, changed
-from tests.common.plain import mean_step
-from tests.distributed import fully_shard_jobs, zero_jobs
+from tests.common.hypers import CLOSE, FOR_ALL
+from tests.distributed import fully_shard_jobs
 from tests.distributed.fully_shard_jobs import BY_STEP, STEPS, Case
+from tests.distributed.zero_jobs import HYPERS
 
-HYPERS = changed(TRAINED, galoreadamw={"nbits": 32}, adafactor={"lr": 0.03})
 CASES = {
     f"{rule}-{how}": Case(rule, HYPERS[rule] | {"weight_decay": 0.1}, how)
-    for rule in FOR_ALL
+    for rule in (*FOR_ALL, *MATRICES)
     for how in ("fused", "plain")
 }
 CASES["adalomo-sharded"] = Case("adalomo", HYPERS["adalomo"], "sharded")
 for kind in ("reentrant", "non-reentrant"):
     CASES[f"came-{kind}"] = Case("came", HYPERS["came"], checkpointing=kind)
     CASES[f"lomo-{kind}"] = Case("lomo", HYPERS["lomo"], "sharded", checkpointing=kind)
+    CASES[f"muon-{kind}"] = Case("muon", HYPERS["muon"], checkpointing=kind)
 ALL = [(2, name) for name in CASES]
 ALL += [(3, "adalomo-fused"), (3, "came-plain"), (3, "adalomo-sharded")]
 # Some rules on two ranks, in turn inside backward and after it; cuts that are odd on three.
 QUICK = {(2, f"{rule}-{('fused', 'plain')[i % 2]}") for i, rule in enumerate(FOR_ALL[::2])}
 QUICK |= {(2, "adalomo-sharded"), (3, "adalomo-fused")}
 QUICK |= {(2, "came-reentrant"), (2, "lomo-non-reentrant")}
+QUICK |= {(2, "apollomini-plain"), (2, "muon-fused")}
 AUTHORS = "fp32, each optimizer against its authors' code"
 
 
 def shown(name: str) -> list[str]:
-    own = [AUTHORS] if CASES[name].rule in INDEPENDENT else []
-    if (kind := CASES[name].checkpointing) is not None:
+    rule, kind = CASES[name].rule, CASES[name].checkpointing
+    own = [AUTHORS] if rule in INDEPENDENT or rule in MATRICES else []
+    if kind is not None:
         own.append(f"{kind} activation checkpointing")
     return [*own, "tied, shared, unused weights; 0 to 4 dimensions"]
 
@@ -49,20 +51,20 @@ UNTOUCHED = {"unused.weight", "unused.bias", "frozen.weight", "frozen.bias"}
 def test_equals_the_authors(ranks, name):
     case = CASES[name]
     got = worlds.once(ranks, fully_shard_jobs.train, case)[0]
-    reference = Reference(
-        zero_jobs.Case(case.rule, case.hypers),
-        dict.fromkeys(got["before"], case.hypers.get("weight_decay", 0.0)),
-    )
-    for step in range(STEPS):
-        reference.step(models.batch(step, ranks), step)
-    check(got, dict(reference.model.named_parameters()), CLOSE.get(case.rule, 1e-5))
-    if case.how != "plain" and reference.norms:
-        assert got["norms"] == pytest.approx(reference.norms, rel=1e-4)
+    model = fully_shard_jobs.zoo()
+    optimizer = by_role.as_told(case.rule, case.hypers, got, dict(model.named_parameters()))
+
+    def loss_of(model, step, rank):
+        return model(models.batch(step, ranks)[rank], step)
+
+    alone = engines.alone(model, optimizer, loss_of, STEPS, ranks)
+    check(got, alone.after, CLOSE.get(case.rule, 1e-5))
+    if case.how != "plain":
+        assert got["norms"] == pytest.approx(alone.norms, rel=1e-4)
     assert got["moved in backward"] == [case.how == "fused"] * STEPS
     assert got["identical"]
-    assert {n: s for n, s in got["steps"].items() if s not in (0, STEPS)} == {
-        "odd.weight": STEPS // 2
-    }
+    halfway = {n: s for n, s in got["steps"].items() if s not in (0, STEPS)}
+    assert halfway == {"odd.weight": STEPS // 2}
 
 
 def check(got, expected, close, untouched=UNTOUCHED):
@@ -72,35 +74,6 @@ def check(got, expected, close, untouched=UNTOUCHED):
         n for n, p in expected.items() if torch.equal(p.view_as(got["before"][n]), got["before"][n])
     }
     assert still == untouched
-
-
-ROLES = {
-    f"{rule}-{how}": Case(rule, zero_jobs.HYPERS[rule] | {"weight_decay": 0.1}, how)
-    for rule in MATRICES
-    for how in ("fused", "plain")
-}
-for kind in ("reentrant", "non-reentrant"):
-    ROLES[f"muon-{kind}"] = Case("muon", zero_jobs.HYPERS["muon"], checkpointing=kind)
-
-
-def shown_by_role(name: str) -> list[str]:
-    """The same of rules of matrices."""
-    if (kind := ROLES[name].checkpointing) is not None:
-        return [f"{kind} activation checkpointing"]
-    return [AUTHORS, "tied, shared, unused weights; 0 to 4 dimensions"]
-
-
-@pytest.mark.supports(shown_by_role, stage="fsdp2", optimizer=lambda name: ROLES[name].rule)
-@pytest.mark.parametrize("name", params(ROLES, {"apollomini-plain", "muon-fused"}))
-def test_rules_of_matrices_equal_their_authors(name):
-    case = ROLES[name]
-    got = worlds.run(2, fully_shard_jobs.train, case)[0]
-    assert got["identical"]
-    model = fully_shard_jobs.zoo()
-    optimizer = by_role.as_told(case.rule, case.hypers, got, dict(model.named_parameters()))
-    for step in range(STEPS):
-        mean_step(optimizer, [model(tokens, step) for tokens in models.batch(step, 2)])
-    check(got, dict(model.named_parameters()), CLOSE.get(case.rule, 1e-5))
 
 
 ACCUMULATED = [(name, by_fsdp, 2) for name in BY_STEP for by_fsdp in (True, False)]
@@ -141,11 +114,8 @@ def test_micro_batches_are_one_step_and_clipped_exactly(name, by_fsdp, micro, ch
     case = name, by_fsdp, micro, checkpointing, rule
     got = worlds.run(ranks, fully_shard_jobs.accumulate, *case)[0]
     model, norms = fully_shard_jobs.apart(), []
-    if rule == "muon":
-        named = dict(model.named_parameters())
-        optimizer = by_role.as_told(rule, {}, got["told"], named)
-    else:
-        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    named = dict(model.named_parameters())
+    optimizer = by_role.as_told(rule, {"lr": 0.05}, got["told"], named)
     for step in range(STEPS):
         tokens = [x for i in range(micro) for x in models.batch(micro * step + i, ranks)]
         optimizer.zero_grad()

@@ -64,7 +64,7 @@ def apart() -> list[str]:
 @pytest.mark.parametrize("name", params(RUNS, ["stage 3", "stage 1"]))
 def test_local_ranks_that_are_not_the_ranks_change_nothing(name):
     got = worlds.once(4, train, name)[0]
-    before, expected, _ = training_jobs.alone(RUNS[name], 4)
+    before, expected, _ = training_jobs.alone(RUNS[name], 4, got["told"])
     assert updates.error(got["after"], expected, before) <= 1e-5
     first, *others = got["orders"]
     assert len(first) >= 4 * training_jobs.STEPS and others == [first] * 3

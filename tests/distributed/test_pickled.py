@@ -149,7 +149,7 @@ def test_code_in_a_file_is_not_run(tmp_path, kind, stage):
 def test_how_to_load_a_class_of_ones_own_is_said(tmp_path):
     told = worlds.fresh(1, classes, str(tmp_path))[0].result
     assert re.search(
-        r"model_states.pt was not loaded.*pickled_jobs\.Mine.*add_safe_globals", told[0]
+        r"model_states.pt was not loaded.*test_pickled\.Mine.*add_safe_globals", told[0]
     )
     assert told[1:] == ["3", "3"]
 

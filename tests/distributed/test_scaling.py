@@ -14,7 +14,6 @@ from torch import nn
 
 from tests import worlds
 from tests.common import by_role, engines
-from tests.common.authors import ordinary
 from tests.common.choose import params
 from tests.common.hypers import TRAINED
 from tests.common.ranks import message, whole
@@ -161,13 +160,8 @@ def autocast(stage: int, dtype: str, rule: str) -> dict[str, Any]:
 def autocast_reference(world: int, dtype: torch.dtype, rule: str, told: by_role.Told) -> nn.Module:
     torch.manual_seed(2)
     model = Net()
-    if rule in by_role.MATRICES:
-        optimizer = by_role.as_told(
-            rule, autocast_hypers(rule), told, dict(model.named_parameters())
-        )
-    else:
-        groups = [{"params": list(model.parameters()), "weight_decay": 0.0}]
-        optimizer = ordinary(rule, groups, autocast_hypers(rule))
+    named = dict(model.named_parameters())
+    optimizer = by_role.as_told(rule, autocast_hypers(rule), told, named)
 
     def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
         with torch.autocast("cpu", dtype):

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.common import by_role, engines, models
-from tests.common.authors import ordinary
-from tests.common.by_role import MATRICES
 from tests.common.hypers import FOR_ALL, TRAINED, changed
 from tests.common.ranks import whole
 
@@ -183,21 +181,12 @@ def train(run: Training) -> dict[str, Any]:
 
 
 def alone(
-    run: Training, world: int, told: by_role.Told | None = None, model: nn.Module | None = None
+    run: Training, world: int, told: by_role.Told, model: nn.Module | None = None
 ) -> engines.Alone:
-    """One process with the whole model and the batches of all ranks, and torch's clipping.
-
-    Rules of matrices have the groups that ``told`` names.
-    """
+    """One process with the whole model and the batches of all ranks, and torch's clipping."""
     model = model or models.make(dropout=0.3)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    hypers = dict(run.hypers)
-    if run.rule in MATRICES:
-        optimizer = by_role.as_told(run.rule, hypers, told, dict(model.named_parameters()))
-    else:
-        decay = hypers.pop("weight_decay")
-        groups = [{"params": list(model.parameters()), "weight_decay": decay}]
-        optimizer = ordinary(run.rule, groups, hypers)
+    optimizer = by_role.as_told(run.rule, run.hypers, told, dict(model.named_parameters()))
     parts, norms = range(run.accumulation), []
     for step in range(STEPS):
         losses = [loss_of(model, run, step, i, r, world) for r in range(world) for i in parts]

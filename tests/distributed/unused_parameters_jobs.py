@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.common import by_role, engines
-from tests.common.authors import ordinary
 from tests.common.ranks import identical
 from tests.distributed.training_jobs import HYPERS
 
@@ -125,12 +124,8 @@ def train(run: Routing) -> dict[str, Any]:
 def reference(run: Routing, world: int, told: by_role.Told) -> tuple[engines.Alone, dict[str, int]]:
     """The same in one process, and how often each parameter had a gradient."""
     model = make()
-    if run.rule in by_role.MATRICES:
-        named = dict(model.named_parameters())
-        optimizer = by_role.as_told(run.rule, HYPERS[run.rule], told, named)
-    else:
-        groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
-        optimizer = ordinary(run.rule, groups, HYPERS[run.rule])
+    named = dict(model.named_parameters())
+    optimizer = by_role.as_told(run.rule, HYPERS[run.rule], told, named)
     used = Counter(
         name
         for step in range(STEPS)

@@ -33,20 +33,16 @@ class Case:
     stage: int | None = 3  # None: fuse_into_backward, no engine
     checkpointing: str | None = None
     zero_init: bool = False
-    tensors: bool = True
-    odd: bool = True  # AdaLomo's authors count all steps, not those of the parameter
     client: bool = True  # an optimizer object, all parameters in one group; else the JSON config
     bucket: int = 500
     persist: int = 30
     plain_backward: bool = False
     dtype: str = "fp32"
 
-    def step(self, step: int) -> int:
-        return step if self.odd else 0
 
-    def is_used(self, name: str) -> bool:
-        unused = ("frozen", "unused") if self.odd else ("frozen", "unused", "odd")
-        return not name.startswith(unused)
+def is_used(name: str) -> bool:
+    """Whether a parameter gets a gradient, at least in some steps."""
+    return not name.startswith(("frozen", "unused"))
 
 
 # What differs between rules is shown by simulation, and by a case of each at every stage. How
@@ -74,10 +70,7 @@ for _rule in RULES:
 for _rule in FOUR:
     _hypers = HYPERS[_rule]
     _decay = _hypers | {"weight_decay": 0.1}
-    CASES[f"{_rule}-authors"] = Case(_rule, _hypers, tensors=False, odd=False, persist=0)
-    CASES[f"{_rule}-decay-authors"] = Case(
-        _rule, _decay, tensors=False, odd=False, plain_backward=True
-    )
+    CASES[f"{_rule}-partitioned"] = Case(_rule, _decay, persist=0, plain_backward=True)
     CASES[f"{_rule}-decay-json"] = Case(_rule, _decay, client=False, bucket=10**6)
     CASES[f"{_rule}-reentrant"] = Case(
         _rule, _decay, checkpointing="reentrant", plain_backward=True
@@ -96,7 +89,7 @@ for _rule in FOUR:
         )
 for _stage in range(4):
     CASES[f"adalomo-bf16-stage{_stage}"] = Case(
-        "adalomo", HYPERS["adalomo"], stage=_stage, dtype="bf16", tensors=False, odd=False
+        "adalomo", HYPERS["adalomo"], stage=_stage, dtype="bf16"
     )
 for _rule in MATRICES:  # by the roles of parameters, as a JSON config says
     _decay = HYPERS[_rule] | {"weight_decay": 0.1}
@@ -121,11 +114,11 @@ def config(case: Case) -> dict[str, Any]:
 
 def build(case: Case) -> models.Zoo:
     """The case's model with the seed's weights, whichever way it is built."""
-    weights = models.make(case.checkpointing, case.tensors)
+    weights = models.make(case.checkpointing)
     if not case.zero_init:
         return weights
     with deepspeed.zero.Init(config_dict_or_path=config(case) | {"ds_ext": {}}):
-        model = models.Zoo(case.checkpointing, case.tensors)
+        model = models.Zoo(case.checkpointing)
     for p, w in zip(model.parameters(), weights.parameters(), strict=True):
         with deepspeed.zero.GatheredParameters([p], modifier_rank=0), torch.no_grad():
             p.copy_(w)
@@ -134,7 +127,7 @@ def build(case: Case) -> models.Zoo:
 
 def most_alive(case: Case, ranks: int) -> int:
     """Gradient elements that may be alive at once: those of one bucket and of one parameter."""
-    parameters = models.make(None, case.tensors).parameters()
+    parameters = models.make().parameters()
     largest = max(-(-p.numel() // ranks) * ranks for p in parameters)
     most = max(case.bucket, largest) + largest
     if ranks > 1 and case.stage in (3, None):  # the bucket before is on its way
@@ -241,7 +234,7 @@ def train(name: str) -> dict[str, Any]:
     for step in range(STEPS):
         watch.sent = []
         with watch.collectives():
-            loss = engine(models.batch(step, world)[rank], step=case.step(step))
+            loss = engine(models.batch(step, world)[rank], step=step)
             if case.plain_backward:
                 loss.backward()
             else:
@@ -266,11 +259,6 @@ def train(name: str) -> dict[str, Any]:
         "sent": sent,
         "steps": {
             engine.param_names[p]: state["step"] for p, state in engine.optimizer.state.items()
-        },
-        "decays": {
-            engine.param_names[p]: group["weight_decay"]
-            for group in engine.optimizer.param_groups
-            for p in group["params"]
         },
     }
     result |= by_role.told(engine.optimizer, model)
