@@ -1,14 +1,197 @@
-"""Ranks whose backward passes fail at different layers get one error; alike ones leave no trace."""
+"""Backward passes that fail on some ranks, or bring a second gradient before the step."""
+
+import math
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
+import ds_ext
 from ds_ext.distributed.consensus import DIFFERENT_PASSES
 from tests import worlds
-from tests.common.engines import alone
+from tests.common import engines
+from tests.common.engines import rows
+from tests.common.ranks import whole
 from tests.common.updates import check_each
-from tests.distributed import failed_passes_jobs
-from tests.distributed.failed_passes_jobs import LR, NO_BATCH, WELL, Case
+from tests.distributed import fully_shard_jobs
+
+LAYERS, WIDTH, STEPS, LR = 4, 6, 3, 0.1
+WELL, NO_BATCH = LAYERS, LAYERS + 1  # instead of a number of layers
+
+
+class Failure(Exception):
+    """What a rank's backward pass raises."""
+
+
+class Model(nn.Module):
+    """A stack of layers, each of which needs a bucket: the next layer's gradient sends it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor, fails_after: int = WELL) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if i + fails_after == LAYERS - 1:
+                x.register_hook(_fail)
+            x = x.tanh()
+        return x
+
+
+def _fail(grad: Tensor) -> None:
+    raise Failure
+
+
+class Case(NamedTuple):
+    """How the second of three steps goes wrong.
+
+    A rank's backward pass fails after the gradients of so many layers, is ``WELL``, or does not
+    run: the rank ends the step alone (``NO_BATCH``).
+    """
+
+    stage: int | None  # None: fuse_into_backward
+    ends: tuple[int, ...]  # of each rank
+    policy: str = "fused"
+    clip: float = 0.0
+    zero_grad: bool = True  # whether a rank that has caught an error calls it
+    reads_norm: bool = False  # by torch's function, before each step
+    ahead: bool = False  # as on a GPU, whose ranks read an answer when the next bucket is full
+
+
+class Towers(nn.Module):
+    """Two towers, and experts. A loss uses those of them that its name says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.side = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, name: str) -> Tensor:
+        if name == "side":
+            return self.side(x)
+        if name.startswith("expert"):
+            return self.experts[int(name[-1])](x)
+        if name == "segments":
+            x = checkpoint(self.first, x.requires_grad_(), use_reentrant=True).tanh()
+            x = checkpoint(self.first, x, use_reentrant=True)
+        return self.last(self.first(x).tanh())
+
+
+class Passes(NamedTuple):
+    """The losses of the passes before a step, of each rank; "zero" calls ``zero_grad()``."""
+
+    passes: tuple[tuple[str, ...], ...]
+    policy: str = "fused"
+    bucket: int | None = None
+    ahead: bool = False
+    is_cut: bool = False  # by FSDP2
+
+
+def make(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return kind()
+
+
+def loss_of(model: Any, number: int, rank: int, *how: Any) -> Tensor:
+    return model(rows(number, rank, 3, WIDTH), *how).square().sum()
+
+
+def asking_ahead(model: nn.Module, optimizer: Any, **how: Any) -> engines.Fused:
+    """An engine without DeepSpeed that asks as on a GPU."""
+    engine = engines.Fused(model, optimizer, 1, group=dist.new_group(), **how)
+    engine.fused.layout.host_group = dist.new_group()  # where no sums of gradients wait
+    engine.fused.buckets.asks_ahead = True
+    return engine
+
+
+def train(case: Case) -> tuple[list[tuple[int, str]], dict[str, Tensor]]:
+    """The error of each step that had one, and the weights unless the last one had."""
+    model, rank, errors = make(Model), dist.get_rank(), []
+    optimizer = ds_ext.LOMO(model.parameters(), lr=LR)
+    if case.ahead:
+        how: dict[str, Any] = {"bucket_size": 40, "gradient_policy": case.policy}
+        engine: Any = asking_ahead(model, optimizer, **how)
+    else:
+        how = {"gradient_clipping": case.clip, "zero": {"reduce_bucket_size": 40}}
+        engine = engines.start(model, optimizer, case.stage, case.policy, **how)
+    for step in range(STEPS):
+        fails_after = case.ends[rank] if step == 1 else WELL
+        try:
+            if fails_after != NO_BATCH:
+                engine.backward(loss_of(engine, step, rank, fails_after))
+            if case.reads_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+            engine.step()
+        except Failure:
+            errors.append((step, "Failure"))
+            if case.zero_grad:
+                model.zero_grad()
+        except RuntimeError as error:
+            return [*errors, (step, str(error))], {}
+    return errors, whole(model)
+
+
+def legal(how: str) -> list[str]:
+    """What becomes of three steps under ``fuse_into_backward``, the second of which is unusual.
+
+    Args:
+        how: "empty batch": the last rank has none, and all drop the step; "before a gradient": all
+            fail at one place, the last rank before its first gradient; "probe": the first rank
+            catches an error of ``torch.autograd.grad``.
+    """
+    model = make(Model)
+    optimizer = ds_ext.LOMO(model.parameters(), lr=LR)
+    ds_ext.fuse_into_backward(model, optimizer, bucket_size=10**6)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    seen = []
+    for step in range(STEPS):
+        loss = loss_of(model, step, dist.get_rank())
+        if step == 1 and how == "before a gradient":
+            loss = model(rows(step, 0, 3, WIDTH), 0 if is_last else 2).sum()
+        try:
+            if not (step == 1 and how == "empty batch" and is_last):
+                loss.backward(retain_graph=True)
+            if step == 1 and how == "probe" and not is_last:
+                torch.autograd.grad(loss, torch.zeros(3, requires_grad=True))
+        except (Failure, RuntimeError) as error:
+            seen.append(type(error).__name__)
+        if step == 1 and how != "probe":
+            optimizer.zero_grad()
+        else:
+            optimizer.step()
+    return seen
+
+
+def train_towers(case: Passes) -> tuple[str, int, dict[str, Tensor]]:
+    """The error of the step, or "", the number of the last pass, and the weights."""
+    model, rank, number = make(Towers), dist.get_rank(), 0
+    if case.is_cut:
+        for layer in (model.first, model.last, model.side, *model.experts):
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = ds_ext.LOMO(model.parameters(), lr=LR)
+    how: dict[str, Any] = {"bucket_size": case.bucket, "gradient_policy": case.policy}
+    if case.ahead:
+        asking_ahead(model, optimizer, **how)
+    else:
+        ds_ext.fuse_into_backward(model, optimizer, **how)
+    try:
+        for number, name in enumerate(case.passes[rank]):
+            if name == "zero":
+                model.zero_grad()
+            else:
+                loss_of(model, number, rank, name).backward()
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error), number, {}
+    return "", number, fully_shard_jobs.whole(model)
+
 
 FAILED = [
     Case(1, (1, 3)),
@@ -54,7 +237,7 @@ def name(case):
 
 @pytest.mark.parametrize("case", FAILED + WITHOUT_BATCH, ids=name)
 def test_ranks_in_different_passes_all_raise_the_same_error(case):
-    for errors, _ in worlds.run(len(case.ends), failed_passes_jobs.train, case, limit=20):
+    for errors, _ in worlds.run(len(case.ends), train, case, limit=20):
         *failures, (_, last) = errors
         assert last == DIFFERENT_PASSES
         assert failures in ([], [(1, "Failure")])
@@ -62,10 +245,13 @@ def test_ranks_in_different_passes_all_raise_the_same_error(case):
 
 @pytest.mark.parametrize("case", ALIKE, ids=name)
 def test_a_pass_that_fails_at_the_same_layer_of_all_ranks_leaves_no_trace(case):
-    model, _ = failed_passes_jobs.make()
+    def without_second(model, number, rank):
+        return loss_of(model, 2 * number, rank)
+
+    model = make(Model)
     sgd = torch.optim.SGD(model.parameters(), lr=LR)
-    expected = alone(model, sgd, _without_second, steps=2, max_norm=case.clip)
-    for errors, after in worlds.run(2, failed_passes_jobs.train, case):
+    expected = engines.alone(model, sgd, without_second, steps=2, max_norm=case.clip)
+    for errors, after in worlds.run(2, train, case):
         assert errors == [(1, "Failure")]
         check_each(after, expected.after, expected.before)
 
@@ -79,8 +265,57 @@ def test_a_pass_that_fails_at_the_same_layer_of_all_ranks_leaves_no_trace(case):
     ],
 )
 def test_what_asks_other_ranks_nothing_is_no_error(how, first, last):
-    assert worlds.run(2, failed_passes_jobs.legal, how, limit=20) == [first, last]
+    assert worlds.run(2, legal, how, limit=20) == [first, last]
 
 
-def _without_second(model, number, rank):
-    return failed_passes_jobs.loss_of(model, 2 * number, rank)
+AGAIN = (("trunk", "trunk"),) * 2
+REFUSED = {
+    "whole": Passes((("trunk", "trunk", "trunk"),) * 2),
+    "small-buckets": Passes(AGAIN, bucket=40),
+    "ahead": Passes(AGAIN, bucket=40, ahead=True),
+    "ahead-whole": Passes(AGAIN, ahead=True),
+    "another-between": Passes((("trunk", "side", "trunk"),) * 2),
+    "partial-gradients": Passes((("segments", "segments"),) * 2),
+    "on-one-rank": Passes((("expert0", "expert0"), ("expert1", "expert2"))),
+    "in-one-process": Passes(AGAIN[:1], bucket=10**6),
+    "parts-in-one-process": Passes((("segments", "segments"),), bucket=1),
+    "fsdp2": Passes(AGAIN, is_cut=True),
+}
+ALLOWED = {
+    "towers": Passes((("trunk", "side"),) * 2),
+    "towers-ahead": Passes((("trunk", "side"),) * 2, bucket=40, ahead=True),
+    "segments": Passes((("segments", "side"),) * 2),
+    "experts": Passes((("expert0", "expert1"), ("expert1", "expert2"))),
+    "pass-on-one-rank": Passes((("trunk", "side"), ("trunk",))),
+    "discarded": Passes((("trunk", "zero", "trunk"),) * 2),
+    "sharded": Passes(AGAIN, "sharded"),
+    "fsdp2": Passes((("trunk", "side"),) * 2, is_cut=True),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_a_second_gradient_is_refused_on_all_ranks(case):
+    told = worlds.run(len(case.passes), train_towers, case)
+    errors = [error for error, _, _ in told]
+    assert len(set(errors)) == 1
+    name = "experts.0.weight" if case.passes[0][0] == "expert0" else ("first", "last")
+    assert errors[0].startswith(name)
+    assert "got a second gradient" in errors[0] and "before optimizer.step()" in errors[0]
+    if case is REFUSED["whole"]:  # a loop without steps ends at its second pass
+        assert [number for _, number, _ in told] == [1, 1]
+
+
+@pytest.mark.parametrize("case", ALLOWED.values(), ids=ALLOWED)
+def test_passes_that_bring_each_gradient_once_are_one_step(case):
+    def loss_since_zero(model, number, rank):
+        """The sum of the losses since ``zero_grad()`` was called last."""
+        names = case.passes[rank]
+        numbers = [i for i in range(len(names)) if "zero" not in names[i:]]
+        return sum(loss_of(model, i, rank, names[i]) for i in numbers)
+
+    model = make(Towers)
+    sgd = torch.optim.SGD(model.parameters(), lr=LR)
+    expected = engines.alone(model, sgd, loss_since_zero, steps=1)
+    for error, _, after in worlds.run(2, train_towers, case):
+        assert not error
+        check_each(after, expected.after, expected.before)
