@@ -77,16 +77,6 @@ def grouped_by_script(stage: int) -> list[float]:
     return [group["weight_decay"] for group in engine.optimizer.param_groups]
 
 
-def by_role(stage: int, kind: str) -> dict[str, Any]:
-    """The weights before and after steps by a rule of linear layers, and what was said."""
-    with logged() as said:
-        engine = start(stage, {"type": kind, "params": {"lr": 0.02}})
-    before = whole(engine.module)
-    advance(engine, range(STEPS))
-    after = whole(engine.module)
-    return {"before": before, "after": after, "identical": identical(after), "said": said}
-
-
 def refused(stage: int, entry: dict[str, Any]) -> str:
     params = {"lr": 0.02, "param_groups": [entry]}
     return message(lambda: start(stage, {"type": "AdaLomo", "params": params}))

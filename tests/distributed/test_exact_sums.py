@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import ds_ext
 from ds_ext.checkpoint import resharding
@@ -16,6 +19,8 @@ from ds_ext.engine.checkpoint_contents import owned
 from tests import worlds
 from tests.common import authors, engines, table
 from tests.common.choose import params
+from tests.common.ranks import whole
+from tests.distributed import fully_shard_jobs
 
 STEPS = 6
 # What moments of 8 bits round in groups of 32, which are cut in the first, the third and the last.
@@ -68,13 +73,18 @@ class Linear(nn.Module):
         return (self.weight * g).sum() + (self.bias * h).sum()
 
 
-def bits(stage: int, weight_update: str) -> dict[str, torch.Tensor]:
+def bits(stage: int | str, weight_update: str) -> dict[str, torch.Tensor]:
     """bf16 weights after steps whose gradients do not depend on the number of ranks."""
     torch.manual_seed(4)
-    model = Linear()
-    lomo = {"type": "LOMO", "params": {"lr": 1e-3, "weight_update": weight_update, "seed": 5}}
-    engine = engines.start(model, None, stage, optimizer=lomo, bf16={"enabled": True})
-    return engines.trained(engine, lambda model, step, rank: model(step), 10)["after"]
+    model, hypers = Linear(), {"lr": 1e-3, "weight_update": weight_update, "seed": 5}
+    if stage == "fsdp2":
+        fully_shard(model.bfloat16(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        engine = engines.start(model, ds_ext.LOMO(model.parameters(), **hypers), None)
+    else:
+        lomo = {"type": "LOMO", "params": hypers}
+        engine = engines.start(model, None, stage, optimizer=lomo, bf16={"enabled": True})
+    engines.train(engine, lambda model, step, rank: model(step), 10)
+    return fully_shard_jobs.whole(model) if stage == "fsdp2" else whole(model)
 
 
 def bits_reference(weight_update: str) -> dict[str, torch.Tensor]:
@@ -139,8 +149,9 @@ BITS = [
     for stage in range(4)
     for way in ("stochastic", "nearest", "master")
 ] + [(2, 1, "master24"), (3, 3, "master24")]
+BITS += [(n, "fsdp2", way) for n in (2, 3) for way in ("stochastic", "nearest", "master")]
 QUICK_BITS = [(2, 1, "nearest"), (2, 2, "stochastic"), (3, 1, "master"), (3, 3, "stochastic")]
-QUICK_BITS += [(3, 3, "master24")]
+QUICK_BITS += [(3, 3, "master24"), (3, "fsdp2", "stochastic")]
 
 
 @pytest.mark.supports("bf16 weights", stage="stage", optimizer="LOMO")

@@ -1,4 +1,4 @@
-"""FSDP2's own options, meshes of two dimensions and bf16, on real ranks."""
+"""FSDP2's own options, and meshes of two dimensions, on real ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,21 +9,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ds_ext
-from ds_ext.distributed import dtensors
 from ds_ext.optimizer import OPTIMIZERS
 from tests import worlds
-from tests.common import models, table
+from tests.common import models
 from tests.common.authors import ordinary
 from tests.common.choose import params
 from tests.common.hypers import TRAINED
 from tests.common.plain import mean_step
 from tests.common.states import same
 from tests.common.updates import check_each, error
-from tests.distributed.fully_shard_jobs import UNITS, full, local, shard, whole, zoo
+from tests.distributed.fully_shard_jobs import UNITS, local, shard, whole, zoo
 
 STEPS = 4
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
@@ -127,24 +125,6 @@ def spread(kind: str, rule: str, hypers: dict[str, Any], how: str) -> dict[str, 
     return {"before": before, "after": whole(model), "norms": norms}
 
 
-def rounded(grads: list[list[Tensor]], weights: list[Tensor]) -> list[Tensor]:
-    """bf16 weights after LOMO's steps by given gradients, rounded at random; whole."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
-
-    def spread(x: Tensor) -> Tensor:
-        return x.clone() if mesh is None else distribute_tensor(x, mesh, [Shard(0)])
-
-    params = [nn.Parameter(spread(w.bfloat16())) for w in weights]
-    optimizer = ds_ext.LOMO(params, lr=1e-3)
-    for step in grads:
-        for param, g in zip(params, step, strict=True):
-            param.grad = spread(g.bfloat16())
-        optimizer.step()
-    assert all(p.dtype == torch.bfloat16 for p in params)
-    assert mesh is None or all(map(dtensors.is_dtensor, params))
-    return [full(p).clone() for p in params]
-
-
 MEANS = {"bf16 compute": "`MixedPrecisionPolicy`", "bf16 sums": "`MixedPrecisionPolicy`"}
 MEANS |= {"left gathered": "`reshard_after_forward`", "cut for fewer": "`reshard_after_forward`"}
 MEANS |= {"offloaded": "`CPUOffloadPolicy`", "compiled": "`torch.compile`"}
@@ -181,15 +161,3 @@ def test_meshes_of_two_dimensions_equal_one_process(kind, rule, how):
     assert all(same(first["after"], got["after"]) for got in others)
     if how != "plain":
         assert first["norms"] == pytest.approx(norms, rel=1e-5) and max(norms) > 0.2
-
-
-@pytest.mark.supports("bf16 weights", stage="fsdp2", optimizer="LOMO")
-@pytest.mark.parametrize("ranks", params([2, 3], [3]))
-def test_bf16_weights_are_rounded_alike_on_any_number_of_ranks(ranks):
-    shapes = [(7, 5), (16, 12), (3,), (4, 3, 5), (1, 9)]
-    grads, weights = table.gradients(3, shapes), table.weights(shapes)
-    assert OPTIMIZERS["lomo"].hypers().weight_update == "stochastic"
-    alone = rounded(grads, weights)
-    for got in worlds.run(ranks, rounded, grads, weights):
-        assert all(map(torch.equal, got, alone))
-    assert not any(torch.equal(p, w.bfloat16()) for p, w in zip(alone, weights, strict=True))

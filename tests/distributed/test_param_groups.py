@@ -27,51 +27,15 @@ def by_hand(model):
     ]
 
 
-def by_role(kind):
-    """Optimizers of linear layers, of the embedding and of all else: of ``kind``, or its others."""
-
-    def of(model):
-        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        layers = [n for n in named if n in ("up.weight", "down.weight", "shared.weight")]
-        layers += [n for n in named if n in ("odd.weight", "unused.weight")]
-        made = [ordinary(kind, [{"params": [named.pop(n) for n in layers]}], {"lr": 0.02})]
-        if kind == "scale":
-            hypers = {"lr": 0.02, "norm_axis": "column"}
-            made.append(ordinary(kind, [{"params": [named.pop("embed.weight")]}], hypers))
-        other = "adamw" if kind == "scale" else "flashadamw"
-        rest = [{"params": list(named.values()), "weight_decay": 0.0}]
-        return [*made, ordinary(other, rest, {"lr": 0.02})]
-
-    return of
-
-
-def check(got, ranks, optimizers):
-    """The weights, and those of a run that was resumed, are those of one process."""
-    torch.manual_seed(0)
-    model = models.Zoo()
-    param_groups_jobs.reference(ranks, optimizers(model), model)
-    expected, before = dict(model.named_parameters()), got["before"]
-    updates.check(got["after"], expected, before, param_groups_jobs.STEPS)
-    updates.check_each(
-        got.get("resumed", got["after"]), got["after"], before, param_groups_jobs.STEPS
-    )
-
-
-@pytest.mark.parametrize(
-    "kind, stage",
-    params([(k, s) for k in ("SCALE", "SinkGD") for s in range(4)], {("SCALE", 2), ("SinkGD", 3)}),
-)
-def test_a_rule_of_linear_layers_leaves_the_rest_to_others(kind, stage):
-    got = worlds.run(2, param_groups_jobs.by_role, stage, kind)[0]
-    assert got["identical"]
-    check(got, 2, by_role(kind.lower()))
-
-
 @pytest.mark.parametrize("ranks, stage", params(CASES, {(2, 1), (2, 3)}))
 def test_each_parameter_is_stepped_by_its_own_rule(ranks, stage, tmp_path):
     got = worlds.run(ranks, param_groups_jobs.train, stage, str(tmp_path))[0]
     assert got["identical"]
-    check(got, ranks, by_hand)
+    torch.manual_seed(0)
+    model, steps, before = models.Zoo(), param_groups_jobs.STEPS, got["before"]
+    param_groups_jobs.reference(ranks, by_hand(model), model)
+    updates.check(got["after"], dict(model.named_parameters()), before, steps)
+    check_each(got["resumed"], got["after"], before, steps)
     said = " ".join(got["said"])
     assert "LOMO, lr=0.1 on: up.bias" in said and "AdaLomo on: " in said
     assert (

@@ -14,23 +14,13 @@ from torch.nn import functional as F
 
 from tests.common import by_role, engines
 from tests.common.ranks import message, shared_folder
+from tests.distributed import tensor_parallel_jobs
 from tests.distributed.tensor_parallel_jobs import weights
 
 VOCAB, WIDTH, HEADS, LENGTH, STEPS = 29, 24, 4, 10, 4
 CLIPS = {"lomo": 0.0}  # 0: none; the others are clipped
 # A gradient that is too large by a factor changes LOMO's update, but none of the others'.
-HYPERS: dict[str, dict[str, Any]] = {
-    "lomo": {"lr": 1.0},
-    "adalomo": {"lr": 5e-3},
-    "came": {"lr": 5e-4},
-    "adamw": {"lr": 5e-3},
-    "sinkgd": {"lr": 0.05},
-    "galoreadamw": {"lr": 5e-3, "rank": 4},
-    "apollo": {"lr": 5e-3, "rank": 4},
-    "apollomini": {"lr": 1e-3},
-    "muon": {"lr": 5e-3, "ns_dtype": "fp32"},
-}
-OURS = {"galoreadamw": {"nbits": 32, "update_proj_gap": 200, "target_modules": ["."]}}
+HYPERS = tensor_parallel_jobs.HYPERS | {"lomo": {"lr": 1.0}, "sinkgd": {"lr": 0.05}}
 
 
 @dataclass(frozen=True)
@@ -115,11 +105,11 @@ def whole(rule: str, pairs: int, told: by_role.Told) -> engines.Alone:
 
 
 def start(case: Case) -> deepspeed.DeepSpeedEngine:
-    params = HYPERS[case.rule] | OURS.get(case.rule, {}) | {"weight_decay": 0.0}
+    own = HYPERS[case.rule] | tensor_parallel_jobs.OURS.get(case.rule, {})
     config = engines.config(
         case.stage,
         gradient_clipping=clip_of(case.rule),
-        optimizer={"type": f"ds_ext.{case.rule}", "params": params},
+        optimizer={"type": f"ds_ext.{case.rule}", "params": own | {"weight_decay": 0.0}},
         zero={"reduce_bucket_size": 1500},
     )
     return initialized(config)
