@@ -38,6 +38,7 @@ class Adafactor(RuleOptimizer):
         scale_parameter: step size relative to RMS(p).
         relative_step: step size from t alone.
         warmup_init: relative step size grows from 1e-6.
+        nbits: bits of a moment's element.
         ema_decay: of the moving average of the weights; 0: no average.
         ema_dtype: of the average; "bf16" is rounded stochastically.
         weight_update: rounding of 16-bit weights; others are not rounded.
@@ -57,6 +58,7 @@ class Adafactor(RuleOptimizer):
         scale_parameter: bool = True,
         relative_step: bool = True,
         warmup_init: bool = False,
+        nbits: Literal[8, 32] = 32,
         ema_decay: float = 0.0,
         ema_dtype: Literal["bf16", "fp32"] = "fp32",
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
@@ -76,6 +78,7 @@ class Adafactor(RuleOptimizer):
         scale_parameter: bool = True,
         relative_step: bool = True,
         warmup_init: bool = False,
+        nbits: Literal[8, 32] = 32,
         ema_decay: float = 0.0,
         ema_dtype: Literal["bf16", "fp32"] = "fp32",
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
@@ -306,6 +309,7 @@ class CAME(RuleOptimizer):
         eps: added to g², to the residual.
         clip_threshold: largest RMS of an update before momentum.
         weight_decay: decoupled, times lr.
+        nbits: bits of a moment's element.
         ema_decay: of the moving average of the weights; 0: no average.
         ema_dtype: of the average; "bf16" is rounded stochastically.
         weight_update: rounding of 16-bit weights; others are not rounded.
@@ -321,6 +325,7 @@ class CAME(RuleOptimizer):
         eps: tuple[float, float] = (1e-30, 1e-16),
         clip_threshold: float = 1.0,
         weight_decay: float = 0.0,
+        nbits: Literal[8, 32] = 32,
         ema_decay: float = 0.0,
         ema_dtype: Literal["bf16", "fp32"] = "fp32",
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
@@ -336,6 +341,7 @@ class CAME(RuleOptimizer):
         eps: tuple[float, float] = (1e-30, 1e-16),
         clip_threshold: float = 1.0,
         weight_decay: float = 0.0,
+        nbits: Literal[8, 32] = 32,
         ema_decay: float = 0.0,
         ema_dtype: Literal["bf16", "fp32"] = "fp32",
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",

@@ -5,12 +5,13 @@ group, both ranks keep the group, so that values are rounded alike on any number
 """
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from ds_ext.ops import functions
 from ds_ext.ops.batch import Batch
 from ds_ext.ops.expressions import (
     Gradient,
@@ -21,7 +22,8 @@ from ds_ext.ops.expressions import (
     flat,
     read,
 )
-from ds_ext.ops.shard import Shard, outward
+from ds_ext.ops.moments import advance_
+from ds_ext.ops.shard import Block, Shard, outward
 from ds_ext.ops.state import Part, Parts
 
 Sums: TypeAlias = tuple[Tensor, ...]
@@ -119,3 +121,69 @@ def _others(g: Gradient, shard: Shard, size: int) -> Edges:
         last = (shard.stop - 1) // size
         after = edges[shared.index(last), shard.stop - last * size : run.stop - last * size]
     return before, after
+
+
+def lerp_(
+    format_: Format, kept: Any, x: Readable, weight: float, shard: Any, like: Gradient
+) -> Generator[Sums, Sums, Readable]:
+    """m ← m + weight · (x − m), for a moment m of a run; returns m as it is stored.
+
+    If cuts go through groups, one round exchanges the elements of ``x`` in these groups.
+
+    Args:
+        format_: the storage format of m.
+        kept: the state of m, by ``state_spec``.
+        x: the run. It may depend on rows and columns.
+        weight: of x in m.
+        shard: the geometry; a batch only if groups have one element.
+        like: a gradient.
+    """
+    m = format_.opened(kept)
+    if format_.size == 1:
+        functions.lerp_(m, x, weight, shard)
+        return m
+    dtype = accumulator(like.dtype)
+    by_element: Any = _ByElement(x, shard, dtype, like.device)
+    _, padded, whole = yield from whole_groups(by_element, by_element, shard, format_.size)
+    for b in functions.blocks(whole, like):
+        advance_(m, b, read(padded, b), weight)
+    first = outward(shard.start, shard.stop, format_.size, shard.numel).start
+    return _OwnValues(m, shard.start - first, len(whole), format_.size, dtype)
+
+
+@dataclass(frozen=True)
+class _ByElement:
+    """A run of a matrix, to be read in flat blocks, which need not be boxes of the matrix."""
+
+    x: Readable
+    shard: Shard
+    dtype: torch.dtype
+    device: torch.device
+
+    def block(self, b: Block) -> Tensor:
+        """Returns a block's values, [1, 1, elements]. The caller may overwrite them."""
+        start, first = b.run.start, self.shard.start
+        part = replace(self.shard, start=first + start, stop=first + b.run.stop)
+        values = torch.empty(len(part), dtype=self.dtype, device=self.device)
+        for box in part.blocks():
+            run = slice(start + box.run.start, start + box.run.stop)
+            values[box.run] = read(self.x, replace(box, run=run)).reshape(-1)
+        return values.view(b.shape)
+
+
+@dataclass(frozen=True)
+class _OwnValues:
+    """A run's values of a moment, from element ``before`` of its ``total`` elements on."""
+
+    m: Writable
+    before: int
+    total: int
+    size: int  # of a group, which is read as a whole
+    dtype: torch.dtype
+
+    def block(self, b: Block) -> Tensor:
+        """Returns a block's values, [mats, rows, cols]. The caller may overwrite them."""
+        start, stop = self.before + b.run.start, self.before + b.run.stop
+        groups = outward(start, stop, self.size, self.total)
+        values = read(self.m, flat(groups)).view(-1)[start - groups.start : stop - groups.start]
+        return values.to(self.dtype).view(b.shape)

@@ -116,6 +116,42 @@ def flashadamw(p, g, s, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2
     return p * (1 - lr * weight_decay) - lr * u
 
 
+def divisor(g, s, name, beta, eps):
+    """sqrt(v), by Adafactor's statistics of a matrix or the second moment of a vector, in ``s``."""
+    square = g * g + eps
+    if g.dim() < 2:
+        s[name] = beta * s.get(name, 0) + (1 - beta) * square
+        return s[name].sqrt()
+    row, col = (
+        beta * s.get((name, dim), 0) + (1 - beta) * square.mean(dim, keepdim=True)
+        for dim in (-1, -2)
+    )
+    s[name, -1], s[name, -2] = row, col
+    return (row * col / row.mean(-2, keepdim=True)).sqrt()
+
+
+def came(
+    p, g, s, lr=2e-4, betas=(0.9, 0.999, 0.9999), eps=(1e-30, 1e-16), weight_decay=0.0, nbits=8
+):  # fmt: skip
+    """Algorithm 2 of arXiv 2307.02047 with a momentum that is rounded before it is used."""
+    u = g / divisor(g, s, "v", betas[1], eps[0])
+    u = u / u.square().mean().sqrt().clamp(min=1)
+    m = s["m"] = rounded(betas[0] * s.get("m", 0) + (1 - betas[0]) * u, True)
+    if g.dim() > 1:
+        m = m / divisor(u - m, s, "r", betas[2], eps[1])
+    return p * (1 - lr * weight_decay) - lr * m
+
+
+def adafactor(p, g, s, lr, beta1, weight_decay=0.0, relative_step=False, nbits=8):
+    """Algorithm 4 of arXiv 1804.04235 with a momentum that is rounded before it is used."""
+    t = s["t"] = s.get("t", 0) + 1
+    u = g / divisor(g, s, "v", 1 - t**-0.8, 1e-30)
+    u = u / u.square().mean().sqrt().clamp(min=1)
+    alpha = lr * p.square().mean().sqrt().clamp(min=1e-3)
+    m = s["m"] = rounded(beta1 * s.get("m", 0) + (1 - beta1) * alpha * u, True)
+    return p * (1 - alpha * weight_decay) - m
+
+
 def by_formula(formula, before, steps, **hypers):
     """The parameters after the gradients of ``steps`` by a formula of this module."""
     params, states = list(before), [{} for _ in before]

@@ -26,6 +26,7 @@ HYPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "adafactor": ("adafactor", {"lr": 0.05, "relative_step": False}),
     "adafactor beta1": ("adafactor", {"lr": 0.05, "relative_step": False, "beta1": 0.9}),
     "came": ("came", {"lr": 2e-3}),
+    "came 8-bit": ("came", {"lr": 2e-3, "nbits": 8}),
     "lamb": ("lamb", {"lr": 0.05}),
     "flash": ("flashadamw", {"lr": 0.05}),
     "muon": ("muon", {"lr": 0.05, "ns_dtype": "fp32"}),

@@ -33,6 +33,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "averaged": ("adamw", {"lr": 0.05, "ema_decay": 0.9}),
     "flash 8-bit": ("flashadamw", {"lr": 0.05}),
     "lion 8-bit": ("lion", {"lr": 0.05, "nbits": 8}),
+    "came 8-bit": ("came", {"lr": 2e-3, "nbits": 8}),
     "galore 8-bit": (
         "galoreadamw",
         {"lr": 0.05, "rank": 30, "nbits": 8, "min_8bit_size": 100, "update_proj_gap": 2},

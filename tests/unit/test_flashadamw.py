@@ -1,4 +1,5 @@
-"""FlashAdamW and Lion: their papers' algorithms on simulated ranks, and moments of 8 bits.
+"""FlashAdamW, Lion, and CAME and Adafactor with 8-bit momentum: their papers' algorithms on
+simulated ranks, and moments of 8 bits.
 
 The moments of the transcription are rounded as the paper rounds them: codes of 8 bits, and a scale
 for 32 elements of the flattened parameter.
@@ -24,14 +25,19 @@ ADAMW = {"defaults": {}, "decay": {"lr": 0.02, "weight_decay": 0.3}}
 ADAMW |= {"betas-eps": {"betas": (0.8, 0.95), "eps": 0.3}}
 LION = {"defaults": {}, "decay": {"lr": 0.02, "weight_decay": 0.3}, "betas": {"betas": (0.5, 0.8)}}
 LION |= {"8 bits": {"nbits": 8}}
-
+CAME = {"defaults": {"nbits": 8}, "decay": {"nbits": 8, "lr": 0.02, "weight_decay": 0.3}}
+ADAFACTOR = {"defaults": {"nbits": 8, "lr": 0.02, "beta1": 0.9, "relative_step": False}}
 
 RULES = {
     "flashadamw": (all_rules.FlashAdamW, authors.flashadamw, ADAMW),
     "lion": (all_rules.Lion, authors.lion, LION),
+    "came in 8 bits": (all_rules.CAME, authors.came, CAME),
+    "adafactor in 8 bits": (all_rules.Adafactor, authors.adafactor, ADAFACTOR),
 }
 QUICK = [(("flashadamw", "decay"), 7), (("flashadamw", "betas-eps"), 2), (("lion", "betas"), 3)]
 QUICK += [(("flashadamw", "defaults"), 1), (("lion", "8 bits"), 1), (("lion", "8 bits"), 7)]
+QUICK += [(("came in 8 bits", "defaults"), 1), (("came in 8 bits", "decay"), 7)]
+QUICK += [(("adafactor in 8 bits", "defaults"), 3)]
 
 
 def formula(name):

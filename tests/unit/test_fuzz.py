@@ -27,8 +27,13 @@ EXACT = 1e-9
 # A rule that has no row is run with its defaults.
 ROWS = {
     "adalomo": [{}, {"clip_threshold": 0.3}, {"eps": (0.1, 0.9)}],
-    "adafactor": [{}, {"beta1": 0.9}, {"lr": 0.1, "relative_step": False}],
-    "came": [{}, {"betas": (0.8, 0.99, 0.995), "eps": (0.1, 0.05)}],
+    "adafactor": [
+        {},
+        {"beta1": 0.9},
+        {"lr": 0.1, "relative_step": False},
+        {"beta1": 0.9, "nbits": 8},
+    ],
+    "came": [{}, {"betas": (0.8, 0.99, 0.995), "eps": (0.1, 0.05)}, {"nbits": 8}],
     "lamb": [{}, {"bias_correction": False}, {"min_coeff": 0.01, "max_coeff": 10.0}],
     "adamw": [{}, {"nbits": 8, "min_8bit_size": 0}],
     "scale": [{}, {"momentum": 0.9}, {"norm_axis": "column"}],

@@ -28,6 +28,7 @@ from tests.common.states import tensors
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SETTINGS = [(name, {}) for name in FOR_ALL]
 SETTINGS += [("adafactor", {"beta1": 0.9}), ("galoreadamw", {"rank": 16, "nbits": 8})]
+SETTINGS += [("adafactor", {"beta1": 0.9, "nbits": 8}), ("came", {"nbits": 8})]
 SETTINGS += [(name, {"weight_update": "master"}) for name in ("lomo", "adalomo", "came")]
 SETTINGS += [("lomo", {"weight_update": "master24"}), ("lomo", {"ema_decay": 0.9})]
 SETTINGS += [("lomo", {"ema_decay": 0.9, "ema_dtype": "bf16"})]

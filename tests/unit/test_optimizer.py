@@ -178,6 +178,7 @@ REFUSED = [
     ("adafactor", {"lr": 1e-3}, ["Adafactor", "lr=0.001", "relative_step", "to false"]),
     ("adafactor", {"relative_step": False}, ["Adafactor", "lr is missing"]),
     ("adafactor", WARMUP, ["warmup_init=true needs relative_step=true"]),
+    ("adafactor", {"nbits": 8}, ["nbits=8 needs beta1: without momentum"]),
     ("came", {"betas": [0.9, 0.999]}, ["betas is [0.9, 0.999]", "a list of 3: [a num", "Adam"]),
     ("lomo", {"weight_update": "exact"}, ["'exact'", '"nearest", "master" or "master24"']),
     ("lomo", {"seed": -1}, ["LOMO: optimizer.params.seed is -1", "a whole number >= 0"]),

@@ -99,7 +99,9 @@ def test_a_split_matrix_takes_the_step_of_the_whole(name, how, world):
                 assert torch.equal(state[v]["col"], states[0][v]["col"])
 
 
-@pytest.mark.parametrize("name, hypers", [("flashadamw", {}), ("lion", {"nbits": 8})])
+@pytest.mark.parametrize(
+    "name, hypers", [("flashadamw", {}), ("lion", {"nbits": 8}), ("came", {"nbits": 8})]
+)
 def test_8_bit_groups_are_those_of_the_whole_where_boxes_hold_whole_ones(name, hypers):
     boxes = ((Box(0, 12, 0, 64),), (Box(0, 12, 64, 32),))
     for world in (1, 3):

@@ -27,6 +27,8 @@ WITHOUT_STATE = {"lomo", "sinkgd", "scale-plain"}
 MORE = {  # further forms of what a rule keeps
     "adafactor-plain": ("adafactor", {"beta1": None}),
     "scale-plain": ("scale", {"momentum": 0.0}),
+    "came-8": ("came", {"nbits": 8}),
+    "adafactor-8": ("adafactor", {"nbits": 8}),
     "lion-8": ("lion", {"nbits": 8}),
     "muon": ("muon", {"ns_dtype": "fp32"}),  # fp64 parameters have no bf16 products
     "muon-8": ("muon", {"nbits": 8, "beta2": 0.9}),
@@ -304,6 +306,7 @@ def test_after_a_refused_step_the_next_takes_the_states_as_they_are_then():
     [
         ("lion", {}, {"nbits": 8}),
         ("lion", {"nbits": 8}, {"nbits": 32}),
+        ("came", {}, {"nbits": 8}),
         ("adafactor", {"beta1": None}, {"beta1": 0.9}),
         ("scale", {"momentum": 0.0}, {"momentum": 0.9}),
         ("galoreadamw", {}, {"rank": 2}),
