@@ -207,6 +207,7 @@ ARGUMENT = {name: 2 + 2 * i for i, name in enumerate(ADDRESSES)}  # the first of
 ARGUMENT |= {name: 2 + 2 * len(ADDRESSES) + i for i, name in enumerate(NUMBERS)}
 AT = {name: i for i, name in enumerate(TILE)}  # each column's index in a row
 ARGUMENTS = 2 + 2 * len(ADDRESSES) + len(NUMBERS)  # their number
+LAYOUT = f"{TILE} {ARGUMENT} {[*FORMS]} {[*STORAGE]}"  # what a compiled kernel depends on
 
 
 def native_columns() -> list[Column]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_ext.ops import Scaled
+from ds_ext.ops import Scaled, schema
 from ds_ext.ops.executors.native import native_table as native
 from ds_ext.ops.executors.triton import devices, kernels, launch_memory, launches, tiles
 from ds_ext.ops.executors.triton.launch_memory import GradLimits
@@ -284,3 +284,12 @@ def test_arrays_are_copied_once_and_those_of_a_step_with_the_next(monkeypatch):
     arrays.memory = memory
     arrays.addresses([three])
     assert copied == [[one], [two], [two, one, three], [three]]
+
+
+def test_a_kernel_is_compiled_again_after_a_change_of_columns(monkeypatch):
+    before = launches.KernelConstants(name="apply")
+    assert launches.KernelConstants(name="apply") == before
+    monkeypatch.setattr(schema, "LAYOUT", schema.LAYOUT + " and another column")
+    assert launches.KernelConstants(name="apply") != before
+    with pytest.raises(AttributeError, match="no column, form or format LOUDNESS"):
+        _ = kernels.fields.LOUDNESS

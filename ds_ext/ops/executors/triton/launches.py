@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ds_ext.ops import rounding
+from ds_ext.ops import rounding, schema
 from ds_ext.ops.executors.triton import sizes
 from ds_ext.ops.executors.triton.tiles import Int64s
 
@@ -29,6 +29,7 @@ class KernelConstants:
     def __init__(self, **fields: object) -> None:
         self.fields = fields
         text = ", ".join(f"{name}={value!r}" for name, value in sorted(fields.items()))
+        text += schema.LAYOUT  # of which Triton's key of a compiled kernel knows nothing
         self._name = "of_" + hashlib.sha256(text.encode()).hexdigest()[:16]
         vars(self).update(fields)
 

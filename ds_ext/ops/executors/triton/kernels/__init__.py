@@ -8,10 +8,9 @@ passes. Sums are in fp32. ``encode`` stores weights in 8 bits.
 import triton
 import triton.language as tl
 
+from ds_ext.ops.executors.triton.kernels.fields import FORM, FORMATS
 from ds_ext.ops.executors.triton.kernels.int8 import encode
 from ds_ext.ops.executors.triton.kernels.run import run
-from ds_ext.ops.executors.triton.kernels.values import FORM
-from ds_ext.ops.executors.triton.kernels.weights import FORMATS
 
 VERSION = tuple(int(x) for x in triton.__version__.split(".")[:2])
 

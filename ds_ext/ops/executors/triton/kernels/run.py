@@ -8,14 +8,8 @@ import triton
 import triton.language as tl
 
 from ds_ext.ops.executors.triton.kernels import elementwise, sums
-from ds_ext.ops.executors.triton.kernels.table_access import (
-    FOUND,
-    INDEX,
-    MOST,
-    number,
-    parameter_of,
-    pointer,
-)
+from ds_ext.ops.executors.triton.kernels import fields as F
+from ds_ext.ops.executors.triton.kernels.table_access import number, parameter_of, pointer
 from ds_ext.ops.schema import ARGUMENTS
 
 
@@ -45,14 +39,14 @@ def run(
     """
     own, tile = parameter_of(rows, count, COUNT)
     t = (
-        own, tl.load(own + INDEX), x, x_at, m, m_at, v, v_at, m_scale, m_scale_at,
+        own, tl.load(own + F.INDEX), x, x_at, m, m_at, v, v_at, m_scale, m_scale_at,
         v_scale, v_scale_at, w, w_at, aux, aux_at, out, out_at, out2, out2_at, row, row_at,
         col, col_at, before, before_at, in_, in_at, in2, in2_at, in3, in3_at,
         key, key_at, noise, noise_at, part, part_at, part2, part2_at, probe, probe_at,
         found, found_at, factor, bound, scale, lr, decay, lerp1, lerp2, a, b, eps, clip, lerp, most,
     )  # fmt: skip
     if P.SKIPS_BAD_GRADIENTS:
-        if tl.load(pointer(t, FOUND, tl.float32)) <= number(t, MOST):  # false for NaN
+        if tl.load(pointer(t, F.FOUND, tl.float32)) <= number(t, F.MOST):  # false for NaN
             _pass(t, tile, P)
     else:
         _pass(t, tile, P)

@@ -7,30 +7,8 @@ sum depends on the geometry alone.
 import triton
 import triton.language as tl
 
+from ds_ext.ops.executors.triton.kernels import fields as F
 from ds_ext.ops.executors.triton.kernels.table_access import (
-    BEFORE,
-    CLIP,
-    COL,
-    COLS,
-    EPS,
-    HEIGHT,
-    IN,
-    IN2,
-    IN3,
-    LERP,
-    MATS,
-    OUT,
-    OUT2,
-    PART,
-    PART2,
-    ROW,
-    ROWS,
-    SCALE,
-    START,
-    TOTAL,
-    A,
-    N,
-    X,
     divided,
     elements_of,
     hinted,
@@ -78,17 +56,17 @@ def row_col_sums(t, tile, P: tl.constexpr):
 
     part is [across, row tiles · TR], and part2 [row tiles, cols].
     """
-    cols = hinted(integer(t, COLS), P)
-    down, over = divided(tile, tl.cdiv(size(t, COLS), P.TC))
+    cols = hinted(integer(t, F.COLS), P)
+    down, over = divided(tile, tl.cdiv(size(t, F.COLS), P.TC))
     mat, top = rows_of(t, down, P.TR)
     e, ok = elements_of(t, mat, top, over * P.TC, P)
     u = value_of(t, e, ok, mat, top, over * P.TC, P)
     j = over * P.TC + tl.arange(0, P.TC)
     u = tl.where(ok, u, 0.0)
     square = u * u
-    row = over * integer(t, HEIGHT) + down * P.TR + tl.arange(0, P.TR)
-    tl.store(pointer(t, PART, tl.float32) + row, tl.sum(square, axis=1))
-    col = vectors(t, PART2, tl.float32, P) + down * cols + j
+    row = over * integer(t, F.HEIGHT) + down * P.TR + tl.arange(0, P.TR)
+    tl.store(pointer(t, F.PART, tl.float32) + row, tl.sum(square, axis=1))
+    col = vectors(t, F.PART2, tl.float32, P) + down * cols + j
     tl.store(col, tl.sum(square, axis=0), mask=j < cols)
 
 
@@ -102,10 +80,10 @@ def weighted_sums(t, tile, P: tl.constexpr):
     A row is no wider than a tile, so it is read once. Loads that are pipelined take longer.
     """
     TC: tl.constexpr = P.TC
-    rows, cols = integer(t, ROWS), hinted(integer(t, COLS), P)
-    strip, start, n = size(t, HEIGHT), integer(t, START), integer(t, N)
-    x, out = vectors(t, X, P.XD, P), pointer(t, OUT, tl.float32)
-    before, lerp, eps = pointer(t, BEFORE, tl.float32), number(t, LERP), number(t, EPS)
+    rows, cols = integer(t, F.ROWS), hinted(integer(t, F.COLS), P)
+    strip, start, n = size(t, F.HEIGHT), integer(t, F.START), integer(t, F.N)
+    x, out = vectors(t, F.X, P.XD, P), pointer(t, F.OUT, tl.float32)
+    before, lerp, eps = pointer(t, F.BEFORE, tl.float32), number(t, F.LERP), number(t, F.EPS)
     factor, most = factor_and_bound(t, P)
     mat, top = rows_of(t, tile, strip)
     j = tl.arange(0, P.TC)
@@ -122,8 +100,8 @@ def weighted_sums(t, tile, P: tl.constexpr):
         plain += tl.sum(square, axis=0)
         divided += tl.sum(square * _row_weights(old, sums, lerp, eps, cols)[:, None], axis=0)
     at = tile * cols + j
-    tl.store(vectors(t, PART, tl.float32, P) + at, plain, mask=j < cols)
-    tl.store(vectors(t, PART2, tl.float32, P) + at, divided, mask=j < cols)
+    tl.store(vectors(t, F.PART, tl.float32, P) + at, plain, mask=j < cols)
+    tl.store(vectors(t, F.PART2, tl.float32, P) + at, divided, mask=j < cols)
 
 
 @triton.jit
@@ -134,15 +112,15 @@ def normalize_whole_rows(t, tile, P: tl.constexpr):
     Like ``weighted_sums``, it reads a row once.
     """
     TC: tl.constexpr = P.TC
-    rows, cols = integer(t, ROWS), hinted(integer(t, COLS), P)
-    strip, start, n = size(t, HEIGHT), integer(t, START), integer(t, N)
-    x, out = vectors(t, X, P.XD, P), pointer(t, OUT, tl.float32)
-    by_row, root, least = pointer(t, ROW, tl.float32), number(t, A), number(t, EPS)
+    rows, cols = integer(t, F.ROWS), hinted(integer(t, F.COLS), P)
+    strip, start, n = size(t, F.HEIGHT), integer(t, F.START), integer(t, F.N)
+    x, out = vectors(t, F.X, P.XD, P), pointer(t, F.OUT, tl.float32)
+    by_row, root, least = pointer(t, F.ROW, tl.float32), number(t, F.A), number(t, F.EPS)
     factor, most = factor_and_bound(t, P)
-    scale = number(t, SCALE)
+    scale = number(t, F.SCALE)
     mat, top = rows_of(t, tile, strip)
     j = tl.arange(0, P.TC)
-    by_col = tl.load(pointer(t, COL, tl.float32) + mat * cols + j, mask=j < cols, other=0.0)
+    by_col = tl.load(pointer(t, F.COL, tl.float32) + mat * cols + j, mask=j < cols, other=0.0)
     sums = tl.zeros([TC], dtype=tl.float32)
     for i in tl.range(0, strip, P.TR, num_stages=1):
         row, begin, own = _rows(top + i + tl.arange(0, P.TR), mat, rows, cols, start, n)
@@ -155,7 +133,7 @@ def normalize_whole_rows(t, tile, P: tl.constexpr):
         new = tl.where(own, _normalized(old, norm, root, least), 0.0)
         tl.store(out + row, new, mask=own)
         sums += tl.sum(square * (new * new)[:, None], axis=0)
-    tl.store(vectors(t, PART, tl.float32, P) + tile * cols + j, sums, mask=j < cols)
+    tl.store(vectors(t, F.PART, tl.float32, P) + tile * cols + j, sums, mask=j < cols)
 
 
 @triton.jit
@@ -166,17 +144,17 @@ def fold(t, tile, P: tl.constexpr):
     """
     TC: tl.constexpr = P.TC
     j = tile * P.TC + tl.arange(0, P.TC)
-    rows, cols, height = integer(t, ROWS), integer(t, COLS), integer(t, HEIGHT)
-    has = j < integer(t, N)
+    rows, cols, height = integer(t, F.ROWS), integer(t, F.COLS), integer(t, F.HEIGHT)
+    has = j < integer(t, F.N)
     sums = tl.zeros([TC], dtype=tl.float32)
     for k in range(0, rows, P.TR):
         i = k + tl.arange(0, P.TR)
         at = i[:, None].to(tl.int64) * cols + j[None, :]
         ok = (i < rows)[:, None] & has[None, :] & (at < height)
-        x = tl.load(pointer(t, PART, tl.float32) + at, mask=ok, other=0.0)
+        x = tl.load(pointer(t, F.PART, tl.float32) + at, mask=ok, other=0.0)
         sums += tl.sum(x, axis=0)
-    out = pointer(t, OUT, tl.float32)
-    if integer(t, TOTAL) != 0:
+    out = pointer(t, F.OUT, tl.float32)
+    if integer(t, F.TOTAL) != 0:
         tl.store(out, tl.sum(sums, axis=0))
     else:
         tl.store(out + j, sums, mask=has)
@@ -190,19 +168,19 @@ def factors(t, tile, P: tl.constexpr):
     min(1, clip / RMS); in3 are the weighted sums for the RMS.
     """
     TC: tl.constexpr = P.TC
-    mats = integer(t, MATS)
+    mats = integer(t, F.MATS)
     squares = tl.zeros([TC], dtype=tl.float32)
     for mat in range(0, mats):
         mean = _advance_rows(t, mat, TC)
-        for c in range(0, integer(t, COLS), TC):
+        for c in range(0, integer(t, F.COLS), TC):
             new, at, has = _advance_columns(t, mat, c, TC)
             if P.name == "clipped_factors":
-                divided = tl.load(pointer(t, IN3, tl.float32) + at, mask=has, other=0.0) / new
+                divided = tl.load(pointer(t, F.IN3, tl.float32) + at, mask=has, other=0.0) / new
                 squares += mean * tl.where(has & (new != 0), divided, 0.0)  # 0 / 0 is 0
     if P.name == "clipped_factors":
-        ratio = number(t, CLIP) / tl.sqrt(tl.sum(squares, axis=0) * number(t, A))
+        ratio = number(t, F.CLIP) / tl.sqrt(tl.sum(squares, axis=0) * number(t, F.A))
         tl.debug_barrier()  # other threads may have stored the values loaded below
-        _multiply_rows(t, mats * integer(t, ROWS), tl.where(ratio > 1, 1.0, ratio), TC)
+        _multiply_rows(t, mats * integer(t, F.ROWS), tl.where(ratio > 1, 1.0, ratio), TC)
 
 
 @triton.jit
@@ -211,19 +189,19 @@ def _advance_rows(t, mat, TC: tl.constexpr):
 
     out ← 1 / sqrt(row / mean).
     """
-    rows, cols = integer(t, ROWS), integer(t, COLS)
+    rows, cols = integer(t, F.ROWS), integer(t, F.COLS)
     k = tl.arange(0, TC)
     sums = tl.zeros([TC], dtype=tl.float32)
     for r in range(0, rows, TC):
         has = r + k < rows
-        new = _statistic(t, ROW, IN, mat * rows + r + k, has, cols.to(tl.float32))
+        new = _statistic(t, F.ROW, F.IN, mat * rows + r + k, has, cols.to(tl.float32))
         sums += tl.where(has, new, 0.0)
     mean = tl.sum(sums, axis=0) / rows.to(tl.float32)
     tl.debug_barrier()  # other threads may have stored the values loaded below
     for r in range(0, rows, TC):
         at, has = mat * rows + r + k, r + k < rows
-        row = tl.load(pointer(t, ROW, tl.float32) + at, mask=has, other=1.0)
-        tl.store(pointer(t, OUT, tl.float32) + at, _inverse_root(row / mean, row), mask=has)
+        row = tl.load(pointer(t, F.ROW, tl.float32) + at, mask=has, other=1.0)
+        tl.store(pointer(t, F.OUT, tl.float32) + at, _inverse_root(row / mean, row), mask=has)
     return mean
 
 
@@ -233,11 +211,11 @@ def _advance_columns(t, mat, c, TC: tl.constexpr):
 
     out2 ← 1 / sqrt(col). Returns col, the offsets of the columns, and the mask of existing ones.
     """
-    rows, cols = integer(t, ROWS), integer(t, COLS)
+    rows, cols = integer(t, F.ROWS), integer(t, F.COLS)
     k = c + tl.arange(0, TC)
     at, has = mat * cols + k, k < cols
-    new = _statistic(t, COL, IN2, at, has, rows.to(tl.float32))
-    tl.store(pointer(t, OUT2, tl.float32) + at, _inverse_root(new, new), mask=has)
+    new = _statistic(t, F.COL, F.IN2, at, has, rows.to(tl.float32))
+    tl.store(pointer(t, F.OUT2, tl.float32) + at, _inverse_root(new, new), mask=has)
     return new, at, has
 
 
@@ -254,7 +232,7 @@ def _inverse_root(ratio, v):
 @triton.jit
 def _statistic(t, FIELD: tl.constexpr, SUMS: tl.constexpr, at, has, of):
     """Advances a statistic by a mean of ``of`` squares; returns its new value."""
-    lerp, eps = number(t, LERP), number(t, EPS)
+    lerp, eps = number(t, F.LERP), number(t, F.EPS)
     old = tl.load(pointer(t, FIELD, tl.float32) + at, mask=has, other=1.0)
     mean = tl.load(pointer(t, SUMS, tl.float32) + at, mask=has, other=0.0) / of + eps
     mean = tl.where(has, mean, 1.0)
@@ -266,7 +244,7 @@ def _statistic(t, FIELD: tl.constexpr, SUMS: tl.constexpr, at, has, of):
 @triton.jit
 def _multiply_rows(t, n, ratio, TC: tl.constexpr):
     """out ← out · ratio, n elements."""
-    out = pointer(t, OUT, tl.float32)
+    out = pointer(t, F.OUT, tl.float32)
     for k in range(0, n, TC):
         at = k + tl.arange(0, TC)
         tl.store(out + at, tl.load(out + at, mask=at < n, other=0.0) * ratio, mask=at < n)

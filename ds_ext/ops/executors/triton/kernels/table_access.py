@@ -8,31 +8,11 @@ arrays of addresses, and these arguments.
 import triton
 import triton.language as tl
 
-from ds_ext.ops.schema import ARGUMENT, TILE
+from ds_ext.ops import schema
+from ds_ext.ops.executors.triton.kernels import fields as F
 
-# The index of each column: of integers in a row, of others in ``t``. Kernels may only read globals
-# that are constexprs.
-FIELD = {name: i for i, name in enumerate(TILE)}
-FIELD |= ARGUMENT
-FIELDS = tl.constexpr(len(TILE))
-INDEX, PROGRAM = tl.constexpr(FIELD["index"]), tl.constexpr(FIELD["program"])
-START, N, ORIGIN = (tl.constexpr(FIELD[k]) for k in ("start", "n", "origin"))
-ROWS, COLS, DOWN = (tl.constexpr(FIELD[k]) for k in ("rows", "cols", "down"))
-ROW0, MAT0, HEIGHT = (tl.constexpr(FIELD[k]) for k in ("row0", "mat0", "height"))
-TOTAL, MATS = tl.constexpr(FIELD["total"]), tl.constexpr(FIELD["mats"])
-X, ROW, COL, M, V = (tl.constexpr(FIELD[k]) for k in ("x", "row", "col", "m", "v"))
-M_SCALE, V_SCALE = (tl.constexpr(FIELD[k]) for k in ("m_scale", "v_scale"))
-W, AUX, BEFORE = (tl.constexpr(FIELD[k]) for k in ("w", "aux", "before"))
-KEY, NOISE = tl.constexpr(FIELD["key"]), tl.constexpr(FIELD["noise"])
-OUT, OUT2 = tl.constexpr(FIELD["out"]), tl.constexpr(FIELD["out2"])
-IN, IN2, IN3 = (tl.constexpr(FIELD[k]) for k in ("in", "in2", "in3"))
-PART, PART2 = (tl.constexpr(FIELD[k]) for k in ("part", "part2"))
-FACTOR, BOUND, SCALE = (tl.constexpr(FIELD[k]) for k in ("factor", "bound", "scale"))
-LERP, LERP1, LERP2 = (tl.constexpr(FIELD[k]) for k in ("lerp", "lerp1", "lerp2"))
-A, B, DECAY = (tl.constexpr(FIELD[k]) for k in ("a", "b", "decay"))
-LR, EPS = tl.constexpr(FIELD["lr"]), tl.constexpr(FIELD["eps"])
-CLIP, MOST = tl.constexpr(FIELD["clip"]), tl.constexpr(FIELD["most"])
-PROBE, FOUND = tl.constexpr(FIELD["probe"]), tl.constexpr(FIELD["found"])
+# Kernels may only read globals that are constexprs, and modules.
+FIELDS = tl.constexpr(len(schema.TILE))
 LEAST_ADDRESS = tl.constexpr(2**32)  # of a vector: smaller arguments are numbers themselves
 
 
@@ -45,10 +25,10 @@ def parameter_of(rows, count, COUNT: tl.constexpr):
     """
     rows = rows.to(tl.int64).to(tl.pointer_type(tl.int64))
     i = tl.arange(0, COUNT)
-    first = tl.load(rows + i * FIELDS + PROGRAM, mask=i < count, other=2**62)
+    first = tl.load(rows + i * FIELDS + F.PROGRAM, mask=i < count, other=2**62)
     program = tl.program_id(0)
     row = rows + (tl.sum((first <= program).to(tl.int32), axis=0) - 1) * FIELDS
-    return row, program - tl.load(row + PROGRAM).to(tl.int32)
+    return row, program - tl.load(row + F.PROGRAM).to(tl.int32)
 
 
 @triton.jit
@@ -99,8 +79,8 @@ INTERPRETED = tl.constexpr(not isinstance(number, triton.JITFunction))
 @triton.jit
 def rows_of(t, tile, height):
     """A row tile of so many rows -> its matrix, the first of its rows in the matrix."""
-    mat, high = divided(tile, size(t, DOWN))
-    return integer(t, MAT0) + mat, size(t, ROW0) + high * height
+    mat, high = divided(tile, size(t, F.DOWN))
+    return integer(t, F.MAT0) + mat, size(t, F.ROW0) + high * height
 
 
 @triton.jit
@@ -112,21 +92,23 @@ def elements_of(t, mat, top, c, P: tl.constexpr):
     once for a vector.
     """
     i, k = tl.arange(0, P.TR), tl.arange(0, P.TC)
-    begin = first_of(t, mat, top, c) + (i.to(tl.uint64) * size(t, COLS).to(tl.uint32)).to(tl.int64)
-    n, left = integer(t, N), size(t, COLS) - c
+    begin = first_of(t, mat, top, c) + (i.to(tl.uint64) * size(t, F.COLS).to(tl.uint32)).to(
+        tl.int64
+    )
+    n, left = integer(t, F.N), size(t, F.COLS) - c
     if P.ALIGNED:
         vector = (begin >> 4).to(tl.int32)[:, None] + (k // 16)[None, :]
         ok = (vector >= 0) & (vector < (n >> 4).to(tl.int32)) & (k // 16 < left // 16)[None, :]
     else:
         e = begin[:, None] + k[None, :]
         ok = (e >= 0) & (e < n) & (k < left)[None, :]
-    return hinted(begin, P)[:, None], ok & (i < size(t, ROWS) - top)[:, None]
+    return hinted(begin, P)[:, None], ok & (i < size(t, F.ROWS) - top)[:, None]
 
 
 @triton.jit
 def first_of(t, mat, top, c):
     """The index in the run of the element at row ``top`` and column c; outside [0, n) if none."""
-    return (mat * integer(t, ROWS) + top) * integer(t, COLS) + c - integer(t, START)
+    return (mat * integer(t, F.ROWS) + top) * integer(t, F.COLS) + c - integer(t, F.START)
 
 
 @triton.jit

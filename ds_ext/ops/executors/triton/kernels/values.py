@@ -8,26 +8,9 @@ import triton
 import triton.language as tl
 
 from ds_ext.ops import schema
+from ds_ext.ops.executors.triton.kernels import fields as F
 from ds_ext.ops.executors.triton.kernels.table_access import (
-    BOUND,
-    COL,
-    COLS,
-    DECAY,
-    FACTOR,
     INTERPRETED,
-    LERP1,
-    LERP2,
-    M_SCALE,
-    ROW,
-    ROWS,
-    SCALE,
-    V_SCALE,
-    A,
-    B,
-    M,
-    N,
-    V,
-    X,
     hinted,
     integer,
     number,
@@ -45,22 +28,15 @@ MIN_SCALE, MAX_SCALE = tl.constexpr(schema.MIN_SCALE), tl.constexpr(schema.MAX_S
 LEAST_ROOT, LEAST_SQUARE = tl.constexpr(schema.MIN_ROOT_SCALE), tl.constexpr(schema.MIN_SQUARE)
 LEAST_MOMENT = tl.constexpr(schema.MIN_MOMENT)
 MOST_DIVISOR = tl.constexpr(2.0**125)  # of a finite v
-# The forms of inputs: see schema.FORMS.
-FORM = {name: tl.constexpr(i) for i, name in enumerate(schema.FORMS)}
-IS_WEIGHT, IS_RUN, IS_QUOTIENT = FORM["IS_WEIGHT"], FORM["IS_RUN"], FORM["IS_QUOTIENT"]
-IS_VECTOR, IS_RESIDUAL = FORM["IS_VECTOR"], FORM["IS_RESIDUAL"]
-IS_ADAM, IS_ADAM_STEP = FORM["IS_ADAM"], FORM["IS_ADAM_STEP"]
-IS_SIGN_STEP, IS_SIGN8_STEP = FORM["IS_SIGN_STEP"], FORM["IS_SIGN8_STEP"]
-IS_ADAM8_STEP = FORM["IS_ADAM8_STEP"]
 
 
 @triton.jit
 def factor_and_bound(t, P: tl.constexpr):
     """The factor of a run, and its bound if BOUNDED."""
-    factor = number(t, FACTOR)
+    factor = number(t, F.FACTOR)
     most = factor
     if P.BOUNDED:
-        most = number(t, BOUND)
+        most = number(t, F.BOUND)
     return factor, most
 
 
@@ -80,35 +56,35 @@ def value_of(t, e, ok, mat, top, c, P: tl.constexpr):
     The tile begins at row ``top`` and column c of a matrix. FORM is one of ``schema.FORMS``. SCALES
     multiplies by scale, DECAYS adds decay · weights.
     """
-    if P.FORM == IS_WEIGHT:
+    if P.FORM == F.IS_WEIGHT:
         u = load_weight(t, e, ok, P)
     else:
-        if P.FORM == IS_ADAM:
+        if P.FORM == F.IS_ADAM:
             u = adam(t, e, ok, P)
         else:
-            x = tl.load(run_at(t, X, P.XD, e, P), mask=ok, other=0.0)
+            x = tl.load(run_at(t, F.X, P.XD, e, P), mask=ok, other=0.0)
             factor, most = factor_and_bound(t, P)
             u = scaled(x, factor, most, P)
-        if P.FORM == IS_QUOTIENT or P.FORM == IS_RESIDUAL:
+        if P.FORM == F.IS_QUOTIENT or P.FORM == F.IS_RESIDUAL:
             u = _by_row_and_column(t, u, mat, top, c, P)
-        if P.FORM == IS_VECTOR:
-            v = tl.load(run_at(t, V, tl.float32, e, P), mask=ok, other=1.0)
+        if P.FORM == F.IS_VECTOR:
+            v = tl.load(run_at(t, F.V, tl.float32, e, P), mask=ok, other=1.0)
             inverse = tl.div_rn(tl.full(v.shape, 1.0, tl.float32), tl.sqrt_rn(v))
             u = u * tl.where(v == 0, 0.0, inverse)
-        if P.FORM == IS_ADAM_STEP:
+        if P.FORM == F.IS_ADAM_STEP:
             u = adam_step(t, e, ok, u, P)
-        if P.FORM == IS_SIGN_STEP:
+        if P.FORM == F.IS_SIGN_STEP:
             u = sign_step(t, e, ok, u, P)
-        if P.FORM == IS_ADAM8_STEP:
+        if P.FORM == F.IS_ADAM8_STEP:
             u = adam8_step(t, e, ok, u, P)
-        if P.FORM == IS_SIGN8_STEP:
+        if P.FORM == F.IS_SIGN8_STEP:
             u = sign8_step(t, e, ok, u, P)
         if P.SCALES:
-            u = u * number(t, SCALE)
-        if P.FORM == IS_RESIDUAL:
+            u = u * number(t, F.SCALE)
+        if P.FORM == F.IS_RESIDUAL:
             u = _subtract_momentum(t, e, ok, u, P)
         if P.DECAYS:
-            u = u + number(t, DECAY) * load_weight(t, e, ok, P)
+            u = u + number(t, F.DECAY) * load_weight(t, e, ok, P)
     return u
 
 
@@ -116,21 +92,21 @@ def value_of(t, e, ok, mat, top, c, P: tl.constexpr):
 def _by_row_and_column(t, u, mat, top, c, P: tl.constexpr):
     """u · row · col for rows [top, top + TR) and columns [c, c + TC) of a matrix."""
     i, k = tl.arange(0, P.TR), tl.arange(0, P.TC)
-    first = mat * integer(t, ROWS) + top
-    has = i < size(t, ROWS) - top
-    row = tl.load(pointer(t, ROW, tl.float32) + first + i, mask=has, other=0.0)
+    first = mat * integer(t, F.ROWS) + top
+    has = i < size(t, F.ROWS) - top
+    row = tl.load(pointer(t, F.ROW, tl.float32) + first + i, mask=has, other=0.0)
     # without vectors: the factors' alignment depends on other parameters of the batch
-    first = mat * integer(t, COLS) + c
-    has = hinted(k, P) < size(t, COLS) - c
-    col = tl.load(pointer(t, COL, tl.float32) + first + k, mask=has, other=0.0)
+    first = mat * integer(t, F.COLS) + c
+    has = hinted(k, P) < size(t, F.COLS) - c
+    col = tl.load(pointer(t, F.COL, tl.float32) + first + k, mask=has, other=0.0)
     return u * col[None, :] * row[:, None]
 
 
 @triton.jit
 def _subtract_momentum(t, e, ok, u, P: tl.constexpr):
     """u − m, after m ← m + weight · (u − m)."""
-    at = run_at(t, M, tl.float32, e, P)
-    m = moved(tl.load(at, mask=ok, other=0.0), u, number(t, LERP1))
+    at = run_at(t, F.M, tl.float32, e, P)
+    m = moved(tl.load(at, mask=ok, other=0.0), u, number(t, F.LERP1))
     tl.store(at, m, mask=ok)
     return u - m
 
@@ -191,25 +167,25 @@ def _corrected(x, y, reciprocal):
 @triton.jit
 def root_quotient(t, m, root):
     """m / (root · a + b), where ``root`` is the root of v; 0 where the divisor is 0."""
-    divisor = root * number(t, A) + number(t, B)
+    divisor = root * number(t, F.A) + number(t, F.B)
     return tl.where(divisor == 0, 0.0, tl.div_rn(m, divisor))
 
 
 @triton.jit
 def adam(t, e, ok, P: tl.constexpr):
     """Adam's update by m and v."""
-    m = tl.load(run_at(t, M, tl.float32, e, P), mask=ok, other=0.0)
-    v = tl.load(run_at(t, V, tl.float32, e, P), mask=ok, other=1.0)
+    m = tl.load(run_at(t, F.M, tl.float32, e, P), mask=ok, other=0.0)
+    v = tl.load(run_at(t, F.V, tl.float32, e, P), mask=ok, other=1.0)
     return root_quotient(t, m, tl.sqrt_rn(v))
 
 
 @triton.jit
 def adam_step(t, e, ok, g, P: tl.constexpr):
     """``adam``, after the gradient g has advanced m and v."""
-    at_m = run_at(t, M, tl.float32, e, P)
-    at_v = run_at(t, V, tl.float32, e, P)
-    m = moved(tl.load(at_m, mask=ok, other=0.0), g, number(t, LERP1))
-    v = moved(tl.load(at_v, mask=ok, other=1.0), g * g, number(t, LERP2))
+    at_m = run_at(t, F.M, tl.float32, e, P)
+    at_v = run_at(t, F.V, tl.float32, e, P)
+    m = moved(tl.load(at_m, mask=ok, other=0.0), g, number(t, F.LERP1))
+    v = moved(tl.load(at_v, mask=ok, other=1.0), g * g, number(t, F.LERP2))
     tl.store(at_m, m, mask=ok)
     tl.store(at_v, v, mask=ok)
     return root_quotient(t, m, tl.sqrt_rn(v))
@@ -218,32 +194,32 @@ def adam_step(t, e, ok, g, P: tl.constexpr):
 @triton.jit
 def adam8_step(t, e, ok, g, P: tl.constexpr):
     """``adam_step`` with 8-bit moments; the update uses them before they are rounded."""
-    m = moved(_signed(t, e, ok, P), g, number(t, LERP1))
-    v = moved(_squares(t, e, ok, P), g * g, number(t, LERP2))
+    m = moved(_signed(t, e, ok, P), g, number(t, F.LERP1))
+    v = moved(_squares(t, e, ok, P), g * g, number(t, F.LERP2))
     m = tl.where(tl.abs(m) < LEAST_MOMENT, 0.0, m)
     v = tl.maximum(v, LEAST_SQUARE)
     root = _root(v)
     _store_signed(t, e, ok, m, P)
     _store_roots(t, e, ok, v, root, P)
-    divisor = root * number(t, A) + number(t, B)
+    divisor = root * number(t, F.A) + number(t, F.B)
     return tl.where(divisor < MOST_DIVISOR, _corrected(m, divisor, _reciprocal(divisor)), 0.0)
 
 
 @triton.jit
 def sign_step(t, e, ok, g, P: tl.constexpr):
     """Lion's update, the sign of m + lerp1 · (g − m); then m ← m + lerp2 · (g − m)."""
-    at = run_at(t, M, tl.float32, e, P)
+    at = run_at(t, F.M, tl.float32, e, P)
     m = tl.load(at, mask=ok, other=0.0)
-    tl.store(at, moved(m, g, number(t, LERP2)), mask=ok)
-    return _sign(moved(m, g, number(t, LERP1)))
+    tl.store(at, moved(m, g, number(t, F.LERP2)), mask=ok)
+    return _sign(moved(m, g, number(t, F.LERP1)))
 
 
 @triton.jit
 def sign8_step(t, e, ok, g, P: tl.constexpr):
     """``sign_step`` with an 8-bit momentum."""
     m = _signed(t, e, ok, P)
-    _store_signed(t, e, ok, moved(m, g, number(t, LERP2)), P)
-    return _sign(moved(m, g, number(t, LERP1)))
+    _store_signed(t, e, ok, moved(m, g, number(t, F.LERP2)), P)
+    return _sign(moved(m, g, number(t, F.LERP1)))
 
 
 @triton.jit
@@ -254,8 +230,8 @@ def _sign(x):
 @triton.jit
 def _signed(t, e, ok, P: tl.constexpr):
     """Decodes m like companding.SignedGroups; 0 outside the run."""
-    code = tl.load(run_at(t, M, tl.int8, e, P), mask=ok, other=0).to(tl.float32)
-    scale = _of_each(_load_scale(t, M_SCALE, e, P), P)
+    code = tl.load(run_at(t, F.M, tl.int8, e, P), mask=ok, other=0).to(tl.float32)
+    scale = _of_each(_load_scale(t, F.M_SCALE, e, P), P)
     # exact: a quotient of small integers is not near the middle of two numbers
     return _quotient(code, 254.0 - tl.abs(code)) * scale
 
@@ -264,18 +240,18 @@ def _signed(t, e, ok, P: tl.constexpr):
 def _store_signed(t, e, ok, m, P: tl.constexpr):
     """Encodes m like companding.SignedGroups, [TR, TC]; m is 0 outside the run."""
     scale = tl.minimum(tl.maximum(_largest(tl.abs(m), P), MIN_SCALE), MAX_SCALE)
-    _store_scale(t, M_SCALE, e, scale, P)
+    _store_scale(t, F.M_SCALE, e, scale, P)
     x = tl.minimum(tl.maximum(m * _of_each(_reciprocal(scale), P), -1.0), 1.0)
     y = _quotient(254.0 * x, 1.0 + tl.abs(x))
     code = (y + 1.5 * 2.0**23).to(tl.int32, bitcast=True).to(tl.int8)  # to nearest, ties to even
-    tl.store(run_at(t, M, tl.int8, e, P), code, mask=ok)
+    tl.store(run_at(t, F.M, tl.int8, e, P), code, mask=ok)
 
 
 @triton.jit
 def _squares(t, e, ok, P: tl.constexpr):
     """Decodes v like companding.SquareGroups; 0 outside the run."""
-    code = tl.load(run_at(t, V, tl.uint8, e, P), mask=ok, other=0).to(tl.float32)
-    scale = _load_scale(t, V_SCALE, e, P)
+    code = tl.load(run_at(t, F.V, tl.uint8, e, P), mask=ok, other=0).to(tl.float32)
+    scale = _load_scale(t, F.V_SCALE, e, P)
     step = _quotient(scale, tl.full(scale.shape, 255.0, tl.float32))
     root = code * _of_each(step, P)
     return root * root
@@ -286,10 +262,10 @@ def _store_roots(t, e, ok, v, root, P: tl.constexpr):
     """Encodes v like companding.SquareGroups; its roots are NaN for infinity."""
     most = _largest(v, P)
     scale = _root(tl.minimum(tl.maximum(most, LEAST_ROOT * LEAST_ROOT), MAX_SCALE * MAX_SCALE))
-    _store_scale(t, V_SCALE, e, scale, P)
+    _store_scale(t, F.V_SCALE, e, scale, P)
     x = root * _of_each(_reciprocal(scale) * 255.0, P)
     code = (tl.minimum(x, 255.0) + 0.5).to(tl.int32).to(tl.uint8)  # cut off, as floor
-    tl.store(run_at(t, V, tl.uint8, e, P), code, mask=ok)
+    tl.store(run_at(t, F.V, tl.uint8, e, P), code, mask=ok)
 
 
 @triton.jit
@@ -300,7 +276,7 @@ def _scales_at(t, FIELD: tl.constexpr, e, P: tl.constexpr):
     """
     group = tl.arange(0, P.TC // GROUP)[None, :]
     at = vectors(t, FIELD, tl.int16, P) + e // P.TC * (P.TC // GROUP) + group
-    return at, e + group * GROUP < integer(t, N)
+    return at, e + group * GROUP < integer(t, F.N)
 
 
 @triton.jit

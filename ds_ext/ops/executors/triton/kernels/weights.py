@@ -4,13 +4,9 @@ import triton
 import triton.language as tl
 
 from ds_ext.ops import schema
+from ds_ext.ops.executors.triton.kernels import fields as F
 from ds_ext.ops.executors.triton.kernels.table_access import (
-    AUX,
     INTERPRETED,
-    KEY,
-    NOISE,
-    ORIGIN,
-    W,
     address,
     hinted,
     integer,
@@ -18,10 +14,6 @@ from ds_ext.ops.executors.triton.kernels.table_access import (
     vectors,
 )
 
-# Storage formats of weights.
-FORMATS = {name: tl.constexpr(i) for i, name in enumerate(schema.STORAGE)}
-PLAIN, STOCHASTIC, SPLIT = FORMATS["PLAIN"], FORMATS["STOCHASTIC"], FORMATS["SPLIT"]
-COPIED, CORRECTED = FORMATS["COPIED"], FORMATS["CORRECTED"]
 MOST_BF16 = tl.constexpr(3.3895313892515355e38)
 MOST_FP16 = tl.constexpr(65504.0)
 LEVELS, HALF = tl.constexpr(schema.ERROR_LEVELS), tl.constexpr(schema.HALF)
@@ -34,19 +26,19 @@ LOWBIAS1, LOWBIAS2 = tl.constexpr(schema.LOWBIAS1), tl.constexpr(schema.LOWBIAS2
 @triton.jit
 def load_weight(t, e, ok, P: tl.constexpr):
     """Loads weights as fp32."""
-    if P.STORAGE == SPLIT:
-        upper = tl.load(run_at(t, W, tl.int16, e, P), mask=ok, other=0).to(tl.int32)
-        rest = tl.load(run_at(t, AUX, tl.int16, e, P), mask=ok, other=0).to(tl.int32)
+    if P.STORAGE == F.SPLIT:
+        upper = tl.load(run_at(t, F.W, tl.int16, e, P), mask=ok, other=0).to(tl.int32)
+        rest = tl.load(run_at(t, F.AUX, tl.int16, e, P), mask=ok, other=0).to(tl.int32)
         x = ((upper << 16) + rest).to(tl.float32, bitcast=True)
         x = tl.where(x == x, x, (upper << 16).to(tl.float32, bitcast=True))
     else:
-        run = tl.load(run_at(t, W, P.WD, e, P), mask=ok, other=0.0)
+        run = tl.load(run_at(t, F.W, P.WD, e, P), mask=ok, other=0.0)
         x = run.to(tl.float32)
-        if P.STORAGE == COPIED:
-            copy = tl.load(run_at(t, AUX, tl.float32, e, P), mask=ok, other=0.0)
+        if P.STORAGE == F.COPIED:
+            copy = tl.load(run_at(t, F.AUX, tl.float32, e, P), mask=ok, other=0.0)
             x = tl.where(copy.to(P.WD) == run, copy, x)
-        if P.STORAGE == CORRECTED:
-            parts = tl.load(run_at(t, AUX, tl.int8, e, P), mask=ok, other=0)
+        if P.STORAGE == F.CORRECTED:
+            parts = tl.load(run_at(t, F.AUX, tl.int8, e, P), mask=ok, other=0)
             x = _corrected(x, parts, P.WD)
     return x
 
@@ -70,25 +62,25 @@ def store_weight(t, e, ok, new, P: tl.constexpr):
 
     Returns what ``load_weight`` would load.
     """
-    w = run_at(t, W, P.WD, e, P)
-    if P.STORAGE == SPLIT:
+    w = run_at(t, F.W, P.WD, e, P)
+    if P.STORAGE == F.SPLIT:
         bits = new.to(tl.int32, bitcast=True)
         bits = tl.where(new != new, 0x7FC00000, bits)
         upper = ((bits + 0x8000) >> 16).to(tl.int16)
-        tl.store(run_at(t, AUX, tl.int16, e, P), bits.to(tl.int16), mask=ok)
+        tl.store(run_at(t, F.AUX, tl.int16, e, P), bits.to(tl.int16), mask=ok)
         tl.store(w, upper.to(P.WD, bitcast=True), mask=ok)
         held = new
-    elif P.STORAGE == CORRECTED:
+    elif P.STORAGE == F.CORRECTED:
         near = _to_nearest(new, P.WD)
         parts = _parts(new, near, P.WD)
-        tl.store(run_at(t, AUX, tl.int8, e, P), parts, mask=ok)
+        tl.store(run_at(t, F.AUX, tl.int8, e, P), parts, mask=ok)
         tl.store(w, near, mask=ok)
         held = _corrected(near.to(tl.float32), parts, P.WD)
-    elif P.STORAGE == COPIED:
-        tl.store(run_at(t, AUX, tl.float32, e, P), new, mask=ok)
+    elif P.STORAGE == F.COPIED:
+        tl.store(run_at(t, F.AUX, tl.float32, e, P), new, mask=ok)
         tl.store(w, new.to(P.WD), mask=ok)
         held = new
-    elif P.STORAGE == STOCHASTIC:
+    elif P.STORAGE == F.STOCHASTIC:
         noise = _noise(t, e, P)
         if P.WD == tl.bfloat16:
             held = _to_bf16(new, noise)
@@ -163,12 +155,12 @@ def _noise(t, e, P: tl.constexpr):
     if their origins are. One row of the table has the vector's numbers at an aligned address.
     """
     k = tl.arange(0, P.TC)[None, :]
-    first = hinted(e + integer(t, ORIGIN), P) + hinted(k, P)
-    position = (place(address(t, KEY), first >> 16) + first.to(tl.uint32)) & 0xFFFF
+    first = hinted(e + integer(t, F.ORIGIN), P) + hinted(k, P)
+    position = (place(address(t, F.KEY), first >> 16) + first.to(tl.uint32)) & 0xFFFF
     at = position % SHIFTS * (2 * 0x10000) + position // SHIFTS * SHIFTS
     if P.ALIGNED:  # the hint says what the compiler loses in the hash
         at = tl.max_constancy(at, [1, 16]) + k % 16
-    return tl.load(vectors(t, NOISE, tl.uint16, P) + at).to(tl.int32)
+    return tl.load(vectors(t, F.NOISE, tl.uint16, P) + at).to(tl.int32)
 
 
 @triton.jit
