@@ -21,36 +21,11 @@ StepGenerator = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
 FlatSums = Generator[Tensor, Tensor, None]
 
 
-class Generators(list[StepGenerator]):
-    """The generators of a bucket's step, whose partial sums may be adjacent in memory.
-
-    Args:
-        contiguous_span: returns the flat tensor [n] that partial sums fill; None if they are not
-            adjacent.
-    """
-
-    def __init__(self, contiguous_span: Callable[[Sequence[Tensor]], Tensor | None]) -> None:
-        super().__init__()
-        self.contiguous_span = contiguous_span
-
-
 def lockstep(generators: Iterable[StepGenerator]) -> FlatSums:
-    """Merges generators: yields all partial sums of a round, flat [n], and receives their totals.
-
-    The sums of batches on a GPU are adjacent in memory, and are reduced in place.
-    """
+    """Merges generators: yields a round's partial sums, flat [n], and receives their totals."""
     waiting, _ = _advance_all(zip(generators, itertools.repeat(None), strict=False))
     while waiting:
         partial = [x for _, sums in waiting for x in sums]
-        flat = None
-        if isinstance(generators, Generators):
-            flat = generators.contiguous_span(partial)
-        if flat is not None:  # the totals replace the sums
-            total = yield flat
-            if total is not flat:
-                flat.copy_(total)
-            waiting, _ = _advance_all(waiting)
-            continue
         total = yield torch.cat([x.reshape(-1) for x in partial])
         parts = iter(total.split([x.numel() for x in partial]))
         answered = list[tuple[StepGenerator, Sums]]()

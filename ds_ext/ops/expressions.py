@@ -245,6 +245,11 @@ class PaddedToGroups:
         return cuts[0], flat(cuts[1]), cuts[2]
 
 
+def _times(x: Number, scale: Number) -> Number:
+    """x · scale, without an operation if the scale is 1."""
+    return x if isinstance(scale, float) and scale == 1 else x * scale
+
+
 @dataclass(frozen=True)
 class Quotient:
     """x · row · col · scale: an update by a second moment whose factors are inverse roots.
@@ -259,14 +264,12 @@ class Quotient:
 
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
-        row = self.row[b.mats, b.rows]
-        if not (isinstance(self.scale, float) and self.scale == 1):
-            row = row * self.scale
+        row = cast(Tensor, _times(self.row[b.mats, b.rows], self.scale))
         return (read(self.x, b) * self.col[b.mats, :, b.cols]).mul_(row)
 
     def times(self, factor: Tensor | float) -> "Quotient":
         """Returns this · factor."""
-        return replace(self, scale=self.scale * factor)
+        return replace(self, scale=_times(factor, self.scale))
 
     def source(self) -> Source | None:
         """Returns the description for native code and kernels, or None if they cannot read it."""
@@ -296,7 +299,7 @@ class RunQuotient:
 
     def times(self, factor: Tensor | float) -> "RunQuotient":
         """Returns this · factor."""
-        return replace(self, scale=self.scale * factor)
+        return replace(self, scale=_times(factor, self.scale))
 
     def source(self) -> Source | None:
         """Returns the description for native code and kernels, or None if they cannot read it."""

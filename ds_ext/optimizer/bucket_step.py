@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext import ops, rules
-from ds_ext.distributed.lockstep import Generators, StepGenerator, advance
+from ds_ext.distributed.lockstep import StepGenerator, advance
 from ds_ext.ops import sixteen_bit, turns
 from ds_ext.ops.executors.native.native_table import NormCache
 from ds_ext.ops.executors.triton import devices
@@ -211,7 +211,6 @@ class BucketStep:
         self.generators: list[StepGenerator] = []
         if plan.uses_kernels:
             self.memory = Memory(updates[0].g.device, plan.memory_sizes)
-            self.generators = Generators(self.memory.contiguous_span)
         for x in plan.batches:
             step = BatchedStep(table, x, plan.rules[x.group_index], updates, states)
             self.batches.append(step)

@@ -1,8 +1,7 @@
 """Memory of a bucket's step on a GPU: three buffers serve all of its launches.
 
 They are scratch, sums, and pinned host memory. Each is as large as the largest step of the bucket
-needed so far. Sums over ranks lie next to each other, so a round reduces them in place. One copy
-brings the arrays of integers that the launches of a step read.
+needed so far. One copy brings the arrays of integers that the launches of a step read.
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,7 +41,7 @@ class Memory:
         return self._take(SCRATCH, n, -(-n // ALIGNMENT) * ALIGNMENT)
 
     def sums(self, n: int) -> Tensor:
-        """Returns zeros that follow those of the previous call in memory, [n] in fp32."""
+        """Returns zeros, [n] in fp32."""
         return self._take(SUMS, n, n)
 
     def host(self, words: int) -> Tensor:
@@ -65,22 +64,6 @@ class Memory:
             return torch.empty(n, dtype=torch.int64, device="cpu", pin_memory=is_pinned)
         make = torch.zeros if which == SUMS else torch.empty
         return make(n, dtype=torch.float32, device=self.device)
-
-    def contiguous_span(self, sums: Sequence[Tensor]) -> Tensor | None:
-        """Returns the part of the buffer of sums that ``sums`` fill, flat [n].
-
-        None if they are not adjacent in it.
-        """
-        piece = self._pieces[SUMS]
-        if piece is None:
-            return None
-        ordered = sorted(sums, key=Tensor.data_ptr)
-        start = end = (ordered[0].data_ptr() - piece.data_ptr()) // 4
-        for x in ordered:
-            if x.data_ptr() != piece.data_ptr() + 4 * end or not x.is_contiguous():
-                return None
-            end += x.numel()
-        return piece[start:end] if 0 <= start and end <= len(piece) else None
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,7 @@ class Launcher:
         return (self.arrays.memory or Memory(self.device)).scratch(n)
 
     def zeros(self, *sizes: int) -> Sequence[Tensor]:
-        """Returns adjacent zeros to add sums to, [n] in fp32 for each size."""
+        """Returns zeros to add sums to, [n] in fp32 for each size."""
         memory = self.arrays.memory or Memory(self.device)
         return memory.sums(sum(sizes)).split_with_sizes(sizes)
 
