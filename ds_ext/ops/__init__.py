@@ -5,7 +5,6 @@ This package exports ``ops.apply_(...)`` and the other passes.
 
 from ds_ext.ops.batch import Batch as Batch
 from ds_ext.ops.expressions import Gradient as Gradient
-from ds_ext.ops.expressions import PaddedToGroups as PaddedToGroups
 from ds_ext.ops.expressions import Quotient as Quotient
 from ds_ext.ops.expressions import Readable as Readable
 from ds_ext.ops.expressions import Run as Run
@@ -13,14 +12,10 @@ from ds_ext.ops.expressions import RunQuotient as RunQuotient
 from ds_ext.ops.expressions import Scaled as Scaled
 from ds_ext.ops.expressions import Sum as Sum
 from ds_ext.ops.expressions import Writable as Writable
-from ds_ext.ops.expressions import WritableRun as WritableRun
 from ds_ext.ops.expressions import accumulator as accumulator
-from ds_ext.ops.expressions import flat as flat
-from ds_ext.ops.expressions import part as part
 from ds_ext.ops.expressions import plus as plus
 from ds_ext.ops.expressions import read as read
 from ds_ext.ops.expressions import times as times
-from ds_ext.ops.expressions import write_ as write_
 from ds_ext.ops.functions import apply_ as apply_
 from ds_ext.ops.functions import blocks as blocks
 from ds_ext.ops.functions import count_beyond as count_beyond
@@ -45,7 +40,5 @@ from ds_ext.ops.moments import advance_ as advance_
 from ds_ext.ops.products import Operand as Operand
 from ds_ext.ops.products import PlacedProduct as PlacedProduct
 from ds_ext.ops.products import Product as Product
-from ds_ext.ops.products import add_product_ as add_product_
-from ds_ext.ops.products import product as product
 from ds_ext.ops.products import terms_for as terms_for
 from ds_ext.ops.runs import Runs as Runs

@@ -37,7 +37,7 @@ def product(a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
     """
     dtype = accumulator(torch.promote_types(a.dtype, b.dtype))
     out = a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=dtype)
-    return _product_(out, a, b, terms, 0.0)
+    return add_product_(out, a, b, terms, 0.0)
 
 
 def add_product_(
@@ -55,9 +55,32 @@ def add_product_(
         b: [k, n].
         terms: 1, 2 or 3, for a relative error of each operand's elements of 2**-8, 2**-16 or 2**-24
             at most. Terms below 2**-126 count as 0.
-        beta: the factor of ``out``, not 0; a tensor has one number, or one for each matrix.
+        beta: the factor of ``out``, which is not read if it is the float 0; a tensor has one
+            number, or one for each matrix.
     """
-    return _product_(out, a, b, terms, beta)
+    _check_shapes(out, a, b)
+    split = sum(x.dtype != BF16 for x in (a, b))
+    count = (1, terms, terms * (terms + 1) // 2)[split]
+    if out.dtype == torch.float64 or count > most_products(a.device):
+        adds, a, b = _scaled_(out, beta), a.to(out.dtype), b.to(out.dtype)
+        add = torch.addmm if out.dim() == 2 else torch.baddbmm
+        return add(out, a, b, beta=adds, out=out)
+    pairs = [
+        (x, y)
+        for i, x in enumerate(_terms(a, terms))
+        for j, y in enumerate(_terms(b, terms))
+        if i + j < terms
+    ]
+    multiply = torch.mm if out.dim() == 2 else torch.bmm
+    for x, y in reversed(pairs):  # the small ones first
+        if out.device.type == "cpu":
+            native.product_(out, x, y, beta)
+        elif _scaled_(out, beta):
+            out.add_(multiply(x, y, out_dtype=torch.float32))
+        else:
+            out.copy_(multiply(x, y, out_dtype=torch.float32))
+        beta = 1.0
+    return out
 
 
 def symmetric_product(a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
@@ -77,7 +100,7 @@ def symmetric_product(a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
     for start in range(0, n, step):
         stop = min(start + step, n)
         cols = slice(start, stop)
-        _product_(out[..., :stop, cols], a[..., :stop, :], b[..., cols], terms, 0.0)
+        add_product_(out[..., :stop, cols], a[..., :stop, :], b[..., cols], terms, 0.0)
         out[..., cols, :start] = out[..., :start, cols].mT
         square, own = out[..., cols, cols], slice(stop - start)
         # Its halves differ by rounding errors.
@@ -139,7 +162,7 @@ class Operand:
                 x = x.to(self.dtype) * factor
                 x = x if self._g.bound is None else x.clamp_(-self._g.bound, self._g.bound)
             (rows, cols), left, right = of(shard, b, x, q)
-            _product_(total[:, rows, cols], left, right, terms, float(not is_one))
+            add_product_(total[:, rows, cols], left, right, terms, float(not is_one))
         is_done = self.dtype != BF16 or isinstance(factor, float) and factor == 1
         return total if is_done else total.mul_(factor)
 
@@ -202,32 +225,6 @@ def _check_shapes(out: Tensor, a: Tensor, b: Tensor) -> None:
     if not is_fitting or out.shape != (*a.shape[:-1], b.shape[-1]):
         shapes = " · ".join(str([*x.shape]) for x in (a, b))
         raise ValueError(f"the product {shapes} does not fit into {[*out.shape]}")
-
-
-def _product_(out: Tensor, a: Tensor, b: Tensor, terms: int, beta: Tensor | float) -> Tensor:
-    _check_shapes(out, a, b)
-    split = sum(x.dtype != BF16 for x in (a, b))
-    count = (1, terms, terms * (terms + 1) // 2)[split]
-    if out.dtype == torch.float64 or count > most_products(a.device):
-        adds, a, b = _scaled_(out, beta), a.to(out.dtype), b.to(out.dtype)
-        add = torch.addmm if out.dim() == 2 else torch.baddbmm
-        return add(out, a, b, beta=adds, out=out)
-    pairs = [
-        (x, y)
-        for i, x in enumerate(_terms(a, terms))
-        for j, y in enumerate(_terms(b, terms))
-        if i + j < terms
-    ]
-    multiply = torch.mm if out.dim() == 2 else torch.bmm
-    for x, y in reversed(pairs):  # the small ones first
-        if out.device.type == "cpu":
-            native.product_(out, x, y, beta)
-        elif _scaled_(out, beta):
-            out.add_(multiply(x, y, out_dtype=torch.float32))
-        else:
-            out.copy_(multiply(x, y, out_dtype=torch.float32))
-        beta = 1.0
-    return out
 
 
 def _scaled_(out: Tensor, by: Tensor | float) -> bool:

@@ -95,9 +95,6 @@ def _overlap(params: list[Tensor]) -> bool:
     """Whether elements of ``params``, of one storage, have the same memory."""
     if len(params) == 1 and params[0].is_contiguous():
         return False
-    dims = (dim for p in params for dim in zip(p.shape, p.stride(), strict=True))
-    if any(size > 1 and step == 0 for size, step in dims):
-        return True
     ends = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in params)
     if all(p.is_contiguous() for p in params):
         return any(end > first for (_, end), (first, _) in itertools.pairwise(ends))

@@ -7,7 +7,6 @@ needs only a few blocks of memory. On a GPU no pass makes the host wait.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,7 +132,8 @@ class Reference:
             change = read(u, b)
             if decays:
                 change = (old * weight_decay).add_(change)
-            _subtract_(old, change, lr)
+            one = torch.ones((), dtype=change.dtype, device=change.device)
+            old.addcmul_(change, one, value=-lr)  # ``sub_`` would not round the product separately
             if not is_part(old, p):
                 write_(p, b, old)
 
@@ -190,11 +190,6 @@ def squared(x: Readable, b: Block) -> Tensor:
     """The squares of a block; the caller may overwrite them."""
     values = read(x, b)
     return values * values
-
-
-def _subtract_(p: Any, u: Tensor, lr: float) -> None:
-    """p ← p − lr · u; ``sub_`` would not round the product separately."""
-    p.addcmul_(u, torch.ones((), dtype=u.dtype, device=u.device), value=-lr)
 
 
 def normalized(factor: Tensor, sums: Tensor, norm: Tensor | float, least: Number) -> Tensor:

@@ -124,24 +124,26 @@ class NormCache:
 
     def __init__(self) -> None:
         self.are_valid = False
-        self._where: bytes | None = None
-        self._versions: list[int] = []
+        self._noted: tuple[bytes, list[int]] | None = None
 
     def check(self, runs: Runs) -> None:
         """Invalidates the cache if a run has moved or was written since ``note``."""
-        versions = [*map(VERSION, runs.tensors)]
-        self.are_valid = versions == self._versions and runs.pointers.tobytes() == self._where
+        self.are_valid = self._noted == _state_of(runs)
         if not self.are_valid:
             self.forget()
 
     def forget(self) -> None:
         """Invalidates the cache."""
-        self._where = None
+        self._noted = None
 
     def note(self, runs: Runs) -> None:
         """Records the runs' addresses and version counters, which must include the last writes."""
-        self._where = runs.pointers.tobytes()
-        self._versions = [*map(VERSION, runs.tensors)]
+        self._noted = _state_of(runs)
+
+
+def _state_of(runs: Runs) -> tuple[bytes, list[int]]:
+    """The addresses and version counters of runs."""
+    return runs.pointers.tobytes(), [*map(VERSION, runs.tensors)]
 
 
 class NativeNormCache(NormCache):

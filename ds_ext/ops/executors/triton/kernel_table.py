@@ -10,7 +10,7 @@ import torch
 from ds_ext.ops import rounding, schema
 from ds_ext.ops.executors.native.native_table import NormCache
 from ds_ext.ops.executors.triton import tiles
-from ds_ext.ops.executors.triton.launcher import OUT, Launcher
+from ds_ext.ops.executors.triton.launcher import OUT, KindOfSums, Launcher
 from ds_ext.ops.executors.triton.launches import Constants
 from ds_ext.ops.runs import Columns, Runs
 
@@ -106,52 +106,46 @@ def _square_sums(table: Launcher, read: Read) -> None:
         columns = {k: v for k, v in read.columns.items() if k in ("w", "aux", "out")}
         table.launch("cached_norm", read.constants, cache.tiles, {**columns, **cache.columns})
         return
-    sums = table.partials(read.tiles, tiles.of_tiles)
-    columns = {k: v for k, v in read.numbers.items() if k not in ("out", "norm_cache")}
-    columns["part"] = table.allocate(sums)
-    table.launch("square_sums", read.constants, read.tiles, columns)
-    table.fold((sums, columns["part"], read.columns["out"]))
+    outs = {"out": ("part", tiles.of_tiles)}
+    _adding_up(table, read, read.constants, read.tiles, outs)
 
 
 def _row_col_sums(table: Launcher, read: Read) -> None:
-    by_row = table.partials("for_sums", tiles.row_sums)
-    by_col = table.partials("for_sums", tiles.col_sums)
-    columns = {k: v for k, v in read.numbers.items() if k not in ("out", "out2")}
-    columns |= {"part": table.allocate(by_row), "part2": table.allocate(by_col)}
-    table.launch("row_col_sums", read.constants, "for_sums", columns)
-    table.fold(
-        (by_row, columns["part"], read.columns["out"]),
-        (by_col, columns["part2"], read.columns["out2"]),
-    )
+    outs = {"out": ("part", tiles.row_sums), "out2": ("part2", tiles.col_sums)}
+    _adding_up(table, read, read.constants, "for_sums", outs)
 
 
 def _weighted_sums(table: Launcher, read: Read) -> None:
-    outs = {"out2": "part", "out3": "part2"}
-    _over_strips(table, read, "weighted_sums", outs)
+    outs = {"out2": ("part", tiles.col_sums), "out3": ("part2", tiles.col_sums)}
+    _adding_up(table, read, read.run, "by_strip", outs)
 
 
 def _normalize_whole_rows(table: Launcher, read: Read) -> None:
     roots = np.sqrt(table.geometry.cols).astype(np.float32)
-    _over_strips(table, read, "normalize_whole_rows", {"out2": "part"}, a=roots)
+    outs = {"out2": ("part", tiles.col_sums)}
+    _adding_up(table, read, read.run, "by_strip", outs, a=roots)
 
 
-def _over_strips(
+def _adding_up(
     table: Launcher,
     read: Read,
-    kernel: str,
-    outs: Mapping[str, str],
+    constants: Constants,
+    tiles_of: str,
+    outs: Mapping[str, tuple[str, KindOfSums]],
     **more: object,
 ) -> None:
-    """A pass over whole rows; ``outs`` maps column sums to the columns of their partial sums."""
-    reduction, columns = table.partials("by_strip", tiles.col_sums), dict(more)
+    """A pass and a fold; ``outs`` has the column and the kind of the partial sums of outputs."""
+    columns: Columns = dict(more)
     sums = []
     for name, value in read.numbers.items():
         if name in outs:
-            part = columns[outs[name]] = table.allocate(reduction)
-            sums.append((reduction, part, value))
-        else:
+            part, kind = outs[name]
+            partials = table.partials(tiles_of, kind)
+            columns[part] = table.allocate(partials)
+            sums.append((partials, columns[part], value))
+        elif name != "norm_cache":
             columns[name] = value
-    table.launch(kernel, read.run, "by_strip", columns)
+    table.launch(read.name, constants, tiles_of, columns)
     table.fold(*sums)
 
 
