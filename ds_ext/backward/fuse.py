@@ -18,6 +18,10 @@ from ds_ext.settings import ClipMode, PolicyName
 
 # Checks that raise ValueError for a model that cannot be fused; ds_ext.engine adds its own.
 REFUSALS: list[Callable[[nn.Module], None]] = [refuse_wrapped]
+_NOT_REDUCED = (
+    "optimizer.step(): FSDP2 holds gradients that it has not reduced. Call "
+    "model.set_requires_gradient_sync(True) before the last micro-batch of a step."
+)
 
 
 def fuse_into_backward(
@@ -121,7 +125,9 @@ def fuse_into_backward(
 
     def end_step() -> None:
         fused.check_owner()
-        _check_gradients(optimizer, layout)
+        fused.refuse_written_gradients()
+        if layout.has_kept():
+            raise RuntimeError(_NOT_REDUCED)
         fused.finish()
         fused.end_step()
 
@@ -145,26 +151,6 @@ def _unwrapped(optimizer: Any) -> Any:
     while type(optimizer).__module__.startswith("accelerate."):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-def _check_gradients(optimizer: RuleOptimizer, layout: Layout) -> None:
-    """Raises RuntimeError for a gradient that no hook took, and that was not reduced."""
-    for param in (p for group in optimizer.param_groups for p in group["params"]):
-        if param.grad is not None:
-            raise RuntimeError(
-                f"{layout.name(param)} has a gradient that did not come from backward, or that "
-                "backward computed before the parameter was in param_groups. After "
-                "fuse_into_backward, ds_ext uses gradients inside backward: do not assign .grad, "
-                "and set .grad to None before you add a parameter to a group. "
-                "DistributedDataParallel writes .grad too: do not wrap the model in it; ds_ext "
-                "averages gradients over the ranks. To step as usual, call .remove() on the object "
-                "that fuse_into_backward returned."
-            )
-    if layout.has_kept():
-        raise RuntimeError(
-            "optimizer.step(): FSDP2 holds gradients that it has not reduced. Call "
-            "model.set_requires_gradient_sync(True) before the last micro-batch of a step."
-        )
 
 
 def _take_over(model: nn.Module, optimizer: RuleOptimizer, group: Group) -> None:

@@ -137,6 +137,12 @@ class FusedBackward:
             raise RuntimeError(error_texts.REPLACED)
         self.optimizer.refuse_exchanged()
 
+    def refuse_written_gradients(self) -> None:
+        """Raises RuntimeError for a gradient that no hook took, and that was not reduced."""
+        for param in self.optimizer.group_of:
+            if param.grad is not None:
+                raise RuntimeError(error_texts.WRITTEN % self.layout.name(param))
+
     def ema(self) -> AbstractContextManager[None]:
         """Context, of all ranks, in which the model has the moving averages of its weights.
 

@@ -106,6 +106,7 @@ class Contents:
             self.load_gradients(pieces)
         else:
             self.optimizer.state.clear()
+            self.fused.clipping.previous_norm = None
         if missing := resharding.load_weights(pieces, self.optimizer, self.owned):
             log(f"not in the checkpoint, left as they were: {summary(missing)}")
 

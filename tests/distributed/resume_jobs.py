@@ -325,6 +325,37 @@ def load_over(stage: int) -> list[tuple[bool, list[str]]]:
     return results
 
 
+def weights_of_an_unfinished_step(stage: int) -> dict[str, Any]:
+    """Loads only the weights of a checkpoint that was saved between the micro-batches of a step."""
+
+    def advance(engine: Any, passes: int) -> None:
+        for part in range(passes):
+            engine.backward(engine(models.batch(part, 1)[0], step=part))
+            engine.step()
+
+    clip = {"gradient_clipping": 0.5}
+    loading = [start("came", stage, 8, gradient_accumulation_steps=2, **clip) for _ in range(2)]
+    saving = start("came", stage, 7, gradient_accumulation_steps=2, **clip)
+    advance(saving, 1)
+    previous = {"ds_ext": {"clip_mode": "previous"}}
+    trained = start("came", stage, 7, **clip, **previous)
+    advance(trained, 1)
+    clipping = trained.optimizer.fused.clipping
+    results: dict[str, Any] = {"norm": clipping.previous_norm}
+    with shared_folder() as folder:
+        saving.save_checkpoint(folder)
+        loading[0].load_checkpoint(folder, load_optimizer_states=False)
+        loading[1].load_checkpoint(folder, load_module_only=True)
+        trained.load_checkpoint(folder, load_optimizer_states=False)
+    results["norm after the load"] = clipping.previous_norm
+    results["counts"] = [engine.micro_steps % 2 for engine in loading]
+    for engine in loading:
+        advance(engine, 2)
+    results["same"] = same(*map(whole, loading))
+    results["moved"] = not same(whole(loading[0]), whole(saving))
+    return results
+
+
 def message(action: Callable[[], Any]) -> str:
     return ranks.message(action, ds_ext.CheckpointError, ValueError, RuntimeError)
 

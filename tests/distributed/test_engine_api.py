@@ -78,6 +78,9 @@ def refused(stage: int) -> dict[str, str]:
         "stranger": message(lambda: optimizer.add_param_group({"params": [stranger]}), ValueError),
         "nvme": message(lambda: engine.offload_states(device="nvme")),
     }
+    param = optimizer.param_groups[0]["params"][0]
+    param.grad = torch.ones_like(param)
+    told["written"] = message(engine.step)
     told |= {name: message(lambda n=name: getattr(optimizer, n), AttributeError) for name in ABSENT}
     after = whole(engine.module)
     assert all(torch.equal(after[n], p) for n, p in before.items())
@@ -160,6 +163,7 @@ def test_what_cannot_work_says_what_to_use(stage):
         assert "takes no learning_rate" in told["rate"] and "remove optim" in told["rate"]
         assert "engine.backward(loss)" in told["backward"]
         assert "add_param_group" in told["stranger"] and "not part of the model" in told["stranger"]
+        assert "has a gradient that did not come from backward" in told["written"]
         assert "engine.load_checkpoint" in told["load"] and "no closure" in told["step"]
         assert "NVMe" in told["nvme"] or "OffloadDeviceEnum.cpu" in told["nvme"]
         for name in ABSENT:

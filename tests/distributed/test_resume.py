@@ -124,6 +124,13 @@ def test_a_load_between_micro_batches_drops_the_step_and_says_so(stage):
             assert is_fresh and len(lines) == (rank == 0)
 
 
+@pytest.mark.parametrize("stage", params(STAGES, [1, 3]))
+def test_weights_of_an_unfinished_step_begin_a_new_one(stage):
+    for got in worlds.run(2, resume_jobs.weights_of_an_unfinished_step, stage):
+        assert got["moved"] and got["same"] and got["counts"] == [0, 0]
+        assert got["norm"] and got["norm after the load"] is None
+
+
 @pytest.mark.supports(
     "HF Trainer's resume",
     stage=lambda name: TRAINERS[name],
