@@ -44,12 +44,8 @@ TABLE: dict[str, dict[str, str]] = {
         "DeepSpeedEngine@_manual_backward_expected": "whether engine.scale scaled the loss",
         "DeepSpeedEngine@module_forward_pre_hook": "is removed with the engine",
         "DeepSpeedEngine@module_forward_post_hook": "is removed with the engine",
-        "DeepSpeedEngine@enable_backward_allreduce": "is turned off: buckets reduce gradients",
         "DeepSpeedEngine@inside_no_sync_ctxt": "whether gradients accumulate without a step",
         "DeepSpeedEngine@param_names": "names in checkpoints",
-    },
-    "deepspeed.runtime.pipe.engine": {
-        "PipelineEngine@pipeline_enable_backward_allreduce": "is turned off",
     },
     "deepspeed.runtime.pipe.module": {
         "PipelineModule@_layer_specs": "names of layers in checkpoints",

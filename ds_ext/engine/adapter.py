@@ -112,11 +112,10 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         optimizer.separate_experts(self.module, firsts, unpartitioned_shape)
 
     def _disable_engine_handling(self) -> None:
-        """Disables loss scaling, reduction and clipping in the engine and in ZeROOptimizer."""
+        """Disables loss scaling and clipping in the engine and in ZeROOptimizer."""
         self.custom_loss_scaler = False
         self.torch_autocast_gradscaler = None
         self.engine.torch_autocast_z0_gradscaler = None
-        self.engine.enable_backward_allreduce = False
         self.engine._config.gradient_clipping = 0.0
 
     loss_scale = cur_scale = property(lambda self: self.loss_scaler.loss_scale)
@@ -145,9 +144,6 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
     def backward(self, loss: Tensor, **_: Any) -> None:
         """Raises RuntimeError. Call ``engine.backward`` instead."""
         raise RuntimeError("engine.optimizer.backward(loss): call engine.backward(loss).")
-
-    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """Does nothing in ``engine.allreduce_gradients()``: backward has reduced gradients."""
 
     @property
     def parameter_offload(self) -> DeepSpeedZeRoOffload:

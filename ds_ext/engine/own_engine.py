@@ -182,6 +182,9 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
         super().zero_grad(*args, **kwargs)
         self.optimizer.zero_grad()
 
+    def allreduce_gradients(self, *_: Any, **__: Any) -> None:
+        """Does nothing, because backward has reduced gradients. DeepSpeed writes to ``.grad``."""
+
     def coalesce_grad_reduction(self) -> Any:
         """Raises RuntimeError, because ds_ext keeps no full gradients on a rank."""
         raise RuntimeError(
@@ -232,9 +235,6 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
 
 class OwnPipelineEngine(OwnEngine):
     """The same for DeepSpeed's PipelineEngine."""
-
-    # ds_ext averages inside backward. DeepSpeed's constructor sets this switch after all else.
-    pipeline_enable_backward_allreduce = property(lambda self: False, lambda self, value: None)
 
     @_translate_lost_connections
     @functools.wraps(PipelineEngine.train_batch)
