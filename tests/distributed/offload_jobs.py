@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ds_ext.ops import normal, quantize, rounding
 from ds_ext.optimizer import OPTIMIZERS, host_offload
 from tests.common import by_role, engines, pretend
-from tests.common.ranks import logged, message, shared_folder, whole
+from tests.common.ranks import message, shared_folder, whole
 from tests.common.states import tensors
 
 STEPS = 3
@@ -250,18 +250,6 @@ def _midway(folder: str) -> dict[str, Any]:
         engine.backward(engine(x))
         engine.step()
         found[kind] = weights(engine)
-        engine.destroy()
-    return found
-
-
-def with_little_state(optimizer: str) -> dict[str, Any]:
-    """The weights without and with offload of next to no state, and what the latter logs."""
-    found: dict[str, Any] = {}
-    for kind in ("none", "state"):
-        with logged() as lines:
-            engine = start(optimizer, 3, KINDS[kind], BF16)
-        steps(engine, range(STEPS))
-        found |= {kind: weights(engine), "log": lines}
         engine.destroy()
     return found
 

@@ -19,7 +19,7 @@ ALONE = [name for name in CASES if re.match("(llama-came|accumulate|clip)-", nam
 # What `make test` runs: each way of dividing, at one stage or another.
 QUICK = [
     *("llama-came-1", "llama-muon-3", "bert-lamb-3", "fused-0", "tied-1"),
-    *("clip-1", "accumulate-2", "resume-3"),
+    *("clip-1", "accumulate-2", "resume-3", "llama-scale-2"),
 ]
 
 
