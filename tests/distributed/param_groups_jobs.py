@@ -22,10 +22,8 @@ CLIP = 0.5
 
 def start(stage: int, optimizer: dict[str, Any] = OPTIMIZER) -> deepspeed.DeepSpeedEngine:
     torch.manual_seed(0)
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": CLIP}
-    config |= {"optimizer": optimizer}
-    config |= {"zero_optimization": {"stage": stage, "reduce_bucket_size": 200}}
-    return deepspeed.initialize(model=models.Zoo(), config=config)[0]
+    how: dict[str, Any] = {"optimizer": optimizer, "zero": {"reduce_bucket_size": 200}}
+    return engines.start(models.Zoo(), None, stage, gradient_clipping=CLIP, **how)
 
 
 def advance(engine: deepspeed.DeepSpeedEngine, steps: range) -> None:
@@ -75,11 +73,6 @@ def grouped_by_script(stage: int) -> list[float]:
     groups = [{"params": others}, {"params": vectors, "weight_decay": 0.0}]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     return [group["weight_decay"] for group in engine.optimizer.param_groups]
-
-
-def refused(stage: int, entry: dict[str, Any]) -> str:
-    params = {"lr": 0.02, "param_groups": [entry]}
-    return message(lambda: start(stage, {"type": "AdaLomo", "params": params}))
 
 
 def reference(world: int, optimizers: list[torch.optim.Optimizer], model: nn.Module) -> None:

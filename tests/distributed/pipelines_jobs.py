@@ -62,14 +62,10 @@ def tanh(h: Tensor) -> Tensor:
     return torch.tanh(h)
 
 
-def linears() -> list[Any]:
-    """Layers of which the middle one, a stage by itself, has no parameters."""
-    return [LayerSpec(nn.Linear, 4, 8), tanh, LayerSpec(nn.Linear, 8, 3)]
-
-
 def without_parameters() -> list[float]:
     """The losses of a pipeline of three stages with nothing to train on the second."""
-    net = PipelineModule(linears(), num_stages=3, loss_fn=F.mse_loss, partition_method="uniform")
+    layers = [LayerSpec(nn.Linear, 4, 8), tanh, LayerSpec(nn.Linear, 8, 3)]
+    net = PipelineModule(layers, num_stages=3, loss_fn=F.mse_loss, partition_method="uniform")
     config = {"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 2}
     config |= {"gradient_clipping": 1.0, "optimizer": {"type": "AdaLomo", "params": {"lr": 0.05}}}
     config |= {"zero_optimization": {"stage": 1}}
@@ -281,10 +277,6 @@ def faulty(run: Run, stage: int, data: int) -> dict[str, Any]:
     }
 
 
-def zero(stage: int) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage}}
-
-
 class Weighted(nn.Linear):
     """A loss that has weights, on every stage."""
 
@@ -320,19 +312,6 @@ def told_of(
     return told, time.monotonic() - began
 
 
-def one_stage_refusals() -> dict[str, tuple[str, float]]:
-    """What is told where the second stage alone has what cannot be trained."""
-    told = {}
-    for spoil in (is_complex, is_cut, has_vector):
-        layers = [LayerSpec(nn.Linear, 4, 4, bias=False), LayerSpec(nn.Linear, 4, 3, bias=False)]
-        net = PipelineModule(layers, num_stages=2, loss_fn=F.mse_loss, partition_method="uniform")
-        if net.stage_id == 1:
-            spoil(net.get_submodule("1"))
-        muon = OPTIMIZERS["muon"](net.parameters()) if spoil is has_vector else None
-        told[spoil.__name__] = told_of(net, client=muon)
-    return told
-
-
 def unlike() -> tuple[str, float]:
     """What is told where one rank of the second stage has frozen its layer."""
     net = PipelineModule(
@@ -350,8 +329,8 @@ def refusals() -> dict[str, tuple[str, float]]:
     model = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
     fused = {"ds_ext": {"gradient_policy": "fused"}}
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "stage 2": (zero(2), {"num_stages": 2}),
-        "stage 3": (zero(3), {"num_stages": 2}),
+        "stage 2": ({"zero_optimization": {"stage": 2}}, {"num_stages": 2}),
+        "stage 3": ({"zero_optimization": {"stage": 3}}, {"num_stages": 2}),
         "fused": (fused, {"num_stages": 2}),
         "model axis": ({}, {"topology": model}),
         "key": ({"optimizer": {"type": "AdaLomo", "params": {"lrr": 1}}}, {"num_stages": 2}),
@@ -375,4 +354,11 @@ def refusals() -> dict[str, tuple[str, float]]:
         if name == "tied":
             net.tied_modules["tokens"].weight.requires_grad_(net.stage_id == 0)
         told[name] = told_of(net, more)
+    for spoil in (is_complex, is_cut, has_vector):  # what the second stage alone has
+        layers = [LayerSpec(nn.Linear, 4, 4, bias=False), LayerSpec(nn.Linear, 4, 3, bias=False)]
+        net = PipelineModule(layers, num_stages=2, loss_fn=F.mse_loss, partition_method="uniform")
+        if net.stage_id == 1:
+            spoil(net.get_submodule("1"))
+        muon = OPTIMIZERS["muon"](net.parameters()) if spoil is has_vector else None
+        told[spoil.__name__] = told_of(net, client=muon)
     return told

@@ -88,24 +88,6 @@ def loaded_dtypes(stage: int, folder: str) -> tuple[dict[str, bytes], dict[str, 
     return bits(held(first.module)), bits(held(second.module))
 
 
-def over_others(folder: str) -> list[str]:
-    """Saves over a link to a folder of other files, which hold DeepSpeed's own names too."""
-    root = Path(folder)
-    if dist.get_rank() == 0:
-        (root / "disk").mkdir()
-        (root / "disk/tokenizer.json").write_text("tokens")
-        (root / "run").symlink_to(root / "disk")
-    dist.barrier()
-    engine = engine_of(2, Quantized(seed=1))
-    engine.save_checkpoint(folder, tag="run")
-    engine.save_checkpoint(folder, tag="run/step1")
-    engine.save_checkpoint(folder, tag="run")
-    for tag in ("run", "run/step1"):
-        assert engine.load_checkpoint(folder, tag=tag)[0] is not None
-    assert (root / "run").is_symlink() and (root / "latest").read_text() == "run"
-    return sorted(entry.name for entry in root.rglob("*") if not entry.name.endswith(".pt"))
-
-
 def own_tags(folder: str, mode: str) -> tuple[list[str], str, list[str], float]:
     """Each rank gives a tag of its own -> errors, what is told, folders, the weight loaded."""
     engine = engine_of(1, nn.Linear(3, 5), checkpoint={"tag_validation": mode})

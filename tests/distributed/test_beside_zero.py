@@ -62,11 +62,8 @@ def persistent_copies(frozen: int) -> list[tuple[float, float]]:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     model[frozen].bias.requires_grad_(False)
     reference = copy.deepcopy(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    zero = {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 10}
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **zero}}
-    optimizer = ds_ext.LOMO(trained, lr=0.5)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    optimizer = ds_ext.LOMO([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    engine = engines.start(model, optimizer, 3, zero={"zero_hpz_partition_size": 2})
     sgd, found = torch.optim.SGD(reference.parameters(), lr=0.5), []
     x = engines.rows(0, 0, 4, 8)
     for _ in range(3):

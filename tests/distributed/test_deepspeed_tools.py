@@ -57,9 +57,7 @@ def adamw(folder: str, stage: int, dtype: str) -> dict[str, torch.Tensor]:
     """DeepSpeed's own AdamW saves."""
     model = model_of("flat")  # AdamW's clipping fails on scalars
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    made = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": dtype == "bf16"}}
-    made |= {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
+    engine = engines.start(model, optimizer, stage, bf16={"enabled": dtype == "bf16"})
     steps(engine, range(1, 4))
     engine.save_checkpoint(folder)
     return whole(engine)

@@ -44,13 +44,6 @@ def test_each_parameter_is_stepped_by_its_own_rule(ranks, stage, tmp_path):
     )
 
 
-def test_wrong_entries_are_refused_on_all_ranks():
-    entry = {"match": "nrom", "type": "LOMO"}
-    for told in worlds.run(2, param_groups_jobs.refused, 3, entry):
-        assert "optimizer.params.param_groups[0].match: 'nrom'" in told
-        assert 'Did you mean "norm"?' in told
-
-
 def test_groups_of_a_script_keep_their_own_weight_decay():
     assert worlds.run(2, param_groups_jobs.grouped_by_script, 2) == [[0.1, 0.0]] * 2
 

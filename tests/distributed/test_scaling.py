@@ -69,19 +69,17 @@ RUNS = _runs()
 
 def start(run: Scaled, model: nn.Module):
     fp16 = {"enabled": True, "loss_scale": run.static, "initial_scale_power": 8, "hysteresis": 1}
-    made = {
-        "train_micro_batch_size_per_gpu": 4,
+    more = {
         "gradient_clipping": run.max_norm,
         "fp16": fp16 | {"loss_scale_window": 2, "min_loss_scale": 1},
-        "zero_optimization": {"stage": run.stage, "stage3_param_persistence_threshold": 0},
+        "zero": {"stage3_param_persistence_threshold": 0},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 0.1}},
-        "ds_ext": {"gradient_policy": run.policy},
     }
     optimizer = by_role.made(
         run.rule, model, {"lr": 0.1, "weight_update": "master", "ema_decay": 0.9}
     )
     with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
-        return deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
+        return engines.start(model, optimizer, run.stage, run.policy, **more)
 
 
 def train(run: Scaled) -> dict[str, Any]:
