@@ -149,10 +149,11 @@ def write(folder: str, kind: str, stage: int, way: str = "fp32") -> dict[str, An
     loaded = fp32_of(other)
     for made in (engine, other):
         steps(made, range(3, 6))
+    after = whole(engine)
     return {
         "before": before,
-        "after": whole(engine),
-        "same": same(whole(engine), whole(other)),
+        "after": after,
+        "same": same(after, whole(other)),
         "held": all(torch.equal(a, b) for a, b in zip(held, loaded, strict=True)),
         "residual": any((a != a.bfloat16()).any() for a in held),
         "lr": (engine.get_lr(), other.get_lr()),

@@ -1,5 +1,6 @@
-"""Fused matrices that Muon splits, on real ranks against torch's Muon of separate parameters."""
+"""Fused matrices that Muon splits, on real ranks against one process."""
 
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ds_ext
 from tests import worlds
-from tests.common import by_role, engines, low_rank
+from tests.common import by_role, engines
 from tests.common.choose import params
 from tests.common.ranks import identical, message
 from tests.common.ranks import whole as whole_of_engine
@@ -106,69 +107,26 @@ CASES = [(kind, ranks, way) for kind in KINDS for ranks in (2, 3) for way in WAY
 QUICK = {("phi3", 2, "fsdp2"), ("gpt_neox", 3, 2), ("gpt2", 2, 3)}
 CLOSE = 1e-3  # what Muon's iteration in fp32 may be off: test_muon.py
 
-# How a matrix consists of others, written with torch's own split.
-SECTIONS = {
-    ("phi3", "qkv_proj"): lambda x: x.split([24, 12, 12]),
-    ("phi3", "gate_up_proj"): lambda x: x.split([20, 20]),
-    ("phi3", "o_proj"): lambda x: x.split(6),
-    ("gpt_neox", "query_key_value"): lambda x: x.view(4, 18, 24).split(6, 1),
-    ("gpt2", "c_attn"): lambda x: x.split([24, 24, 24], 1),
-}
-
-
-class Apart(torch.optim.Optimizer):
-    """torch.optim.Muon of copies of a matrix's parts, which are copied back."""
-
-    def __init__(self, p, sections, **hypers):
-        self.p, self.sections = p, sections
-        self.parts = [nn.Parameter(x.clone().reshape(-1, x.shape[-1])) for x in sections(p.data)]
-        self.muon = torch.optim.Muon(self.parts, **hypers)
-
-    @torch.no_grad()
-    def step(self):
-        for part, g in zip(self.parts, self.sections(self.p.grad), strict=True):
-            part.grad = g.clone().view_as(part)
-        self.muon.step()
-        for part, x in zip(self.parts, self.sections(self.p.data), strict=True):
-            x.copy_(part.view_as(x))
-
-    def zero_grad(self):
-        self.p.grad = None
-
-
-def trained(kind, got, ranks, is_split=True):
-    """One process, with the mean of the ranks' losses."""
-    model, made = model_of(kind), []
-    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    for name, p in named.items():
-        own, lr, decay = got["groups"][name]
-        layer = name.split(".")[-2]
-        if own == "AdamW":
-            made.append(torch.optim.AdamW([p], lr=lr, weight_decay=decay))
-        elif is_split and (kind, layer) in SECTIONS:
-            made.append(Apart(p, SECTIONS[kind, layer], lr=lr, weight_decay=decay))
-        else:
-            made.append(torch.optim.Muon([p], lr=lr, weight_decay=decay))
-    with low_rank.in_dtype(torch.float64):
-        for step in range(STEPS):
-            losses = [loss_of(model, step, rank) for rank in range(ranks)]
-            torch.stack(losses).mean().backward()
-            for optimizer in made:
-                optimizer.step()
-                optimizer.zero_grad()
-    assert is_split == any(isinstance(x, Apart) for x in made)
-    return named
-
 
 @pytest.mark.parametrize("kind, ranks, way", params(CASES, QUICK))
-def test_sections_are_stepped_as_separate_parameters(kind, ranks, way):
+def test_sections_are_stepped_as_in_one_process(kind, ranks, way):
+    """There each is a matrix of its own: unit/test_sections.py."""
     got = worlds.run(ranks, train, kind, way)[0]
     assert got["identical"]
-    after = trained(kind, got, ranks)
-    check(got["after"], after, got["before"], STEPS, CLOSE)
-    whole = trained(kind, got, ranks, is_split=False)
-    fused = {n: p for n, p in whole.items() if (kind, n.split(".")[-2]) in SECTIONS}
+    split, whole = (alone(kind, ranks, is_split) for is_split in (True, False))
+    check(got["after"], split, got["before"], STEPS, CLOSE)
+    entries = "|".join(entry["match"] for entry in KINDS[kind][2]["param_groups"])
+    fused = {n: p for n, p in whole.items() if re.search(entries, n) and p.requires_grad}
     assert error(got["after"], fused, got["before"]) > 0.1
+
+
+def alone(kind: str, ranks: int, is_split: bool) -> dict[str, Tensor]:
+    """The weights of one process, whose fused matrices are split or not."""
+    model, given = model_of(kind), hypers(kind)
+    if not is_split:
+        del given["param_groups"]
+    engines.alone(model, ds_ext.Muon.for_model(model, **given), loss_of, STEPS, ranks)
+    return dict(model.named_parameters())
 
 
 def test_wrong_sizes_are_refused_on_every_rank():

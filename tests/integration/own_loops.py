@@ -74,14 +74,6 @@ def _accelerator(config: dict[str, Any], accumulation: int = 1) -> Accelerator:
     return Accelerator(gradient_accumulation_steps=accumulation, deepspeed_plugin=plugin)
 
 
-def prepared(config: dict[str, Any], model: torch.nn.Module) -> tuple[Accelerator, Any]:
-    """accelerate, and the engine that it makes of a model and a config."""
-    made = config | {"bf16": {"enabled": False}, "train_micro_batch_size_per_gpu": 1}
-    accelerator = _accelerator(made | {"gradient_accumulation_steps": 1})
-    optimizer = DummyOptim(model.parameters(), lr=0.1, weight_decay=0.0)
-    return accelerator, accelerator.prepare(model, optimizer)[0]
-
-
 def micro_batches() -> Iterator[list[dict[str, torch.Tensor]]]:
     """What the ranks see at once, 2 rows each -> the batch of each rank."""
     rows = data()[:ROWS]

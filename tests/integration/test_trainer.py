@@ -183,13 +183,6 @@ def test_the_saved_model_is_the_trained_one(folder, name):
     assert all(torch.equal(saved[n], after[n]) for n in saved)
 
 
-def test_a_type_that_nobody_has_is_told_with_the_nearest(folder):
-    for told in worlds.run(2, trainer_jobs.misspelt, folder):
-        assert len(told) == 2
-        for error in told:
-            assert "optimizer.type is 'Lomoo'" in error and 'Did you mean "LOMO"?' in error
-
-
 def test_a_norm_that_only_trainer_is_told_of_is_warned_of(folder):
     said = worlds.run(2, trainer_jobs.unclipped, folder)[0]
     (line,) = [line for line in said if "has no effect under DeepSpeed" in line]

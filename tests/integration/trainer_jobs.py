@@ -116,16 +116,6 @@ def dropped(folder: str) -> list[str]:
     return [*told, "\n".join(said)]
 
 
-def misspelt(folder: str) -> list[str]:
-    """The errors of HF Trainer, and of accelerate, with a config whose type nobody has."""
-    made = config("lomo", 2)
-    made["optimizer"]["type"] = "Lomoo"
-    return [
-        _message(_trainer(folder, {"deepspeed": made})),
-        message(lambda: own_loops.prepared(made, load(folder)), ValueError),
-    ]
-
-
 def unclipped(folder: str) -> list[str]:
     """What is said where Trainer is asked to clip by what the config does not say."""
     trainer = _trainer(folder, {"max_grad_norm": 0.125})
