@@ -104,11 +104,24 @@ ALONE = {"free": {"max_grad_norm": 0.0}, "clipped": {"max_grad_norm": 0.3}}
 ALONE["accumulated"] = {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}
 
 
+def alone(case, folder, model, *callbacks):
+    """HF Trainer in one process with AdaLomo."""
+    told = trainer_runs.ARGUMENTS | ALONE[case]
+    rows = BATCH // told.get("gradient_accumulation_steps", 1)
+    return trainer_runs.Sequential(
+        model=model,
+        args=transformers.TrainingArguments(
+            output_dir=folder, per_device_train_batch_size=rows, **told
+        ),
+        train_dataset=trainer_runs.data(),
+        optimizer_cls_and_kwargs=(ds_ext.AdaLomo, {"lr": told["learning_rate"]}),
+        callbacks=list(callbacks),
+    )
+
+
 @pytest.mark.parametrize("case", ALONE)
 def test_one_process_without_deepspeed_steps_inside_backward(case, tmp_path):
     """FuseCallback against the authors' AdaLomo in HF Trainer; no gradient is left in ``.grad``."""
-    told = {**trainer_runs.ARGUMENTS, **ALONE[case]}
-    accumulation = told.get("gradient_accumulation_steps", 1)
     model = build()
     before, left = weights(model), []
 
@@ -116,17 +129,9 @@ def test_one_process_without_deepspeed_steps_inside_backward(case, tmp_path):
         def on_pre_optimizer_step(self, *_, **__):
             left.extend(p for p in model.parameters() if p.grad is not None)
 
-    trainer = trainer_runs.Sequential(
-        model=model,
-        args=transformers.TrainingArguments(
-            output_dir=tmp_path, per_device_train_batch_size=BATCH // accumulation, **told
-        ),
-        train_dataset=trainer_runs.data(),
-        optimizer_cls_and_kwargs=(ds_ext.AdaLomo, {"lr": told["learning_rate"]}),
-        callbacks=[ds_ext.FuseCallback(), Look()],
-    )
+    trainer = alone(case, tmp_path, model, ds_ext.FuseCallback(), Look())
     trainer.train()
-    expected, log = reference("adalomo", told["max_grad_norm"], False)
+    expected, log = reference("adalomo", ALONE[case]["max_grad_norm"], False)
     compare(weights(model), expected, before, STEPS)
     assert of(trainer.state.log_history, "loss") == pytest.approx(of(log, "loss"), rel=1e-4)
     assert not left
@@ -134,15 +139,7 @@ def test_one_process_without_deepspeed_steps_inside_backward(case, tmp_path):
 
 @pytest.mark.parametrize("case", ["clipped", "accumulated"])
 def test_fused_is_refused_where_trainer_needs_gradients(case, tmp_path):
-    trainer = trainer_runs.Sequential(
-        model=build(),
-        args=transformers.TrainingArguments(
-            output_dir=tmp_path, **{**trainer_runs.ARGUMENTS, **ALONE[case]}
-        ),
-        train_dataset=trainer_runs.data(),
-        optimizer_cls_and_kwargs=(ds_ext.AdaLomo, {"lr": 1e-3}),
-        callbacks=[ds_ext.FuseCallback(gradient_policy="fused")],
-    )
+    trainer = alone(case, tmp_path, build(), ds_ext.FuseCallback(gradient_policy="fused"))
     with pytest.raises(ValueError, match="Set (max_grad_norm=0|gradient_accumulation_steps=1), or"):
         trainer.train()
 

@@ -81,6 +81,22 @@ def two_forward_passes(pair, draw):
     train(pair, draw, forwards=2)
 
 
+@call(3, ("fused", "engine"))
+def forward_passes_ahead(pair, draw):
+    """All forward passes of a step come before its backward passes."""
+    seed, passes = draw.randrange(10**6), range(pair.setup["accumulation"])
+    if (pair.way, pair.setup["stage"]) == ("engine", 3):  # where DeepSpeed follows one pass
+        return
+
+    def step(side: Side) -> None:
+        for loss in [side.loss(seed + 10 * micro) for micro in passes]:
+            side.backward(loss)
+            side.step()
+
+    pair.do(step)
+    pair.compare()
+
+
 @call(3, ("engine",), refusable=True)
 def backward_of_the_loss_itself(pair, draw):
     """Of two forward passes, by ``loss.backward()``; what is measured first is refused."""
