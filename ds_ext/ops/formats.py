@@ -165,7 +165,7 @@ class _ByElement:
         start, first = b.run.start, self.shard.start
         part = replace(self.shard, start=first + start, stop=first + b.run.stop)
         values = torch.empty(len(part), dtype=self.dtype, device=self.device)
-        for box in part.blocks():
+        for box in part.blocks(len(part)):  # a block's memory, as boxes as large as they can be
             run = slice(start + box.run.start, start + box.run.stop)
             values[box.run] = read(self.x, replace(box, run=run)).reshape(-1)
         return values.view(b.shape)

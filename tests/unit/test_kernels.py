@@ -123,6 +123,18 @@ def test_a_step_is_that_of_the_ops(name, world, kernels, launched):
     assert worst(found, expected, before) <= CLOSE
 
 
+@pytest.mark.parametrize("name", ["came", "adafactor"])
+def test_a_step_with_an_8_bit_momentum_that_no_kernel_reads_is_that_of_the_ops(
+    name, kernels, launched
+):
+    hypers, shapes = SETTINGS[name] | {"nbits": 8}, ((70, 64), (37, 150), (5,))
+    found, before = trained(name, torch.float32, "nearest", 3, hypers, shapes)
+    assert {"factors", "apply"} <= {*launched}
+    kernels(False)
+    expected, _ = trained(name, torch.float32, "nearest", 3, hypers, shapes)
+    assert worst(found, expected, before) <= CLOSE
+
+
 @pytest.mark.parametrize(
     "name, nbits, way", params(WITH_MOMENTS, [WITH_MOMENTS[0], WITH_MOMENTS[5]])
 )
