@@ -7,6 +7,7 @@ receiver then steps by these runs, measures or keeps them (receivers.py).
 
 import weakref
 from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
 from types import MethodType
 from typing import NamedTuple, cast
 
@@ -19,7 +20,7 @@ from ds_ext.backward.owners import GradientOwner
 from ds_ext.backward.partial_grads import ModuleCalls
 from ds_ext.backward.reduced_grad import Receiver, ReducedGrad, add_up, has_other_users
 from ds_ext.backward.reduction import Reducing, Reduction
-from ds_ext.backward.streams import IN_FLIGHT, SideStreams
+from ds_ext.backward.streams import IN_FLIGHT, side_streams
 from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.logs import logger
 
@@ -77,7 +78,7 @@ class Buckets:
         self.owner = owner
         self.has_followed = False  # edits of groups, since the last forward or backward pass began
         self.overlap = overlap
-        self.streams = SideStreams(layout.device, overlap)
+        self.streams = side_streams(layout.device, overlap)
         self.sent: InFlightBucket | None = None  # the bucket that is being reduced
         self.receiver: Receiver | None = None  # the receiver of this backward pass
         self.waiting: dict[Tensor, Tensor | None] = {}  # flat and padded; None: no gradient
@@ -87,7 +88,7 @@ class Buckets:
         self.has_asked = False  # whether this pass has sent a question to other ranks
         self.history = 0  # a hash of events, in order: see ``note``
         self.unread: Callable[[], Agreement] | None = None  # an answer to a pass that was dropped
-        self.asks_ahead = self.streams.are_used and not layout.agrees_at_once
+        self.asks_ahead = self.streams is not None and not layout.agrees_at_once
         self.parts: dict[Tensor, ReducedGrad] = {}  # of parameters whose gradient comes in parts
         self.pass_of: dict[Tensor, int] = {}  # ``uses.passes`` when a gradient of this step came
         leaves = layout.leaves(module)
@@ -241,8 +242,10 @@ class Buckets:
         elements = sum(self.deferred.values())
         if ended or elements >= MIN_FILL * self.size:
             self.deferred, elements = {}, 0
-        more = {p: self.uses.in_parts(p) for p in self.waiting if p not in self.deferred}
-        self.asked, self.has_asked = self.layout.agree(more, ended, self.history, second), True
+        sent = [p for p in self.waiting if p not in self.deferred]
+        in_parts = self.uses.in_parts(sent)
+        self.asked = self.layout.agree(sent, in_parts, ended, self.history, second)
+        self.has_asked = True
         self.elements = elements
         is_read_now = ended or second is not None or not self.asks_ahead
         return is_read_now and self._reduce_ready()
@@ -262,7 +265,8 @@ class Buckets:
             self.sent = InFlightBucket(reducing, agreed.in_parts)
             if not (self.overlap and reducing.blocks):
                 self._receive()
-            self.streams.make_room(IN_FLIGHT - (self.sent is not None))
+            if self.streams is not None:
+                self.streams.make_room(IN_FLIGHT - (self.sent is not None))
         return agreed.ended
 
     def _receive(self) -> None:
@@ -270,7 +274,7 @@ class Buckets:
         sent, self.sent = self.sent, None
         if sent is None:
             return
-        with self.streams.stepping():
+        with nullcontext() if self.streams is None else self.streams.stepping():
             grads = sent.reducing.arrived()
             receiver = self._find_receiver()
             if sent.in_parts and not receiver.accepts_parts:
@@ -278,7 +282,8 @@ class Buckets:
                 add_up(self.parts, {p: grads.pop(p) for p in parts})
             if grads:
                 receiver.receive(grads)
-        self.streams.hold(sent)
+        if self.streams is not None:
+            self.streams.hold(sent)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -288,12 +293,13 @@ class Buckets:
         self._receive()
         parts, self.parts = self.parts, {}
         if parts:
-            with self.streams.stepping():
+            with nullcontext() if self.streams is None else self.streams.stepping():
                 self._find_receiver().receive(parts)
         self.receiver, self.has_asked = None, False
         self.pass_of.clear()
         self.has_followed = False
-        self.streams.make_current_wait()
+        if self.streams is not None:
+            self.streams.make_current_wait()
 
     def discard(self, params: Collection[Tensor] | None = None) -> None:
         """Drops undelivered gradients of ``params``; None: all, and ends the backward pass."""
@@ -309,14 +315,15 @@ class Buckets:
         self.uses.forget(now=self.receiver is not None)
         self.abandon()
         self.has_followed = False
-        self.streams.make_current_wait()
+        if self.streams is not None:
+            self.streams.make_current_wait()
 
     def abandon(self) -> None:
         """Drops the gradients of a backward pass, without waiting for other ranks.
 
         A collective in progress keeps its bucket alive until it ends.
         """
-        if self.sent is not None:
+        if self.sent is not None and self.streams is not None:
             self.streams.hold(self.sent, is_stepped=False)
         if self.has_asked:  # and perhaps other ranks have asked more often
             self.leave_pass()
@@ -341,7 +348,7 @@ class Buckets:
             RuntimeError: on all ranks, if some are in another pass.
         """
         self.note(MEASURED)
-        self.layout.agree({}, False, self.history)()
+        self.layout.agree([], set(), False, self.history)()
 
     def _find_receiver(self) -> Receiver:
         """The receiver of this pass, even if this rank has had no gradient in it."""

@@ -299,7 +299,8 @@ class FusedBackward:
     def _rollback_skipped(self) -> None:
         """Synchronizes with the device, and rolls back the parameters that kernels skipped."""
         if self.state.flags:
-            self.buckets.streams.make_current_wait()
+            if self.buckets.streams is not None:
+                self.buckets.streams.make_current_wait()
             self.optimizer.rollback_step(self.state.read_flags()[0])
 
     @property

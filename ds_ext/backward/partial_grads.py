@@ -55,10 +55,12 @@ class ModuleCalls:
                 self.hooks.append(owner.register_forward_pre_hook(enter))
                 self.hooks.append(owner.register_forward_hook(leave, always_call=True))
 
-    def in_parts(self, param: Tensor) -> bool:
-        """Returns whether the gradient of ``param`` may come in more than one part."""
-        may_be = param in self.in_segment or param in self.joint_params
-        return may_be and self.count[param] > 1
+    def in_parts(self, params: Iterable[Tensor]) -> set[Tensor]:
+        """Returns those of ``params`` whose gradient may come in more than one part."""
+        if not self.in_segment and not self.joint_params:
+            return set()
+        may_be = (p for p in params if p in self.in_segment or p in self.joint_params)
+        return {p for p in may_be if self.count[p] > 1}
 
     def expect_parts(self, params: Iterable[Tensor]) -> None:
         """Notes that gradients of ``params`` come in parts, though no module may be called."""

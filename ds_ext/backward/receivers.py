@@ -24,7 +24,7 @@ from ds_ext.logs import logger
 from ds_ext.ops import int8
 from ds_ext.ops.executors.triton import devices
 from ds_ext.optimizer import RuleOptimizer
-from ds_ext.optimizer.nonfinite import GradCheck
+from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
 from ds_ext.optimizer.plans import MAX_PLANS
 from ds_ext.optimizer.updates import ProjectedGrads, RunUpdate
 
@@ -61,7 +61,9 @@ class Stepper:
             votes: votes by which kernels check other gradients.
         """
         state.use_up(grads.keys())
-        check = GradCheck(checked, votes, state.flags if self._by_kernels else None)
+        if self._by_kernels and state.flags is None:
+            state.flags = DeviceGradFlags()
+        check = GradCheck(checked, votes, state.flags)
         with int8.expanded(grads) as in_int8:
             for all_reduce, found in self._by_statistics_group(grads):
                 updates: list[RunUpdate] = []
@@ -92,7 +94,7 @@ class Stepper:
         if key in self._voted:  # else it takes some 7 µs for each parameter
             return self._voted[key]
         layout = self.layout
-        shards = {p: layout.shard(p) for p in params}
+        shards = {p: layout.shards[p] for p in params}
         in_batches = self.optimizer.in_batches(shards, layout.device)
         by_sums: Set[Tensor] = frozenset()
         if layout.is_uniform and not self.has_bounds:
@@ -111,11 +113,11 @@ class Stepper:
 
     def kept_elements(self, policy: str) -> int:
         """Returns how many elements of gradients this rank keeps until the step."""
-        shard = self.layout.shard
-        kept = {p: len(shard(p)) for p in self.optimizer.group_of if p.requires_grad}
+        shards = self.layout.shards
+        kept = {p: len(shards[p]) for p in self.optimizer.group_of if p.requires_grad}
         if policy == "projected":
             for p, numel in self.projected(kept).items():
-                kept[p] = numel * kept[p] // shard(p).numel
+                kept[p] = numel * kept[p] // shards[p].numel
         return sum(kept.values())
 
     def log_kept(self, config: GradientConfig, why: str = "") -> None:
@@ -127,7 +129,7 @@ class Stepper:
     def projected(self, params: Iterable[Tensor]) -> dict[Tensor, int]:
         """Returns the parameters whose gradients are kept projected, and the elements of each."""
         tied = self.layout.tied_params
-        shards = {p: self.layout.shard(p) for p in params if p not in tied}
+        shards = {p: self.layout.shards[p] for p in params if p not in tied}
         return projected_grads.projected(self.optimizer, shards)
 
     def _updates(
@@ -146,8 +148,8 @@ class Stepper:
             factor = state.reader.unscale(placement) * state.coefficient
         replicas = self.layout.num_replicas(placement)
         for param in params:
-            shard, grad = self.layout.shard(param), grads[param]
-            of = param, placement.run(param)
+            shard, grad = self.layout.shards[param], grads[param]
+            of = param, placement.run(param, shard)
             if isinstance(grad, ProjectedGrads):
                 yield RunUpdate(*of, grad.scaled_(factor), shard, replicas)
             else:

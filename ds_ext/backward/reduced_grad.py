@@ -130,14 +130,14 @@ class GradientReader:
 
     def beyond(self, param: Tensor, grad: ReducedGrad, bound: float) -> Tensor:
         """Returns the number of a run's elements outside ± ``bound``, and of all elements, [2]."""
-        shard = self.layout.shard(param)
+        shard = self.layout.shards[param]
         g = self._own(param, grad)
         beyond = ops.count_beyond(g, bound, shard, g)
         return torch.stack([beyond, torch.full_like(beyond, len(shard))])
 
     def _own(self, param: Tensor, grad: ReducedGrad) -> Tensor:
         """The run without its padding."""
-        n = len(self.layout.shard(param))
+        n = len(self.layout.shards[param])
         return grad.g if grad.g.numel() == n else grad.g[:n]
 
 

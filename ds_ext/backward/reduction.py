@@ -1,6 +1,7 @@
 """Reduction of a bucket: gradients are summed over the ranks in place, and the ranks vote."""
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -21,11 +22,11 @@ class Reducing(NamedTuple):
 
 
 class Reduction:
-    """Sums gradients over the ranks of ``layout``, on a side stream.
+    """Sums gradients over the ranks of ``layout``, on a side stream if there is one.
 
     Args:
         layout: of the model.
-        streams: the side streams.
+        streams: the side streams, if they are used.
         size_of: the padded elements of each parameter.
         comm_dtype: returns the dtype that a parameter's gradient is summed in, None for its own.
         leaf_params: parameters of leaf modules, which some ranks may not use. If no rank used a
@@ -35,7 +36,7 @@ class Reduction:
     def __init__(
         self,
         layout: Layout,
-        streams: SideStreams,
+        streams: SideStreams | None,
         size_of: Mapping[Tensor, int],
         comm_dtype: Callable[[Tensor], torch.dtype | None],
         leaf_params: Collection[Tensor],
@@ -58,7 +59,8 @@ class Reduction:
         voted = {p: flats[p] for p in grads if p in are_voted}
         asked = [*voted, *(p for p in grads if p in self.leaf_params and p not in voted)]
         is_read = not (voted_params.host | self.leaf_params).isdisjoint(asked)
-        with self.streams.reducing():
+        streams = self.streams
+        with nullcontext() if streams is None else streams.reducing():
             squares: dict[Tensor, Tensor] = {}
             votes: Tensor | None = None
             if asked:
@@ -66,15 +68,13 @@ class Reduction:
                 votes = votes.to(next(iter(flats.values())).dtype)  # reduced with gradients
             runs, votes, wait = self.layout.reduce(flats, votes)
             read_votes = None
-            if self.streams.are_used:
+            if streams is not None:
                 wait()
                 read_votes = to_host(votes) if votes is not None and is_read else None
-            make_step_wait = self.streams.reduced()
+                wait = streams.reduced()
 
         def arrived() -> dict[Tensor, ReducedGrad]:
-            make_step_wait()
-            if not self.streams.are_used:
-                wait()
+            wait()
             if votes is None:
                 return {p: ReducedGrad(run) for p, run in runs.items()}
             on_device = (
@@ -99,7 +99,7 @@ class Reduction:
                 if p not in unused
             }
 
-        return Reducing(arrived, is_read if self.streams.are_used else self.layout.sums_gradients)
+        return Reducing(arrived, self.layout.sums_gradients if streams is None else is_read)
 
     def _votes(
         self, flats: dict[Tensor, Tensor], has: list[bool]
@@ -131,7 +131,7 @@ class Reduction:
         The sum of such gradients over the ranks is finite, and so are its squares.
         """
         if not self.layout.sums_gradients:
-            numel = max(1, self.layout.shard(param).numel)
+            numel = max(1, self.layout.shards[param].numel)
             return float(nonfinite.upper_bound(numel, flat.dtype))
         root = nonfinite.upper_bound(max(1, flat.numel()), flat.dtype) ** 0.5
         divisor = self.layout.placement_of[param].grad_divisor

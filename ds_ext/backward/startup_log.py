@@ -27,7 +27,7 @@ def line(optimizer: RuleOptimizer, layout: Layout, grad_config: GradientConfig, 
     """Returns a line that says how a model is stepped, ``where`` such as "ZeRO stage 3"."""
     trained = [p for p in optimizer.group_of if p.requires_grad]
     kinds = dict.fromkeys(optimizer.hypers_of(optimizer.group_of[p]).__name__ for p in trained)
-    elements = sum(math.prod(layout.shard(p).shape) for p in trained)
+    elements = sum(math.prod(layout.shards[p].shape) for p in trained)
     ranks = f"{layout.world} rank{'s' * (layout.world > 1)}"
     writing = ", ".join(dict.fromkeys(_writing(optimizer, p) for p in trained))
     return (
@@ -48,7 +48,7 @@ def state_bytes(optimizer: RuleOptimizer, layout: Layout) -> int:
     """Returns the bytes of state, including masters, of trained parameters on this rank."""
     total = 0
     for param in (p for p in optimizer.group_of if p.requires_grad):
-        rule, shard = optimizer.rule_of(param), layout.shard(param)
+        rule, shard = optimizer.rule_of(param), layout.shards[param]
         run = torch.empty(len(shard), dtype=param.dtype, device="meta")
         total += state.nbytes(state.zeros(optimizer.state_spec(param, shard, rule), run))
         total += state.nbytes(sixteen_bit.master(run, rule))
@@ -62,7 +62,7 @@ def warnings(optimizer: RuleOptimizer, layout: Layout, is_config: bool = True) -
     """
     yield from small_rates(optimizer, is_config)
     relative = [p for p in optimizer.group_of if p.requires_grad and optimizer.is_relative(p)]
-    matrices = [p for p in relative if len(layout.shard(p).shape) > 1]
+    matrices = [p for p in relative if len(layout.shards[p].shape) > 1]
     if zeros := _zeros(matrices, layout):
         names = [layout.name(p) for p in zeros]
         yield at_zero(type(optimizer.rule_of(zeros[0])).__name__, names, is_config)

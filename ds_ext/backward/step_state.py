@@ -60,7 +60,7 @@ class StepState:
     stepped: int = 0  # number of parameters
     bad: list[str] = field(default_factory=list)  # names of the parameters of bad gradients
     suspects: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameter, is bad []
-    flags: DeviceGradFlags = field(default_factory=DeviceGradFlags)  # what the host has not read
+    flags: DeviceGradFlags | None = None  # what kernels have found and the host has not read
     flagged_square: float = 0.0  # over all ranks, of gradients that kernels have checked
 
     @property
@@ -226,7 +226,7 @@ class StepState:
 
     def read_flags(self, squares: Sequence[Tensor] = ()) -> tuple[list[Tensor], float]:
         """Synchronizes with the device; returns what kernels have skipped, and Σ ``squares``."""
-        flags, self.flags = self.flags, DeviceGradFlags()
+        flags, self.flags = self.flags, None
         if not flags:
             return [], sum(map(Tensor.item, squares))
         bad, square, numbers = flags.read(*squares)

@@ -20,7 +20,7 @@ IN_FLIGHT = 2  # buckets whose memory is in use by these streams while the next 
 
 
 class SideStreams:
-    """Two CUDA streams for work in parallel with the current stream; none without ``overlap``.
+    """Two CUDA streams for work in parallel with the current stream.
 
     The allocator may reuse a freed tensor on the current stream while a side stream still reads it.
     ``hold`` therefore keeps a reference until the current stream has waited for the last kernel
@@ -28,36 +28,29 @@ class SideStreams:
     which bounds the memory of gradients.
     """
 
-    def __init__(self, device: torch.device, overlap: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.are_used = overlap and device.type in WITH_STREAMS
         self._held: deque[tuple[object, Any]] = deque()  # tensors, the event after their last use
-        if self.are_used:
-            self._reducing, self._stepping = (torch.cuda.Stream(device) for _ in range(2))
+        self._reducing, self._stepping = (torch.cuda.Stream(device) for _ in range(2))
 
     def reducing(self) -> contextlib.AbstractContextManager[object]:
         """A context whose launches wait for the current stream. They do not wait for steps."""
-        if not self.are_used:
-            return contextlib.nullcontext()
         self._reducing.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self._reducing)
 
     def reduced(self) -> Callable[[], None]:
         """Marks the end of a reduction; returns a function that makes steps wait for it."""
-        if not self.are_used:
-            return lambda: None
         event = self._reducing.record_event()
         return lambda: self._stepping.wait_event(event)
 
     def stepping(self) -> contextlib.AbstractContextManager[object]:
         """A context whose launches run after those of earlier steps."""
-        return torch.cuda.stream(self._stepping) if self.are_used else contextlib.nullcontext()
+        return torch.cuda.stream(self._stepping)
 
     def hold(self, tensors: object, is_stepped: bool = True) -> None:
         """Keeps tensors of a bucket in memory until its step, or only its reduction, has ended."""
-        if self.are_used:
-            last = self._stepping if is_stepped else self._reducing
-            self._held.append((tensors, last.record_event()))
+        last = self._stepping if is_stepped else self._reducing
+        self._held.append((tensors, last.record_event()))
 
     def make_room(self, buckets: int) -> None:
         """Makes the current stream wait until at most ``buckets`` are held; the host goes on."""
@@ -67,11 +60,15 @@ class SideStreams:
 
     def make_current_wait(self) -> None:
         """Makes the current stream wait for all steps; the host does not wait."""
-        if self.are_used:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_stream(self._reducing)
-            current.wait_stream(self._stepping)
-            self._held.clear()
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self._reducing)
+        current.wait_stream(self._stepping)
+        self._held.clear()
+
+
+def side_streams(device: torch.device, overlap: bool) -> SideStreams | None:
+    """Returns the side streams of a device; None without ``overlap``, or on a CPU."""
+    return SideStreams(device) if overlap and device.type in WITH_STREAMS else None
 
 
 def to_host(x: Tensor) -> Callable[[], Tensor]:

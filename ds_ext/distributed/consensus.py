@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ds_ext import logs
-from ds_ext.distributed.groups import Group, explained, wait_for
+from ds_ext.distributed.groups import Group, explained
 from ds_ext.errors import CheckpointError, LostRankError
 
 T = TypeVar("T")
@@ -223,27 +223,6 @@ def require_equal(told: Mapping[str, Any], group: Group = None) -> None:
                 )
 
 
-def begin_comparison(numbers: tuple[int, ...], group: Group = None) -> Callable[[], bool]:
-    """Begins to compare numbers over the ranks, by a message of 16 bytes.
-
-    Returns a function that waits and returns whether all are equal. Ranks compare a 62-bit hash,
-    which is the same in every process.
-    """
-    if not several(group):
-        return lambda: True
-    digest = hash(numbers) & (2**62 - 1)
-    most = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
-    with explained():
-        work = dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group, async_op=True)
-    wait = wait_for([work.wait])
-
-    def are_alike() -> bool:
-        wait()
-        return bool(most[0] == -most[1])
-
-    return are_alike
-
-
 def _difference(a: Any, b: Any, where: str = "") -> str:
     """The first difference of two nested values: its place, and both values."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -290,26 +269,31 @@ class OrderCheck:
         self.ahead = ahead
         self.number = {p: i for i, p in enumerate(names)}
         self.modules = {m: (i, name) for i, (name, m) in enumerate(module.named_modules())}
-        self.asked: tuple[Callable[[], bool], int | None, Callable[[], list[str]]] | None = None
+        self.is_alone = not several(group)
+        # The comparison in progress: work, its result, history and words.
+        self.asked: tuple[dist.Work, Tensor, int | None, Callable[[], list[str]]] | None = None
 
-    def check_gradients(self, waiting: Mapping[Tensor, bool], ended: bool, history: int) -> int:
+    def check_gradients(
+        self, waiting: list[Tensor], in_parts: set[Tensor], ended: bool, history: int
+    ) -> int:
         """Compares the parameters of a bucket over the ranks; returns the bytes sent.
 
         It also compares which of them may have further partial gradients, whether backward has
         ended, and ``Buckets.history``.
         """
-        bucket = dict(waiting)
+        if self.is_alone:
+            return 0
 
         def words() -> list[str]:
             more = ", which may have further parts"
-            said = [f"the gradient of {self.names[p]}{more * m}" for p, m in bucket.items()]
+            said = [f"the gradient of {self.names[p]}{more * (p in in_parts)}" for p in waiting]
             return [*said, "the end of backward" if ended else "a full bucket"]
 
-        grads = (2 * self.number[p] + m for p, m in bucket.items())
-        self._begin_comparison((ended, *grads), words, history)
+        numbers = [2 * self.number[p] + (p in in_parts) for p in waiting]
+        self._begin_comparison((ended, *numbers), words, history)
         if ended or not self.ahead:
             self._end_comparison()
-        return MESSAGE if several(self.group) else 0
+        return MESSAGE
 
     def check_dropped(self) -> None:
         """Compares that all ranks drop the step in progress, and none is still in backward."""
@@ -335,16 +319,25 @@ class OrderCheck:
     def _begin_comparison(
         self, numbers: tuple[int, ...], words: Callable[[], list[str]], history: int | None = None
     ) -> None:
+        """Begins to compare numbers over the ranks, by a 62-bit hash that all processes share."""
         self._end_comparison()  # the comparison before
-        self.asked = begin_comparison((history or 0, *numbers), self.group), history, words
+        if self.is_alone:
+            return
+        digest = hash((history or 0, *numbers)) & (2**62 - 1)
+        most = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
+        with explained():
+            work = dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self.asked = work, most, history, words
 
     def _end_comparison(self) -> None:
         """Waits for the comparison in progress; raises RuntimeError if the ranks differ."""
         asked, self.asked = self.asked, None
         if asked is None:
             return
-        are_alike, history, words = asked
-        if are_alike():
+        work, most, history, words = asked
+        with explained():
+            work.wait()
+        if most[0] == -most[1]:
             return
         histories, told = zip(*gathered((history, words()), self.group), strict=True)
         if len({*histories} - {None}) > 1:

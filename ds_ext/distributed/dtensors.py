@@ -192,7 +192,7 @@ class DTensorPlacement(Placement):
         """Returns which elements of the whole parameter this rank holds."""
         return locate(param).shard  # type: ignore[arg-type]
 
-    def run(self, param: Tensor) -> Tensor:
+    def run(self, param: Tensor, shard: Shard) -> Tensor:
         """Returns this rank's part of the weight, [len(shard)], which is updated in place."""
         return flat(local(param))
 

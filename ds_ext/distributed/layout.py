@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_ext.distributed import groups
-from ds_ext.distributed.consensus import DIFFERENT_PASSES
+from ds_ext.distributed.consensus import DIFFERENT_PASSES, OrderCheck
 from ds_ext.distributed.groups import Group, communicates, everyone, explained, size_of, wait_for
 from ds_ext.distributed.placement import Placement, Summed, broadcast
 from ds_ext.ops import int8, turns
@@ -51,6 +51,7 @@ class Layout:
     is_pipeline_stage = False
     # Tied parameters that another stage saves.
     saved_elsewhere: frozenset[Tensor] = frozenset()
+    order: OrderCheck | None = None  # of ZeRO-3, where no rank waits for the gradients of others
 
     def __init__(
         self,
@@ -65,6 +66,10 @@ class Layout:
         self.number_of = {p: i for i, p in enumerate(names)}
         self.placement_of = {param: placement_of(param) for param in names}
         self.placements = list(dict.fromkeys(self.placement_of.values()))
+        # Whether other ranks add to a gradient; whether there is one placement, without tensor
+        # parallelism.
+        self.sums_gradients = any(placement.is_summed for placement in self.placements)
+        self.is_uniform = len(self.placements) == 1 and not self.placements[0].is_divided
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = size_of(group)
         # Whether this rank knows the gradients of all ranks, so that ``agree`` waits for no message
@@ -95,27 +100,13 @@ class Layout:
         found = found.union(*(placement.groups for placement in self.placements))
         return {group for group in found if group is not None}
 
-    @property
-    def sums_gradients(self) -> bool:
-        """Whether other ranks add to a gradient."""
-        return any(placement.is_summed for placement in self.placements)
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether there is one placement, without tensor parallelism."""
-        return len(self.placements) == 1 and not self.placements[0].is_divided
-
     def name(self, param: Tensor) -> str:
         """Returns a parameter's name in the model, or a phrase if the model lacks it."""
         return self.names.get(param, "a parameter outside the model")
 
-    def shard(self, param: Tensor) -> Shard:
-        """Returns which elements of a parameter this rank's run is."""
-        return self.shards[param]
-
     def run(self, param: Tensor) -> Tensor:
         """Returns this rank's run of the weight, [len(shard)], which is updated in place."""
-        return self.placement_of[param].run(param)
+        return self.placement_of[param].run(param, self.shards[param])
 
     def refuse_resized(self) -> None:
         """Raises RuntimeError if a trained parameter was given data of another shape.
@@ -187,7 +178,8 @@ class Layout:
 
     def agree(
         self,
-        waiting: Mapping[Tensor, bool],
+        waiting: list[Tensor],
+        in_parts: set[Tensor],
         ended: bool,
         history: int,
         second: Tensor | None = None,
@@ -200,7 +192,8 @@ class Layout:
         these ranks meets one of that pass, on other ranks.
 
         Args:
-            waiting: maps each parameter to whether a further part may come.
+            waiting: parameters with a gradient.
+            in_parts: those of them for which a further part may come.
             ended: whether backward has ended on this rank.
             history: ``Buckets.history``.
             second: a parameter that has a second gradient on this rank.
@@ -209,14 +202,13 @@ class Layout:
             RuntimeError: the answer, on all ranks, if their histories differ.
         """
         if self.agrees_at_once:
-            self.compare_order(waiting, ended, history)
-            in_parts = {p for p, more in waiting.items() if more}
-            return lambda: Agreement(list(waiting), in_parts, True, second)
+            if self.order is not None:
+                self.bytes_sent += self.order.check_gradients(waiting, in_parts, ended, history)
+            return lambda: Agreement(waiting, in_parts, True, second)
         counts = torch.zeros(2, len(self.params) + 1, dtype=torch.int32, device="cpu")
-        numbers = [[self.number_of[p], more] for p, more in waiting.items()]
-        own, more = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
-        counts[0, own] = 1
-        counts[1, own] = more.int()
+        for row, params in zip(counts, (waiting, in_parts), strict=True):
+            numbers = [self.number_of[p] for p in params]
+            row[torch.tensor(numbers, dtype=torch.int64, device="cpu")] = 1
         if second is not None:
             counts[1, self.number_of[second]] = -self.world  # negative in the sum too
         counts[0, -1] = ended
@@ -241,9 +233,6 @@ class Layout:
             return Agreement(ready, set(in_parts), all_ended, next(iter(again), None))
 
         return answer
-
-    def compare_order(self, waiting: Mapping[Tensor, bool], ended: bool, history: int) -> None:
-        """Called by ``agree`` where no rank waits for others: ZeRO-3 checks what they do."""
 
     def reduce(
         self, flats: Mapping[Tensor, Tensor], votes: Tensor | None

@@ -8,7 +8,7 @@ generators, which are N ranks, in one process.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -18,16 +18,19 @@ from ds_ext.ops.joint import Joint
 
 Sums: TypeAlias = tuple[Tensor, ...]
 StepGenerator = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
-FlatSums = Generator[Tensor, Tensor, None]
 
 
-def lockstep(generators: Iterable[StepGenerator]) -> FlatSums:
-    """Merges generators: yields a round's partial sums, flat [n], and receives their totals."""
+def lockstep(generators: Iterable[StepGenerator]) -> Iterator[Tensor]:
+    """Merges generators: yields a round's partial sums, flat [n].
+
+    The caller replaces them by their totals before it goes on.
+    """
     waiting, _ = _advance_all(zip(generators, itertools.repeat(None), strict=False))
     while waiting:
         partial = [x for _, sums in waiting for x in sums]
-        total = yield torch.cat([x.reshape(-1) for x in partial])
-        parts = iter(total.split([x.numel() for x in partial]))
+        flat = torch.cat([x.reshape(-1) for x in partial])
+        yield flat
+        parts = iter(flat.split([x.numel() for x in partial]))
         answered = list[tuple[StepGenerator, Sums]]()
         for generator, sums in waiting:
             # If a parameter is fp64, the sums of the others are sent as fp64 too.
@@ -127,21 +130,10 @@ def run(generators: Iterable[StepGenerator], all_reduce: Callable[[Tensor], None
     if all_reduce is None:
         return _advance_all(zip(generators, itertools.repeat(None), strict=False), is_alone=True)[1]
     rounds = 0
-    for flat in merged_rounds(lockstep(generators)):
+    for flat in lockstep(generators):
         all_reduce(flat)
         rounds += 1
     return rounds
-
-
-def merged_rounds(merged: FlatSums) -> Iterable[Tensor]:
-    """Yields the flat tensors of ``lockstep``, and sends each back as its own total."""
-    try:
-        flat = next(merged)
-        while True:
-            yield flat
-            flat = merged.send(flat)
-    except StopIteration:
-        return
 
 
 def simulate(ranks: Sequence[Iterable[StepGenerator]]) -> int:
@@ -151,7 +143,7 @@ def simulate(ranks: Sequence[Iterable[StepGenerator]]) -> int:
         ValueError: ranks do not yield equally often, or not equally many sums.
     """
     rounds = 0
-    for flats in zip(*(merged_rounds(lockstep(generators)) for generators in ranks), strict=True):
+    for flats in zip(*map(lockstep, ranks), strict=True):
         if len({*map(len, flats)}) > 1:
             raise ValueError("ranks have yielded different numbers of sums")
         total = torch.stack(flats).sum(0)

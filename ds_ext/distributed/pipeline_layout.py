@@ -52,6 +52,7 @@ class PipelineLayout(Layout):
         device: torch.device,
     ) -> None:
         super().__init__(group, names, placement_of, device=device)
+        self.is_uniform = False  # other stages have other placements
         self.weights = list(weights)
         index = {weight.name: i for i, weight in enumerate(self.weights)}
         self.index_of = {p: index[name] for p, name in names.items()}
@@ -70,11 +71,6 @@ class PipelineLayout(Layout):
     def groups(self) -> set[dist.ProcessGroup]:
         """All groups of its collectives."""
         return super().groups | {tie.group for tie in self.ties}
-
-    @property
-    def is_uniform(self) -> bool:
-        """False, because other stages have other placements."""
-        return False
 
     @property
     def voters(self) -> Group:

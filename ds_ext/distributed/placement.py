@@ -15,6 +15,7 @@ over all ranks that hold a part of it. Unsplit parameters have their own placeme
 """
 
 import abc
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -62,6 +63,7 @@ class Placement:
     Attributes:
         is_summed: whether other ranks add to gradients.
         is_divided: whether ranks hold boxes of matrices.
+        sends_gradients, sends_sums: whether ``group`` and ``statistics_group`` communicate.
         num_shards: the number of equal parts of a flat gradient.
         shard_index: the index of this rank's part.
         bytes_sent: bytes that this rank passed to collectives for gradients, sums and weights.
@@ -83,6 +85,8 @@ class Placement:
         self.grad_divisor = grad_divisor or self.world
         self.is_summed = max(self.world, self.grad_divisor) > 1
         self.statistics_group = statistics_group
+        self.sends_gradients = communicates(group)
+        self.sends_sums = communicates(statistics_group)
         self.tensor_parallel_shards = tensor_parallel_shards or {}
         self.is_divided = bool(self.tensor_parallel_shards)
         self.num_replicas = num_replicas or self.world
@@ -108,11 +112,11 @@ class Placement:
             return Shard.of_rank(self.shape(param), self.shard_index, self.num_shards)
         return Shard.of_split(held.shape, held.split, held.rank, self.shard_index)
 
-    def run(self, param: Tensor) -> Tensor:
+    def run(self, param: Tensor, shard: Shard) -> Tensor:
         """Returns this rank's run of the weight, [len(shard)], a view that is updated in place."""
         if self.num_shards == 1:
             return flat(param)
-        shard, held = self.shard(param), self.tensor_parallel_shards.get(param)
+        held = self.tensor_parallel_shards.get(param)
         first = shard.start - (held.start if held else 0)
         return flat(param)[first : first + len(shard)]
 
@@ -148,7 +152,7 @@ class Placement:
 
     def all_reduce(self, sums: Tensor) -> None:
         """Adds up partial sums [n] in place, over the ranks that share a parameter."""
-        if communicates(self.statistics_group):
+        if self.sends_sums:
             self.bytes_sent += sums.nbytes
             with explained():
                 dist.all_reduce(sums, group=self.statistics_group)
@@ -164,7 +168,9 @@ class Placement:
 
 
 class Summed(Placement, abc.ABC):
-    """Parameters whose gradients are summed over ``group``."""
+    """Parameters whose gradients are summed over ``group``, and over ``replicas`` if it is set."""
+
+    replicas: Group = None  # ranks that hold the same runs
 
     def reduce(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
         """Begins to sum flat gradients over the ranks in place, with one collective per dtype.
@@ -179,16 +185,27 @@ class Summed(Placement, abc.ABC):
         Raises:
             LostRankError: another rank has ended.
         """
-        if not communicates(self.group):
-            return super().reduce(flats)
-        self.bytes_sent += sum(flat.nbytes for flat in flats)
-        with explained():
-            waits = [self._begin_sum(alike).wait for alike in by_dtype(flats)]
-        return [self._own_part(flat) for flat in flats], wait_for(waits)
+        runs, waits = list(flats), []
+        if self.sends_gradients:
+            runs = list(map(self._own_part, flats))
+            self.bytes_sent += sum(flat.nbytes for flat in flats)
+            with explained():
+                for of_dtype in zip(by_dtype(runs), by_dtype(flats), strict=True):
+                    waits.append(self._begin_sum(*of_dtype).wait)
+        wait = wait_for(waits)
+        return runs, functools.partial(self._sum_replicas, runs, wait) if self.replicas else wait
 
     @abc.abstractmethod
-    def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
-        """Begins a collective that writes this rank's part of the sums to ``_own_part``."""
+    def _begin_sum(self, runs: list[Tensor], flats: list[Tensor]) -> dist.Work:
+        """Begins a collective that writes this rank's part of the sums of ``flats`` to ``runs``."""
+
+    def _sum_replicas(self, runs: list[Tensor], wait: Callable[[], None]) -> None:
+        """Sums runs over replicas after ``wait``. All replicas receive the same bits."""
+        wait()
+        with explained():
+            for alike in by_dtype(runs):
+                self.bytes_sent += sum(run.nbytes for run in alike)
+                self.replicas.allreduce_coalesced(alike).wait()  # type: ignore[union-attr]
 
     def _own_part(self, flat: Tensor) -> Tensor:
         """A view of this rank's padded run of a flat gradient or weight."""
@@ -201,7 +218,7 @@ class Replicated(Summed):
     Args: see ``Placement``.
     """
 
-    def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
+    def _begin_sum(self, runs: list[Tensor], flats: list[Tensor]) -> dist.Work:
         return self.group.allreduce_coalesced(flats)  # type: ignore[union-attr]
 
 
@@ -232,7 +249,7 @@ class Sharded(Summed):
             tensor_parallel_shards,
             num_replicas,
         )
-        self.replicas = replicas
+        self.replicas = replicas if num_replicas > 1 else None
         self.publish_group = group
         self.num_shards = self.world
         self.shard_index = 0 if group is None else dist.get_rank(group)
@@ -248,33 +265,13 @@ class Sharded(Summed):
         self.publish_group = with_own_queue(self.group)
         self.group = with_own_queue(self.group, queue="reductions")
 
-    def _begin_sum(self, flats: list[Tensor]) -> dist.Work:
-        runs = list(map(self._own_part, flats))
+    def _begin_sum(self, runs: list[Tensor], flats: list[Tensor]) -> dist.Work:
         return self.group.reduce_scatter_tensor_coalesced(runs, flats)  # type: ignore[union-attr]
-
-    def reduce(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-        """Begins to sum flat gradients over the group, then over replicas; see ``Summed.reduce``.
-
-        All replicas receive the same bits.
-        """
-        runs, wait = super().reduce(flats)
-        if size_of(self.replicas) == 1:
-            return runs, wait
-        summed = by_dtype(runs)
-
-        def wait_for_both() -> None:
-            wait()
-            with explained():
-                for alike in summed:
-                    self.bytes_sent += sum(run.nbytes for run in alike)
-                    self.replicas.allreduce_coalesced(alike).wait()  # type: ignore[union-attr]
-
-        return runs, wait_for_both
 
     def publish(self, params: Iterable[Tensor]) -> None:
         """All-gathers the updated runs of ``params`` into each parameter."""
         super().publish(params)
-        if not communicates(self.group):
+        if not self.sends_gradients:
             return
         wholes = {param: self._padded_weight(param) for param in params}
         gathered = list(map(as_bytes, wholes.values()))
@@ -294,7 +291,7 @@ class Sharded(Summed):
         if size == len(values):
             return values
         whole = torch.empty(size, dtype=values.dtype, device=values.device)
-        run = self.run(param)
+        run = self.run(param, self.shard(param))
         self._own_part(whole)[: len(run)].copy_(run)
         return whole
 

@@ -175,7 +175,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
 
     def needs_scaler(self) -> bool:
         """Returns whether a loss must be multiplied by the loss scale before backward."""
-        return bool(self.loss_scale != 1)
+        return bool(self.loss_scaler.loss_scale != 1)
 
     def scale_if_loss(self, value: Any) -> Any:
         """Returns the loss times the loss scale. ``engine.backward`` and ``engine.scale`` call it.
@@ -183,7 +183,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         If clipping needs the gradient norm, it first runs a backward pass that measures the norm.
         """
         loss = self.loss_scaler.scale_loss(value)
-        self.fused.reader.loss_scale = self.loss_scale
+        self.fused.reader.loss_scale = self.loss_scaler.loss_scale
         self.fused.measure_norm(loss)
         return loss
 
@@ -216,7 +216,8 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         """
         self.fused.check_owner()
         self._check_create_graph()
-        self.fused.reader.loss_scale = self.loss_scale  # a stage of a pipeline may have no loss
+        # A stage of a pipeline may have no loss.
+        self.fused.reader.loss_scale = self.loss_scaler.loss_scale
         engine = self.engine
         scaled = engine._running_engine_backward or engine._manual_backward_expected
         if self.needs_scaler() and not (scaled or self._is_prepass):
@@ -278,7 +279,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             return
         streams.synchronize(self.layout.device)
         self._global_grad_norm = result.norm
-        if self.dynamic_loss_scale:
+        if self.loss_scaler.dynamic:
             self.loss_scaler.update_scale(result.overflow)
         self.layout.end_step()
         self._write_events()

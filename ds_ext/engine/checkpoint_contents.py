@@ -41,7 +41,7 @@ def owned(layout: Layout) -> dict[Tensor, OwnedRun]:
         found[p] = OwnedRun(
             plain_name(name),
             held.absent if held else layout.run(p),
-            layout.shard(p),
+            layout.shards[p],
             layout.placement_of[p].shard_index,
             layout.placement_of[p].num_shards,
             expert_parallel.stack_position(p),
@@ -51,7 +51,7 @@ def owned(layout: Layout) -> dict[Tensor, OwnedRun]:
 
 def stepped(fused: FusedBackward) -> list[Tensor]:
     """Returns the optimizer's nonempty parameters in order."""
-    return [p for p in fused.optimizer.number_of if fused.layout.shard(p).numel]
+    return [p for p in fused.optimizer.number_of if fused.layout.shards[p].numel]
 
 
 class Contents:

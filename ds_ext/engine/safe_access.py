@@ -151,7 +151,7 @@ class Access:
 
     def _weight(self, param: Tensor) -> LocalPart:
         layout, optimizer = self.fused.layout, self.fused.optimizer
-        shard = layout.shard(param)
+        shard = layout.shards[param]
 
         def read() -> Tensor:
             with int8.expanded([param]):
@@ -188,7 +188,7 @@ class Access:
         if param not in state.kept or not param.requires_grad:
             return None
         factor = fused.reader.unscale(fused.layout.placement_of[param])  # kept gradients are sums
-        g = state.kept[param].g[: len(fused.layout.shard(param))]
+        g = state.kept[param].g[: len(fused.layout.shards[param])]
         return self._run(
             param,
             lambda: g.to(_wide(g.dtype)) * factor,
@@ -200,7 +200,7 @@ class Access:
     ) -> LocalPart:
         """A part with a value for each element of this rank's run."""
         layout = self.fused.layout
-        shard, placement = layout.shard(param), layout.placement_of[param]
+        shard, placement = layout.shards[param], layout.placement_of[param]
         held = placement.tensor_parallel_shards.get(param)
         return LocalPart(
             layout.name(param),
@@ -215,7 +215,11 @@ class Access:
     def _state(self, param: Tensor, key: str) -> LocalPart | None:
         """A state; None for a parameter that is not trained."""
         optimizer, layout = self.fused.optimizer, self.fused.layout
-        name, shard, placement = layout.name(param), layout.shard(param), layout.placement_of[param]
+        name, shard, placement = (
+            layout.name(param),
+            layout.shards[param],
+            layout.placement_of[param],
+        )
         if param not in optimizer.group_of:
             return None
         if placement.tensor_parallel_shards.get(param) is not None:

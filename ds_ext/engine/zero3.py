@@ -31,6 +31,7 @@ from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement, Sharded
 from ds_ext.engine import int8_partitions
 from ds_ext.engine.parameters import deepspeed_parameter
+from ds_ext.ops.shard import Shard
 
 # DeepSpeed counts down each module's uses to decide when to gather and release it.
 _COUNTS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
@@ -43,10 +44,10 @@ class Zero3Placement(Sharded):
         """Returns the shape of a gathered parameter."""
         return tuple(deepspeed_parameter(param).ds_shape)
 
-    def run(self, param: Tensor) -> Tensor:
+    def run(self, param: Tensor, shard: Shard) -> Tensor:
         """Returns this rank's run of the weight, [len(shard)], to be updated in place."""
         partition: Tensor = deepspeed_parameter(param).ds_tensor
-        return partition[: len(self.shard(param))]
+        return partition[: len(shard)]
 
     def publish(self, params: Iterable[Tensor]) -> None:
         """Sends nothing: DeepSpeed's next gather of a module reads the updated partitions.
@@ -61,11 +62,15 @@ class Zero3Placement(Sharded):
 class Zero3Layout(Layout):
     """The ``Layout`` of a model whose parameters DeepSpeed has partitioned.
 
+    All ranks gather the same parameters, whose gradients are then ready: ``order`` checks it.
+
     Args:
         offload: DeepSpeed's object that partitions and gathers the parameters.
         group, names, placement_of: see ``Layout``.
         overlap: whether gradients are reduced while backward continues.
     """
+
+    order: OrderCheck
 
     def __init__(
         self,
@@ -106,14 +111,6 @@ class Zero3Layout(Layout):
         A leaf module's gradients arrive together, even for unused parameters.
         """
         return {m: list(m.parameters()) for m in module.modules() if z3_leaf_module(m)}
-
-    def compare_order(self, waiting: Mapping[Tensor, bool], ended: bool, history: int) -> None:
-        """Checks that all ranks have gathered the same parameters, whose gradients are then ready.
-
-        Raises:
-            RuntimeError: on all ranks, if they have not, or are in different passes.
-        """
-        self.bytes_sent += self.order.check_gradients(waiting, ended, history)
 
     @contextlib.contextmanager
     def norm_prepass(self) -> Iterator[None]:

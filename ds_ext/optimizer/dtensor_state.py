@@ -56,9 +56,9 @@ def make(table: ParamTable, params: Iterable[Tensor]) -> None:
         placement = table.placement(param)
         if placement is None or param.device.type == "meta" or not param.requires_grad:
             continue
-        state, rule, run = table.state[param], table.rule_of(param), placement.run(param)
+        state, rule, shard = table.state[param], table.rule_of(param), placement.shard(param)
+        run = placement.run(param, shard)
         if not state:
-            shard = placement.shard(param)
             param_checks.refuse_shape(table, param, shard)
             parts = table.state_spec(param, shard, rule)
             state.update(zeros(parts, run, table.number_of[param]), step=0)

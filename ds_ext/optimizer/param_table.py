@@ -341,7 +341,7 @@ class ParamTable:
     def shard(self, param: Tensor) -> Shard:
         """Returns which elements of a parameter this process steps."""
         if self.fused is not None and param in self.fused.shards:
-            return self.fused.shard(param)
+            return self.fused.shards[param]
         placement = self.placement(param)
         return Shard.whole(param.shape) if placement is None else placement.shard(param)
 

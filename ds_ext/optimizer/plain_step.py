@@ -88,7 +88,8 @@ def updates(params: Iterable[Tensor], placement: Placement | None = None) -> lis
             shard, p = Shard.whole(param.shape), param.contiguous().view(-1)
             g = g if g.layout is torch.strided else g.to_dense()
         else:
-            shard, p = placement.shard(param), placement.run(param)
+            shard = placement.shard(param)
+            p = placement.run(param, shard)
             g = placement.gradient(param, g)
         found.append(RunUpdate(param, p, g.contiguous().view(-1), shard))
     return found

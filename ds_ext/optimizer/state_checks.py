@@ -101,7 +101,7 @@ def check_model(table: ParamTable, layout: Layout) -> None:
             "that holds all of them."
         )
     for param in table.group_of:
-        shard = layout.shard(param)
+        shard = layout.shards[param]
         param_checks.refuse_shape(table, param, shard)
         if state := table.state.get(param):
             run = functools.partial(layout.run, param)

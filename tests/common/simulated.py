@@ -32,7 +32,7 @@ def dropping(number):
     """rounds.simulate in which round ``number`` gives each rank its own part back."""
 
     def simulate(ranks):
-        merged = [lockstep.merged_rounds(lockstep.lockstep(rules)) for rules in ranks]
+        merged = [lockstep.lockstep(rules) for rules in ranks]
         for k in itertools.count():
             flats = [next(m, None) for m in merged]
             if flats[0] is None:

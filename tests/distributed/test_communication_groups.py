@@ -53,10 +53,10 @@ def twice() -> dict[str, Any]:
         used.add(group)
         return add_up(x, *args, group=group, **more)
 
-    def reduced(placement: Sharded, flats: list[torch.Tensor]) -> Any:
+    def reduced(placement: Sharded, *tensors: list[torch.Tensor]) -> Any:
         reducing.add(placement.group)
         used.add(placement.publish_group)
-        return reduce(placement, flats)
+        return reduce(placement, *tensors)
 
     with (
         mock.patch.object(groups, "WITHOUT_QUEUES", set()),

@@ -169,8 +169,8 @@ class Ranks(Sharded):
 class Alone(Layout):
     """The layout of such a rank."""
 
-    def agree(self, waiting, ended, history, second=None):
-        return lambda: Agreement(list(waiting), set(), ended)
+    def agree(self, waiting, in_parts, ended, history, second=None):
+        return lambda: Agreement(waiting, set(), ended)
 
 
 def simulated(module, ranks):

@@ -45,7 +45,7 @@ def check_steps(checkpointing, loss_of, names_in_parts, moved=frozenset()):
         tokens, before = models.batch(step, 1)[0], state(model)
         loss = loss_of(model, tokens)
         uses = fused.buckets.uses
-        assert {n for n, p in model.named_parameters() if uses.in_parts(p)} == names_in_parts
+        assert {n for n, p in model.named_parameters() if uses.in_parts([p])} == names_in_parts
         loss.backward()
         assert moved <= {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
         optimizer.step()
@@ -85,4 +85,4 @@ def test_a_forward_that_raised_leaves_no_call_behind():
         model(torch.full((1, models.LENGTH), models.VOCAB))
     model.generate(models.batch(0, 1)[0])
     assert not fused.buckets.uses.calls
-    assert not fused.buckets.uses.in_parts(model.inner.shared.weight)
+    assert not fused.buckets.uses.in_parts([model.inner.shared.weight])

@@ -30,10 +30,9 @@ def plain_torch(monkeypatch):
     monkeypatch.setattr(native_table, "is_available", lambda: False)
 
 
-def agreed(layout, waiting, *_):
+def agreed(layout, waiting, in_parts, *_):
     """What ranks that have the same gradients agree on."""
-    in_parts = {p for p, more in waiting.items() if more}
-    return lambda: Agreement(list(waiting), in_parts, True)
+    return lambda: Agreement(waiting, in_parts, True)
 
 
 @pytest.fixture(params=[1, 4], ids=["alone", "of four ranks"])
