@@ -102,6 +102,7 @@ class Buckets:
         }
         self.reduction = Reduction(layout, self.streams, self.size_of, comm_dtype, self.leaf_params)
         self.trained: set[Tensor] = set()  # parameters that have been seen to be trainable
+        self.untrained = layout.params  # the others
         self.hooks = [module.register_forward_pre_hook(Hook(self.attach)), *layout.hook()]
         for leaf, params in leaves.items():
             self.hooks.append(leaf.register_full_backward_hook(Hook(self._taker(params))))
@@ -139,10 +140,13 @@ class Buckets:
             taken_up = set(filter(self.owner.accepts, self.not_stepped))
             self.not_stepped -= taken_up
             self._drop_gradients(taken_up)
-        new = [p for p in self.layout.names if p.requires_grad and p not in self.trained]
+        new = [p for p in self.untrained if p.requires_grad]
+        if not new:
+            return
         for param in new:
             owners.claim(param, self.owner, self.layout.name(param))
         self.trained.update(new)
+        self.untrained = [p for p in self.untrained if p not in self.trained]
         names = ", ".join(self.layout.name(p) for p in new if not self.owner.accepts(p))
         if names and self.layout.rank == 0:
             logger.warning("trainable but not given to the optimizer, not updated: %s", names)
@@ -259,8 +263,8 @@ class Buckets:
             raise self.owner.state.second_gradient(agreed.second)
         for piece in self.pieces(agreed.ready):
             voted_params = self._find_receiver().voted_params(piece)
-            grads = {p: self.waiting.pop(p, None) for p in piece}  # None: not on this rank
-            reducing = self.reduction.begin(grads, voted_params)
+            grads = [self.waiting.pop(p, None) for p in piece]  # None: not on this rank
+            reducing = self.reduction.begin(piece, grads, voted_params)
             self._receive()
             self.sent = InFlightBucket(reducing, agreed.in_parts)
             if not (self.overlap and reducing.blocks):
@@ -361,11 +365,12 @@ class Buckets:
         pieces: list[list[Tensor]] = []
         elements = 0
         for param in params:
-            if not pieces or not has_room(elements, self.counted[param], self.size):
+            size = self.counted[param]
+            if not pieces or not has_room(elements, size, self.size):
                 pieces.append([])
                 elements = 0
             pieces[-1].append(param)
-            elements += self.counted[param]
+            elements += size
         return pieces
 
 

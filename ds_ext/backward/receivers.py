@@ -100,9 +100,12 @@ class Stepper:
         if layout.is_uniform and not self.has_bounds:
             some = {p: shards[p] for p in in_batches}
             by_sums = self.optimizer.first_round_checks(some)
-        others = shards.keys() - by_sums
         in_kernels = in_batches if self._by_kernels else set()
-        self._voted[key] = VotedParams(others - in_kernels, others & in_kernels)
+        found: tuple[set[int], set[int]] = set(), set()  # read by the host, by kernels
+        for i, p in enumerate(params):
+            if p not in by_sums:
+                found[p in in_kernels].add(i)
+        self._voted[key] = VotedParams(*found)
         return self._voted[key]
 
     def project(self, grads: ReducedGrads, state: StepState, dtype: torch.dtype | None) -> None:
@@ -146,7 +149,7 @@ class Stepper:
         """
         if factor is None:
             factor = state.reader.unscale(placement) * state.coefficient
-        replicas = self.layout.num_replicas(placement)
+        replicas = self.layout.num_replicas[placement]
         for param in params:
             shard, grad = self.layout.shards[param], grads[param]
             of = param, placement.run(param, shard)
@@ -187,7 +190,7 @@ class Stepping(Receiver):
             return
         self.state.record(voted)
         bad = self.state.find_bad()
-        good = {p: grad for p, grad in grads.items() if p not in bad}
+        good = {p: grad for p, grad in grads.items() if p not in bad} if bad else grads
         votes = {p: grad.votes for p, grad in voted.items() if grad.votes is not None}
         self.stepper.step(good, self.state, grads.keys() - voted.keys(), votes)
         self.state.use_up(bad)
@@ -247,7 +250,8 @@ class Projecting(Receiver):
 
     def voted_params(self, params: Sequence[Tensor]) -> VotedParams:
         """Returns the parameters without a projection yet."""
-        return VotedParams(self.stepper.projected(params).keys() - self.state.projected.keys())
+        new = self.stepper.projected(params).keys() - self.state.projected.keys()
+        return VotedParams({i for i, p in enumerate(params) if p in new})
 
     def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:
         """Adds the runs or their projections; a bad first gradient makes the step skip."""

@@ -40,10 +40,10 @@ ReducedGrads: TypeAlias = Mapping[Tensor, ReducedGrad]
 
 
 class VotedParams(NamedTuple):
-    """Parameters of a bucket whose gradients the ranks vote on, by the reader of the votes."""
+    """The positions in a bucket of gradients that the ranks vote on, by the reader of the votes."""
 
-    host: Set[Tensor] = frozenset()  # the host reads the votes before the step
-    device: Set[Tensor] = frozenset()  # kernels read the votes
+    host: Set[int] = frozenset()  # the host reads the votes before the step
+    device: Set[int] = frozenset()  # kernels read the votes
 
 
 class Receiver(abc.ABC):
@@ -115,11 +115,11 @@ class GradientReader:
         bound = self.grad_config.max_value or None
         return g if factor == 1 and bound is None else ops.Scaled(g, factor, bound)
 
-    def squares(self, grads: ReducedGrads) -> Tensor:
+    def squares(self, grads: Sequence[tuple[Tensor, ReducedGrad]]) -> Tensor:
         """Returns the sums of squares of unscaled runs, [n] in fp64."""
-        own = [self._own(p, grad) for p, grad in grads.items() if grad.square is None]
+        own = [self._own(p, grad) for p, grad in grads if grad.square is None]
         measured = iter(of_each_dtype(square_sums_of, own))
-        found = [next(measured) if x.square is None else x.square for x in grads.values()]
+        found = [next(measured) if x.square is None else x.square for _, x in grads]
         return torch.stack(found).to(self.layout.device, torch.float64)
 
     def upper_bounds(self) -> Tensor:

@@ -1,6 +1,6 @@
 """Reduction of a bucket: gradients are summed over the ranks in place, and the ranks vote."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -47,76 +47,93 @@ class Reduction:
         self.comm_dtype = comm_dtype
         self.leaf_params = frozenset(leaf_params)
 
-    def begin(self, grads: dict[Tensor, Tensor | None], voted_params: VotedParams) -> Reducing:
+    def begin(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        voted_params: VotedParams,
+    ) -> Reducing:
         """Begins to reduce gradients to this rank's runs.
 
         Runs share the memory of the gradients. The ranks also exchange votes: on ``voted_params``,
         whether a gradient is bad or may overflow when summed; on ``leaf_params``, whether a rank
         has a gradient. The host reads the votes on ``voted_params.host`` and ``leaf_params``.
+
+        Args:
+            params: the parameters of the bucket.
+            grads: the gradient of each, flat and padded; None: this rank has none.
+            voted_params: positions of ``params``.
         """
-        flats = {p: self._zeros(p) if flat is None else flat for p, flat in grads.items()}
-        are_voted = voted_params.host | voted_params.device
-        voted = {p: flats[p] for p in grads if p in are_voted}
-        asked = [*voted, *(p for p in grads if p in self.leaf_params and p not in voted)]
-        is_read = not (voted_params.host | self.leaf_params).isdisjoint(asked)
+        flats = [self._zeros(p) if g is None else g for p, g in zip(params, grads, strict=True)]
+        leaves: set[int] = set()
+        if self.leaf_params:
+            leaves = {i for i, p in enumerate(params) if p in self.leaf_params}
+        voted = sorted(voted_params.host | voted_params.device)
+        asked = [*voted, *sorted(leaves.difference(voted))]
+        is_read = bool(voted_params.host or leaves)
         streams = self.streams
         with nullcontext() if streams is None else streams.reducing():
-            squares: dict[Tensor, Tensor] = {}
+            squares: dict[int, Tensor] = {}
             votes: Tensor | None = None
             if asked:
-                squares, votes = self._votes(voted, [grads[p] is not None for p in asked])
-                votes = votes.to(next(iter(flats.values())).dtype)  # reduced with gradients
-            runs, votes, wait = self.layout.reduce(flats, votes)
+                bounds = [self._bound(params[i], flats[i]) for i in voted]
+                has = [grads[i] is not None for i in asked]
+                squares, votes = self._votes({i: flats[i] for i in voted}, bounds, has)
+                votes = votes.to(flats[0].dtype)  # reduced with gradients
+            runs, votes, wait = self.layout.reduce(params, flats, votes)
             read_votes = None
             if streams is not None:
                 wait()
                 read_votes = to_host(votes) if votes is not None and is_read else None
-                wait = streams.reduced()
+                make_step_wait = streams.reduced()
 
         def arrived() -> dict[Tensor, ReducedGrad]:
-            wait()
+            if streams is None:
+                wait()  # it also keeps the memory that collectives read, as long as this function
+            else:
+                make_step_wait()
             if votes is None:
-                return {p: ReducedGrad(run) for p, run in runs.items()}
-            on_device = (
-                dict(zip(asked, votes.float().unbind(), strict=True)) if voted_params.device else {}
-            )
-            bad: dict[Tensor, Tensor] = {}
-            unused: set[Tensor] = set()
+                return {p: ReducedGrad(run) for p, run in zip(params, runs, strict=True)}
+            on_device: dict[int, Tensor] = {}
+            bad: dict[int, Tensor] = {}
+            unused: set[int] = set()
+            if voted_params.device:
+                on_device = dict(zip(asked, votes.float().unbind(), strict=True))
             if is_read:
                 # fp16 cannot hold MAX_GOOD_VOTES
                 found = (votes.cpu() if read_votes is None else read_votes()).float()
                 bad = dict(zip(asked, (found > nonfinite.MAX_GOOD_VOTES).unbind(), strict=True))
-                used = dict(zip(asked, found.tolist(), strict=True))
-                unused = {p for p in asked if p in self.leaf_params and not used[p]}
+                unused = {
+                    i for i, x in zip(asked, found.tolist(), strict=True) if i in leaves and not x
+                }
             return {
                 p: ReducedGrad(
                     run,
-                    bad[p] if p in voted_params.host else None,
-                    squares.get(p),
-                    on_device[p] if p in voted_params.device else None,
+                    bad[i] if i in voted_params.host else None,
+                    squares.get(i),
+                    on_device[i] if i in voted_params.device else None,
                 )
-                for p, run in runs.items()
-                if p not in unused
+                for i, (p, run) in enumerate(zip(params, runs, strict=True))
+                if i not in unused
             }
 
         return Reducing(arrived, self.layout.sums_gradients if streams is None else is_read)
 
     def _votes(
-        self, flats: dict[Tensor, Tensor], has: list[bool]
-    ) -> tuple[dict[Tensor, Tensor], Tensor]:
-        """Returns the sums of squares and the votes.
+        self, flats: dict[int, Tensor], bounds: list[float], has: list[bool]
+    ) -> tuple[dict[int, Tensor], Tensor]:
+        """Returns the sums of squares by position, and the votes.
 
         The sums are empty if other ranks add to the gradients.
         A vote is 1 for a finite gradient, 0 for none, and ``BAD_VOTE`` if the gradient, its sum
-        over the ranks or its square may overflow. The first votes are on ``flats``, in order. The
-        others only say whether ``has`` is true.
+        over the ranks or its square may overflow: see ``_bound``. The first votes are on ``flats``,
+        in order. The others only say whether ``has`` is true.
         """
-        squares: dict[Tensor, Tensor] = {}
+        squares: dict[int, Tensor] = {}
         votes = torch.ones(len(has), dtype=torch.float32, device=self.layout.device)
         if flats:
             op = largest if self.layout.sums_gradients else square_sums_of
             found = of_each_dtype(op, flats.values())
-            bounds = [self._bound(p, flat) for p, flat in flats.items()]
             good = torch.stack(found) <= from_host(bounds, found[0].dtype, found[0].device)
             votes[: len(flats)].masked_fill_(good.logical_not(), nonfinite.BAD_VOTE)
             if not self.layout.sums_gradients:

@@ -130,7 +130,7 @@ class StepState:
             for placement, params in layout.by_placement(grads):
                 bound = reader.grad_config.max_value / reader.unscale(placement)
                 counts = [reader.beyond(param, grads[param], bound) for param in params]
-                self._add_beyond(torch.stack(counts).sum(0) / layout.num_replicas(placement))
+                self._add_beyond(torch.stack(counts).sum(0) / layout.num_replicas[placement])
         if not grads:  # on this rank; others may have some
             zero = torch.zeros(2, dtype=torch.float64, device=layout.device)
             self._add(zero[0])
@@ -142,8 +142,8 @@ class StepState:
         """Yields the parameters of each placement, and this rank's share of their squares, [n]."""
         reader, layout = self.reader, self.reader.layout
         for placement, params in layout.by_placement(grads):
-            share = reader.unscale(placement) ** 2 / layout.num_replicas(placement)
-            yield params, reader.squares({p: grads[p] for p in params}) * share
+            share = reader.unscale(placement) ** 2 / layout.num_replicas[placement]
+            yield params, reader.squares([(p, grads[p]) for p in params]) * share
 
     def add(self, check: GradCheck) -> None:
         """Adds gradients to the norm that the host has checked during the step.

@@ -47,6 +47,7 @@ class FSDP2Layout(Layout):
         super().__init__(group, cut, made.of)  # type: ignore[arg-type]
         self.everyone = group
         self.agrees_at_once = True  # torch has reduced all gradients
+        self.voters = self.placements[0].statistics_group if self.is_uniform else group
         self.param_groups = list(_param_groups(module))
         _refuse_cut_twice(module, self.param_groups)
         self.held = {_in_place(own): own for g in self.param_groups for own in g.fsdp_params}
@@ -104,11 +105,6 @@ class FSDP2Layout(Layout):
         """Frees gathered weights, which FSDP2 may keep after a forward pass without backward."""
         for group in self.param_groups:
             group.reshard()
-
-    @property
-    def voters(self) -> Group:
-        """The ranks that vote on gradients."""
-        return self.placements[0].statistics_group if self.is_uniform else self.group
 
 
 def _refuse_plain(names: Mapping[Tensor, str]) -> None:

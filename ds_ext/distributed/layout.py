@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,6 +51,7 @@ class Layout:
     is_pipeline_stage = False
     # Tied parameters that another stage saves.
     saved_elsewhere: frozenset[Tensor] = frozenset()
+    tied_params: frozenset[Tensor] = frozenset()  # which other stages share
     order: OrderCheck | None = None  # of ZeRO-3, where no rank waits for the gradients of others
 
     def __init__(
@@ -70,6 +71,9 @@ class Layout:
         # parallelism.
         self.sums_gradients = any(placement.is_summed for placement in self.placements)
         self.is_uniform = len(self.placements) == 1 and not self.placements[0].is_divided
+        # How many ranks add the same run to a ``total``.
+        alone = len(self.placements) == 1
+        self.num_replicas = {x: 1 if alone else x.num_replicas for x in self.placements}
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = size_of(group)
         # Whether this rank knows the gradients of all ranks, so that ``agree`` waits for no message
@@ -87,6 +91,7 @@ class Layout:
         self.index_of = self.number_of
         self.has_failed = False  # whether an error has ended a backward pass: ZeRO-3 reads it
         self.everyone = everyone()  # the ranks that hold a part of the model
+        self.voters = self.everyone  # those that reduce the same buckets
         self.bytes_sent = 0
         self.shapes = [p.shape for p in self.params]
         for param in names:
@@ -235,41 +240,34 @@ class Layout:
         return answer
 
     def reduce(
-        self, flats: Mapping[Tensor, Tensor], votes: Tensor | None
-    ) -> tuple[dict[Tensor, Tensor], Tensor | None, Callable[[], None]]:
+        self, params: Sequence[Tensor], flats: Sequence[Tensor], votes: Tensor | None
+    ) -> tuple[list[Tensor], Tensor | None, Callable[[], None]]:
         """Begins to sum flat gradients in place; returns this rank's runs, votes, and a wait.
 
         With a uniform placement, votes are sent with the gradients, else by a separate all-reduce.
         """
         votes_beside = self.is_uniform and isinstance(self.placements[0], Summed)
-        runs: dict[Tensor, Tensor] = {}
-        waits = []
-        for placement, params in self.by_placement(flats):
-            sent = [flats[p] for p in params]
+        positions: dict[Placement, list[int]] = {placement: [] for placement in self.placements}
+        for i, param in enumerate(params):
+            positions[self.placement_of[param]].append(i)
+        runs, waits = list(flats), []
+        for placement, some in positions.items():
+            if not some:
+                continue
+            sent = [flats[i] for i in some]
             if votes is not None and votes_beside:
                 sent.append(votes.repeat(placement.num_shards))
             reduced, wait = placement.reduce(sent)
             if votes is not None and votes_beside:
                 votes = reduced.pop()
-            runs |= zip(params, reduced, strict=True)
+            for i, run in zip(some, reduced, strict=True):
+                runs[i] = run
             waits.append(wait)
         if votes is not None and not votes_beside and communicates(self.voters):
             self.bytes_sent += votes.nbytes
             with explained():
                 waits.append(dist.all_reduce(votes, group=self.voters, async_op=True).wait)
-
-        if len(self.placements) > 1:
-            runs = {p: runs[p] for p in flats}
         return runs, votes, wait_for(waits)
-
-    @property
-    def voters(self) -> Group:
-        """The ranks that reduce the same buckets and vote on their gradients."""
-        return self.everyone
-
-    def num_replicas(self, placement: Placement) -> int:
-        """Returns how many ranks add the same run to a ``total``."""
-        return placement.num_replicas if len(self.placements) > 1 else 1
 
     def total(self, sums: Tensor) -> Tensor:
         """Returns the total over the model of sums of runs, divided by their ``num_replicas``."""
@@ -323,11 +321,6 @@ class Layout:
     def tied(self, kept: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Returns the sums of kept gradients of weights that other stages share."""
         return {}
-
-    @property
-    def tied_params(self) -> Set[Tensor]:
-        """The parameters that other pipeline stages share."""
-        return frozenset()
 
     def in_step(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
         """Returns parameters with kept gradients, divided by whether they may share a bucket."""

@@ -7,7 +7,7 @@ stages, and every stage makes the same step.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,10 +53,13 @@ class PipelineLayout(Layout):
     ) -> None:
         super().__init__(group, names, placement_of, device=device)
         self.is_uniform = False  # other stages have other placements
+        self.num_replicas = {placement: placement.num_replicas for placement in self.placements}
+        self.voters = group  # the ranks of this stage
         self.weights = list(weights)
         index = {weight.name: i for i, weight in enumerate(self.weights)}
         self.index_of = {p: index[name] for p, name in names.items()}
         self.ties = ties
+        self.tied_params = frozenset(p for tie in ties for p in tie.params)
         firsts = [dist.get_rank(tie.group) == 0 for tie in ties]
         self.saved_elsewhere = frozenset(
             p for tie, first in zip(ties, firsts, strict=True) for p in tie.params if not first
@@ -71,15 +74,6 @@ class PipelineLayout(Layout):
     def groups(self) -> set[dist.ProcessGroup]:
         """All groups of its collectives."""
         return super().groups | {tie.group for tie in self.ties}
-
-    @property
-    def voters(self) -> Group:
-        """The ranks of this stage."""
-        return self.group
-
-    def num_replicas(self, placement: Placement) -> int:
-        """Returns how many ranks add the same run to a ``total``."""
-        return placement.num_replicas
 
     def total(self, sums: Tensor) -> Tensor:
         """Returns the total over all stages of sums of runs, divided by their ``num_replicas``."""
@@ -114,11 +108,6 @@ class PipelineLayout(Layout):
             size = placement.padded_numel(param) // placement.num_shards
             own = torch.zeros(size, dtype=dtype, device=self.device)
         return self._all_reduce(own.to(dtype), group)
-
-    @property
-    def tied_params(self) -> Set[Tensor]:
-        """The parameters that other stages share."""
-        return {p for tie in self.ties for p in tie.params}
 
     def in_step(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
         """Returns parameters with kept gradients, with tied ones in their own buckets.

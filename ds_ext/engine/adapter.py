@@ -322,6 +322,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         if not self.in_engine_step or self._backward_hook_state.backward_active_depth:
             self.optimizer.zero_grad(set_to_none)
             return
+        self.fused.uses.forget(now=False)
         for param in self.optimizer.group_of:
             param.grad = None
 

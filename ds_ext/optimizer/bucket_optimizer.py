@@ -76,7 +76,7 @@ class BucketOptimizer(ParamTable):
         kinds = {self.hypers_of(group) for group in index.groups}
         are_batched = [rules.entry_of(kind).is_batched for kind in kinds]
         self._has_batched_rule, self.are_all_batched = any(are_batched), all(are_batched)
-        self.index = index
+        self.use_index(index)
         if len(index.number_of) == len(before.number_of):  # accelerate replaces all for FSDP2
             pairs = zip(before.number_of, index.number_of, strict=True)
             now = {p: q for p, q in pairs if p not in index.number_of and q in new}

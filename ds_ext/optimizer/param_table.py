@@ -231,6 +231,7 @@ class ParamTable:
         rule: the rule of groups without a "type".
         param_groups, state: torch.optim.Optimizer sets both.
         index: the group and number of each parameter, as of the last step or edit of the groups.
+        group_of, group_index_of, number_of: those of ``index``.
         stacks: the parameters whose first dimension counts experts, and the number of their first
             expert on this rank. Each expert is stepped as a separate parameter.
         numbers, names: of all parameters of a model whose ranks hold different ones; else empty.
@@ -249,7 +250,7 @@ class ParamTable:
     is_exchanged = False
 
     def __init__(self) -> None:
-        self.index = GroupIndex([], {})
+        self.use_index(GroupIndex([], {}))
         self.stacks: dict[Tensor, int] = {}
         self.numbers: dict[Tensor, int] = {}
         self.names: list[list[str]] = []
@@ -258,20 +259,11 @@ class ParamTable:
         self._rules = GroupRules(self.rule)
         self._placements = dtensors.DTensorPlacementCache()
 
-    @property
-    def group_of(self) -> dict[Tensor, ParamGroup]:
-        """The group of each parameter."""
-        return self.index.group_of
-
-    @property
-    def group_index_of(self) -> dict[Tensor, int]:
-        """The position of each parameter's group in ``param_groups``."""
-        return self.index.group_index_of
-
-    @property
-    def number_of(self) -> dict[Tensor, int]:
-        """The number of each parameter, the same on every rank."""
-        return self.index.number_of
+    def use_index(self, index: GroupIndex) -> None:
+        """Looks parameters up in another index from now on."""
+        self.index = index
+        self.group_of, self.number_of = index.group_of, index.number_of
+        self.group_index_of = index.group_index_of
 
     @property
     def version(self) -> tuple[GroupIndex, dict[Tensor, int], int]:

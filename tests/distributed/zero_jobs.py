@@ -180,15 +180,15 @@ class Watch:
             original = getattr(owner, method)
 
             def call(*args, **kwargs):
-                x = args[-1] if name != "bucket" else args[1]
-                if isinstance(x, (list, tuple)):
-                    self.sent.append((name, sum(t.numel() for t in x)))
-                elif isinstance(x, dict):
+                x = args[-1] if name != "bucket" else args[2]
+                if name == "bucket":
                     self.sent.append((name, len(x)))
                     known = {ref.cdata for ref, _ in self.refs}
-                    own = [g for g in x.values() if g is not None]
+                    own = [g for g in x if g is not None]
                     flats = [(StorageWeakRef(g.untyped_storage()), g.numel()) for g in own]
                     self.refs += [(ref, n) for ref, n in flats if ref.cdata not in known]
+                elif isinstance(x, (list, tuple)):
+                    self.sent.append((name, sum(t.numel() for t in x)))
                 elif x.is_floating_point():  # not the ranks' agreement on a bucket
                     self.sent.append((name, x.numel()))
                 return original(*args, **kwargs)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from benchmarks import collectives, comm, host, host_gpu, memory, path, report, step, traffic
+from tests import worlds
 from tests.common import needs
 
 CPU = torch.device("cpu")
@@ -227,3 +228,5 @@ def test_a_step_of_a_matrix_runs_few_functions():
         by_kernels = path.plain(512)
     assert by_kernels["functions"] <= 147 and by_kernels["files"] <= 23
     assert 0 < by_native["functions"] < by_kernels["functions"] < by_kernels["calls"]
+    by_ranks = worlds.run(2, path.zero3, 512)[0]
+    assert by_ranks["functions"] <= 228 and by_ranks["files"] <= 40 and by_ranks["calls"] <= 456

@@ -30,9 +30,9 @@ def sent(monkeypatch):
     found = []
     begin = reduction.Reduction.begin
 
-    def noted(self, grads, voters):
-        found.append([p.numel() for p in grads])
-        return begin(self, grads, voters)
+    def noted(self, params, grads, voters):
+        found.append([p.numel() for p in params])
+        return begin(self, params, grads, voters)
 
     monkeypatch.setattr(reduction.Reduction, "begin", noted)
     return found
