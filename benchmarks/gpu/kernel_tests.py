@@ -18,7 +18,7 @@ from benchmarks.gpu.setting import RIGHT, WRONG, Row, Rows, Setting
 
 ROOT = Path(__file__).parents[2]
 FILES = ("kernels", "kernel_batches", "device_nonfinite")
-FILES += ("unseen_rule", "edited_weights", "split", "convolutions")
+FILES += ("native", "statistics", "update_stats", "unseen_rule", "edited_weights", "split")
 # Those that use kernels, by words in their names. The other tests of these files do not need a GPU.
 CHOSEN = "kernel or device_nonfinite or bad_gradients or advance_once or launch"
 SANITIZED = "test_a_step_is_that_of_the_ops or test_16_bits"
@@ -30,7 +30,10 @@ PATIENCE = 90  # seconds for compute-sanitizer
 def rows(on: Setting) -> Rows:
     """Runs the tests of kernels, all cases; of a rehearsal, those of one file."""
     if on.is_rehearsal:
-        yield "pytest", pytest("test_convolutions", [*tests(["convolutions"]), "-k", "launch"])
+        yield (
+            "pytest",
+            pytest("test_kernel_batches", [*tests(["kernel_batches"]), "-k", "a_launch"]),
+        )
         return
     parallel = ["-n", str(WORKERS)] if importlib.util.find_spec("xdist") else []
     yield "pytest", pytest("of kernels", [*tests(FILES), "-k", CHOSEN, *parallel])

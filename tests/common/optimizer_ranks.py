@@ -1,6 +1,7 @@
 """Optimizers on simulated ranks: each rank's runs of some parameters, and the steps of all."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from ds_ext.checkpoint.pieces import Pieces
 from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
-from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.optimizer.updates import RunUpdate
 from tests.common.simulated import begin_alone, cut
 
@@ -71,6 +72,23 @@ def made(make: Make, values: Sequence[Tensor], world: int) -> list[Rank]:
         Rank(make, values, [Shard.of_rank(shape, rank, world) for shape in shapes], rank, world)
         for rank in range(world)
     ]
+
+
+def of_rule(
+    name: str,
+    values: Sequence[Tensor],
+    world: int,
+    hypers: Mapping[str, Any],
+    first: int | None = None,
+) -> list[Rank]:
+    """The ranks of a rule; ``values`` are stacks whose experts count from ``first``, if any."""
+
+    def make(params: list[nn.Parameter]) -> RuleOptimizer:
+        optimizer = OPTIMIZERS[name](params, **hypers)
+        optimizer.stacks = {} if first is None else dict.fromkeys(params, first)
+        return optimizer
+
+    return made(make, values, world)
 
 
 def step(ranks: Sequence[Rank], *steps: Sequence[Tensor], bucket: slice = ALL) -> int:

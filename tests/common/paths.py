@@ -5,7 +5,7 @@ import torch
 
 from ds_ext.ops.executors import unbatched
 from ds_ext.ops.executors.native import library, native_table
-from ds_ext.ops.executors.triton import devices
+from ds_ext.ops.executors.triton import devices, kernel_table
 from tests.common import needs
 
 # Where kernels run: on a GPU if there is one, else in Triton's interpreter on the CPU.
@@ -27,3 +27,21 @@ def use(monkeypatch: pytest.MonkeyPatch, path: str, is_default: bool = True) -> 
     unbatched._kept.cache_clear()  # batches whose tables another path has made
     if is_default and DEVICE != HOST:
         torch.set_default_device(HOST if is_native else DEVICE)
+
+
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the passes that native code and kernels make from now on."""
+    names: list[str] = []
+
+    def note(table: type) -> None:
+        run = table.run
+
+        def noted(self: object, name: str, *args: object, **kwargs: object) -> None:
+            names.append(name)
+            run(self, name, *args, **kwargs)
+
+        monkeypatch.setattr(table, "run", noted)
+
+    note(native_table.NativeTable)
+    note(kernel_table.KernelTable)
+    return names

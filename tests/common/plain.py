@@ -31,6 +31,21 @@ def stepped(make, before, gradients, state=None):
     return [p.detach() for p in params], optimizer
 
 
+def in_parts(make, parts, before, gradients):
+    """Steps parts of weights as parameters of their own -> the new parts of each weight.
+
+    Args:
+        make: Returns the optimizer of a list of parameters.
+        parts: Cuts a weight, or its gradient.
+        before: Weights, which are not changed.
+        gradients: Lists of gradients of the weights, one for each step.
+    """
+    params = [[nn.Parameter(x.clone()) for x in parts(p)] for p in before]
+    flat = [x for some in params for x in some]
+    steps(make(flat), flat, [[x for g in grads for x in parts(g)] for grads in gradients])
+    return [[x.detach() for x in some] for some in params]
+
+
 def mean_step(optimizer, losses, max_norm=0.0):
     """Steps by the gradients of the mean of losses -> their norm.
 

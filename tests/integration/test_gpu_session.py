@@ -160,7 +160,7 @@ def test_tests_of_kernels_run_in_a_process():
     (row,) = rehearsed(kernel_tests)
     assert row["verdict"] == "right" and row["passed"] == 4
     failing = kernel_tests.pytest(
-        "none", ["tests/unit/test_convolutions.py", "-k", "nothing_has_this_name"]
+        "none", ["tests/unit/test_statistics.py", "-k", "nothing_has_this_name"]
     )
     assert failing["verdict"] == "WRONG" and failing["passed"] == 0
     paths = kernel_tests.tests(kernel_tests.FILES)

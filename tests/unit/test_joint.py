@@ -11,7 +11,6 @@ from benchmarks.host_gpu import Calls
 from ds_ext.distributed import lockstep
 from ds_ext.ops import block_sizes, joint
 from ds_ext.ops.executors.native import native_table
-from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.executors.table_passes import TablePasses
 from ds_ext.ops.expressions import Scaled
 from ds_ext.ops.joint import Joint
@@ -19,7 +18,7 @@ from ds_ext.ops.products import Product
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import lowrank
-from tests.common import table
+from tests.common import paths, table
 from tests.common.simulated import Ranks, errors
 
 CPU = torch.device("cpu")
@@ -75,14 +74,10 @@ def step_in_16_bits(name, weight_update, monkeypatch, is_joined):
     shapes = [(32, 48)] * MATRICES + [(48, 32)]
     params = [nn.Parameter(p) for p in table.weights(shapes, torch.bfloat16)]
     optimizer = OPTIMIZERS[name](params, lr=0.02, weight_update=weight_update, weight_decay=0.1)
-    passes = []
     with monkeypatch.context() as patch:
         if not is_joined:
             patch.setattr(TablePasses, "joins", lambda *of: False)
-        run = NativeTable.run
-        patch.setattr(
-            NativeTable, "run", lambda *of, **how: passes.append(of[1]) or run(*of, **how)
-        )
+        passes = paths.passes(patch)
         for grads in table.gradients(STEPS, shapes, torch.bfloat16):
             passes.clear()
             for p, g in zip(params, grads, strict=True):

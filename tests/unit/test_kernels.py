@@ -18,7 +18,6 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.sixteen_bit import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.updates import RunUpdate
-from ds_ext.rules import REGISTRY
 from tests.common import needs, paths, table
 from tests.common.choose import params, spread
 from tests.common.hypers import FOR_ALL, SIMULATED, changed
@@ -157,21 +156,6 @@ def test_moments_and_what_they_make_of_weights_have_the_bits_of_the_ops(
     assert not any(a.equal(w.view(-1)) for a, w in zip(found, before, strict=True))
 
 
-@pytest.mark.parametrize("name", params(["adalomo", "lamb"], ["lamb"]))
-def test_without_decay_and_with_gradients_averaged_and_bounded(name, kernels):
-    hypers = {k: v for k, v in SETTINGS[name].items() if k not in ("weight_decay", "beta1")}
-
-    def wrap(g):
-        return ops.Scaled(g, torch.tensor(0.5, device=DEVICE), 1.5)
-
-    found, before = trained(name, torch.float32, "nearest", 2, hypers, wrap=wrap)
-    kernels(False)
-    expected, _ = trained(name, torch.float32, "nearest", 2, hypers, wrap=wrap)
-    assert worst(found, expected, before) <= CLOSE
-    plain, _ = trained(name, torch.float32, "nearest", 2, hypers)
-    assert worst(found, plain, before) > 100 * CLOSE
-
-
 @pytest.mark.parametrize("name, mode, dtype", params(IN_16_BITS, QUICK_IN_16_BITS))
 def test_16_bits(name, mode, dtype, kernels):
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
@@ -226,31 +210,6 @@ def test_8_bits_beside_a_weight_are_those_of_the_ops(dtype, kernels, launched):
     for a, b in zip(*found, strict=True):
         assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
     assert found[0][1].unique().numel() == 255 and not found[0][0].equal(found[0][2])
-
-
-@pytest.mark.parametrize("name, world", params(BY_RANKS, [("lomo", 3), ("came", 1)]))
-def test_a_bucket_takes_few_launches_a_round(name, world, kernels, launched):
-    shapes = [(30, 20), (12, 9), (7,), (4, 3, 5), (1,), (9, 9), (40,)] * 2
-    params = [p.to(DEVICE, torch.float32).requires_grad_() for p in table.weights(shapes)]
-    optimizer = OPTIMIZERS[name](params, **SETTINGS[name])
-    counts = []
-
-    def reduce(total):
-        counts.append(len(launched))
-
-    for grads in table.gradients(2, shapes):
-        launched.clear()
-        counts.clear()
-        updates = []
-        for p, g in zip(params, grads, strict=True):
-            s = Shard.of_rank(tuple(p.shape), 0, world)
-            updates.append(RunUpdate(p, cut(p, s), cut(g.to(DEVICE, torch.float32), s), s))
-        optimizer.update(updates, reduce)
-        counts.append(len(launched))
-        taken = [b - a for a, b in zip([0, *counts], counts, strict=False)]
-        # passes over parameters that are stepped alone are launched one by one
-        assert max(taken) <= (10 if REGISTRY[name].is_batched else len(shapes)), (taken, launched)
-        assert 0 < sum(taken) < len(shapes) * max(2, len(counts) - 1)
 
 
 @pytest.mark.parametrize("name", params(["adalomo", "lamb"], []))

@@ -122,25 +122,6 @@ def test_a_gradient_of_zeros_is_no_step_and_does_not_spoil_the_next():
     assert 0 < torch.linalg.matrix_norm(ranks.params[0], 2) <= 0.05 * 2
 
 
-@pytest.mark.parametrize("scale", [3.0, -0.5])
-@pytest.mark.parametrize("cols", [7, 700])
-@pytest.mark.parametrize("path", paths.EACH)
-def test_rows_of_a_multiple_have_the_same_norms(path, cols, scale, monkeypatch):
-    paths.use(monkeypatch, path)
-    shard = Shard.whole((5, cols))
-    (x,) = table.weights([(5 * cols,)], torch.float32)
-    for least in (1e-8, 1e3):
-        u = ops.unit_quotient(x, shard, x).times(scale)
-        rows, sums = ops.normalize_whole_rows(u, least, shard, x)
-        by_row, by_col = ops.row_col_square_sums(rows, shard, x)
-        norms = (scale * x).view(5, -1).square().sum(1).sqrt().clamp(min=least)
-        expected = scale * x.view(5, -1) * (cols**0.5 / norms).unsqueeze(1)
-        assert torch.allclose(ops.evaluate(rows, shard, x).view(5, -1), expected, rtol=1e-5)
-        assert torch.allclose(by_row.view(-1), expected.square().sum(1), rtol=1e-5)
-        assert torch.allclose(sums.view(-1), expected.square().sum(0), rtol=1e-5)
-        assert torch.allclose(by_col.view(-1), sums.view(-1), rtol=1e-5)
-
-
 @pytest.mark.parametrize("cols", [7, 5000])
 @pytest.mark.parametrize("path", paths.EACH)
 def test_a_row_with_a_nan_stays_nan(path, cols, monkeypatch):

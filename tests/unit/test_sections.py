@@ -1,6 +1,6 @@
 """Fused matrices: each section is stepped as a matrix of its own, on any number of ranks."""
 
-import copy
+import functools
 import re
 
 import pytest
@@ -8,17 +8,13 @@ import torch
 from torch import nn
 
 import ds_ext
-from ds_ext.checkpoint import checks, resharding
-from ds_ext.checkpoint.pieces import Pieces
-from ds_ext.checkpoint.resharding import OwnedRun
-from ds_ext.distributed import lockstep
+from ds_ext.checkpoint import resharding
 from ds_ext.ops.shard import Box, Shard, TensorParallelSplit
 from ds_ext.optimizer import OPTIMIZERS, param_checks
-from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
-from tests.common import low_rank, table
+from tests.common import low_rank, optimizer_ranks, plain, table
 from tests.common.hypers import SIMULATED
-from tests.common.simulated import EXACT, begin_alone, errors
+from tests.common.simulated import EXACT, errors
 
 STEPS = 5
 SHAPE = (12, 8)
@@ -41,45 +37,23 @@ FORMS = {
 RULES = [name for name, entry in REGISTRY.items() if entry.has_sections]
 
 
-class Ranks:
-    """A parameter cut over simulated ranks, each with an optimizer of its run."""
-
-    def __init__(self, name, value, world, hypers, stacked=False):
-        self.key, self.shape = nn.Parameter(torch.empty(0, dtype=value.dtype)), tuple(value.shape)
-        self.shards = [Shard.of_rank(self.shape, r, world) for r in range(world)]
-        self.runs = self.cut(value)
-        self.optimizers = [OPTIMIZERS[name]([self.key], **hypers) for _ in range(world)]
-        for optimizer in self.optimizers:
-            optimizer.stacks = {self.key: 0} if stacked else {}
-
-    def cut(self, x):
-        return [x.reshape(-1)[s.start : s.stop].clone() for s in self.shards]
-
-    @torch.no_grad()
-    def step(self, grad):
-        each = zip(self.optimizers, self.runs, self.cut(grad), self.shards, strict=True)
-        return lockstep.simulate([begin_alone(o, RunUpdate(self.key, *u)) for o, *u in each])
-
-    @property
-    def whole(self):
-        return torch.cat(self.runs).view(self.shape)
-
-    @property
-    def owned(self):
-        each = enumerate(zip(self.runs, self.shards, strict=True))
-        return [{self.key: OwnedRun("p", *own, i, len(self.runs))} for i, own in each]
+def stepped(name, before, steps, world, hypers, first=None):
+    """Simulated ranks after steps of one parameter."""
+    ranks = optimizer_ranks.of_rule(name, [before], world, hypers, first)
+    optimizer_ranks.step(ranks, *([g] for g in steps))
+    return ranks
 
 
-def apart(make, sections, before, steps):
-    """What ``make``'s optimizer of separate parameters makes of the sections of a matrix."""
-    params = [[nn.Parameter(x.clone()) for x in sections(p)] for p in before]
-    optimizer = make([x for some in params for x in some])
-    for grads in steps:
-        for some, g in zip(params, grads, strict=True):
-            for x, own in zip(some, sections(g), strict=True):
-                x.grad = own.clone()
-        optimizer.step()
-    return [x.detach() for some in params for x in some]
+def whole(ranks):
+    (found,) = optimizer_ranks.whole(ranks)
+    return found
+
+
+def apart(name, hypers, sections, before, steps):
+    """What the optimizer of separate parameters makes of the sections of a matrix."""
+    make = functools.partial(OPTIMIZERS[name], **hypers)
+    (found,) = plain.in_parts(make, sections, [before], [[g] for g in steps])
+    return found
 
 
 def data(shape=SHAPE, dtype=torch.float64):
@@ -92,21 +66,10 @@ def data(shape=SHAPE, dtype=torch.float64):
 def test_every_rule_steps_a_section_as_a_parameter(name, form):
     keys, sections = FORMS[form]
     before, steps = data()
-    expected = apart(
-        lambda some: OPTIMIZERS[name](some, **SIMULATED[name]),
-        sections,
-        [before],
-        [[g] for g in steps],
-    )
+    expected = apart(name, SIMULATED[name], sections, before, steps)
     for world in (1, 2, 3, 7):
-        ranks = stepped(Ranks(name, before, world, SIMULATED[name] | keys), steps)
-        assert max(errors(sections(ranks.whole), expected, sections(before))) <= EXACT
-
-
-def stepped(ranks, steps):
-    for g in steps:
-        ranks.step(g)
-    return ranks
+        found = whole(stepped(name, before, steps, world, SIMULATED[name] | keys))
+        assert max(errors(sections(found), expected, sections(before))) <= EXACT
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -114,14 +77,13 @@ def test_a_stack_of_experts_has_the_sections_in_each_expert(form):
     keys, sections = FORMS[form]
     before, steps = data((3, *SHAPE))
     hypers = {"lr": 0.02, "weight_decay": 0.1}
+    make = functools.partial(torch.optim.Muon, **hypers)
     with low_rank.in_dtype(torch.float64):
-        expected = apart(
-            lambda some: torch.optim.Muon(some, **hypers), sections, list(before), map(list, steps)
-        )
+        expected = plain.in_parts(make, sections, before, steps)
     for world in (1, 2, 7):
-        ranks = stepped(Ranks("muon", before, world, hypers | keys, stacked=True), steps)
-        got, old = ([x for p in whole for x in sections(p)] for whole in (ranks.whole, before))
-        assert max(errors(got, expected, old)) <= EXACT
+        found = whole(stepped("muon", before, steps, world, hypers | keys, 0))
+        for got, wanted, old in zip(found, expected, before, strict=True):
+            assert max(errors(sections(got), wanted, sections(old))) <= EXACT
 
 
 @pytest.mark.parametrize("weight_update", ["stochastic", "nearest", "master", "master24"])
@@ -132,15 +94,15 @@ def test_16_bit_weights_have_the_same_bits_on_any_number_of_ranks(form, weight_u
     before, steps = data(dtype=torch.float32)
     before, steps = before.bfloat16(), [(g % 5).round().bfloat16() for g in steps]
     hypers = {"lr": 2**-9, "momentum": 0.5, "weight_update": weight_update}
-    seen = [stepped(Ranks("scale", before, world, hypers | keys), steps) for world in (1, 2, 3, 7)]
-    for ranks in seen[1:]:
-        assert errors([ranks.whole], [seen[0].whole], [before])[0] <= 1e-2
-        same = (ranks.whole == seen[0].whole).float().mean()
+    (one,), *others = (stepped("scale", before, steps, n, hypers | keys) for n in (1, 2, 3, 7))
+    for ranks in others:
+        assert errors([whole(ranks)], [whole([one])], [before])[0] <= 1e-2
+        same = (whole(ranks) == whole([one])).float().mean()
         assert same >= 0.99  # sums of a row's squares differ in their last bits
-    in_fp32 = stepped(Ranks("scale", before.float(), 2, hypers | keys), [g.float() for g in steps])
+    in_fp32 = stepped("scale", before.float(), [g.float() for g in steps], 2, hypers | keys)
     close = {"master": 0.02, "master24": 0.02}.get(weight_update, 0.5)
-    new = seen[0].optimizers[0].weights(seen[0].key, seen[0].runs[0], seen[0].shards[0])
-    assert errors([new.view(SHAPE)], [in_fp32.whole], [before.float()])[0] <= close
+    (new,) = one.weights
+    assert errors([new.view(SHAPE)], [whole(in_fp32)], [before.float()])[0] <= close
 
 
 def test_random_bits_of_sections_are_drawn_once_per_element():
@@ -149,8 +111,8 @@ def test_random_bits_of_sections_are_drawn_once_per_element():
     for form in ("qkv", "columns", "q, k, v of each head", "heads of columns"):
         p = torch.ones(12 * 8, dtype=torch.bfloat16).view(SHAPE)
         hypers = {"lr": 1.0, "alpha": 2**-9, "iterations": 1, "weight_update": "stochastic"}
-        ranks = stepped(Ranks("sinkgd", p, 1, hypers | FORMS[form][0]), [torch.ones_like(p)])
-        keys.append(ranks.whole)
+        ranks = stepped("sinkgd", p, [torch.ones_like(p)], 1, hypers | FORMS[form][0])
+        keys.append(whole(ranks))
     # 1 - 2^-9 is a quarter between 1 - 2^-8 and 1... rounded up by as many random bits everywhere
     ups = [int((k == 1).sum()) for k in keys]
     assert len({*ups}) == 1 and 0 < ups[0] < 12 * 8
@@ -161,29 +123,26 @@ def test_a_checkpoint_does_not_depend_on_sections_or_ranks(form):
     keys, _ = FORMS[form]
     before, steps = data()
     hypers = {"lr": 0.02, "weight_decay": 0.1} | keys
-    straight = stepped(Ranks("muon", before, 2, hypers), steps)
-    first = stepped(Ranks("muon", before, 3, hypers), steps[:2])
-    saved = [resharding.save(o, own) for o, own in zip(first.optimizers, first.owned, strict=True)]
-    assert [*saved[0]["state"]["p"]] == ["step", "m"]
-    again = Ranks("muon", torch.zeros_like(before), 2, {"lr": 0.1} | keys)
-    for optimizer, own in zip(again.optimizers, again.owned, strict=True):
-        pieces = Pieces(copy.deepcopy(saved))
-        checks.check(pieces, optimizer, own, True)
-        resharding.load_state(pieces, optimizer, own)
-        resharding.load_weights(pieces, optimizer, own)
-    stepped(again, steps[2:])
-    assert errors([again.whole], [straight.whole], [before])[0] <= EXACT
+    straight = stepped("muon", before, steps, 2, hypers)
+    first = stepped("muon", before, steps[:2], 3, hypers)
+    saved = resharding.save(first[0].optimizer, first[0].owned)
+    assert [*saved["state"]["0"]] == ["step", "m"]
+    again = optimizer_ranks.of_rule("muon", [torch.zeros_like(before)], 2, {"lr": 0.1} | keys)
+    optimizer_ranks.load(again, first)
+    optimizer_ranks.step(again, *([g] for g in steps[2:]))
+    assert errors([whole(again)], [whole(straight)], [before])[0] <= EXACT
 
 
 def test_measured_updates_are_those_of_the_whole_matrix():
     before, steps = data()
     for form in ("qkv", "columns"):
-        ranks = Ranks("muon", before, 2, {"lr": 0.02} | FORMS[form][0])
-        for optimizer in ranks.optimizers:
-            optimizer.measure_updates()
-        ranks.step(steps[0])
-        sums = sum(optimizer.update_stats.sums() for optimizer in ranks.optimizers)[0]
-        expected = (ranks.whole - before).square().sum(), ranks.whole.square().sum(), 96.0
+        ranks = optimizer_ranks.of_rule("muon", [before], 2, {"lr": 0.02} | FORMS[form][0])
+        for rank in ranks:
+            rank.optimizer.measure_updates()
+        optimizer_ranks.step(ranks, steps[:1])
+        sums = sum(rank.optimizer.update_stats.sums() for rank in ranks)[0]
+        after = whole(ranks)
+        expected = (after - before).square().sum(), after.square().sum(), 96.0
         assert torch.allclose(sums, torch.tensor(expected, dtype=torch.float64))
 
 
@@ -228,9 +187,7 @@ def test_a_step_of_fp32_weights_splits_them(name, form, way):
     keys, sections = FORMS[form]
     before, steps = data(dtype=torch.float32)
     hypers = SIMULATED[name] | ({"momentum": 0.0} if name == "scale" else {})
-    expected = apart(
-        lambda some: OPTIMIZERS[name](some, **hypers), sections, [before], [[g] for g in steps]
-    )
+    expected = apart(name, hypers, sections, before, steps)
     model = Given(before)
     optimizer = OPTIMIZERS[name](model.parameters(), **hypers | keys)
     if way == "fused":

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from ds_ext.ops import sixteen_bit
-from ds_ext.ops.executors.native.native_table import NativeTable
-from ds_ext.ops.executors.triton import launches
 from ds_ext.ops.shard import Box, Shard, TensorParallelSplit
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import needs, optimizer_ranks, paths, table
@@ -176,14 +174,7 @@ def test_noise_differs_from_box_to_box():
 @pytest.mark.parametrize("name, how, path", params(PASSES, QUICK))
 def test_tables_make_the_passes_of_a_box(name, how, path, monkeypatch):
     """Compares the step of boxes by one executor, which must have run."""
-    used = []
-    start, run = launches.launch_kernel, NativeTable.run
-    monkeypatch.setattr(
-        launches, "launch_kernel", lambda *args: (used.append(args[0].kind.name), start(*args))
-    )
-    monkeypatch.setattr(
-        NativeTable, "run", lambda *args, **more: (used.append(args[1]), run(*args, **more))
-    )
+    used = paths.passes(monkeypatch)
     paths.use(monkeypatch, path)
     error, _, _ = whole_and_split(name, SETTINGS[name], DIVIDED[how], 2, dtype=torch.float32)
     assert error <= 1e-5

@@ -4,6 +4,7 @@
 """
 
 import copy
+import functools
 import itertools
 
 import pytest
@@ -20,10 +21,10 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.optimizer import OPTIMIZERS, expert_stacks, param_groups
 from ds_ext.optimizer.model_view import ModelView
-from tests.common import optimizer_ranks, table
+from tests.common import optimizer_ranks, plain, table
 from tests.common.choose import params
 from tests.common.hypers import FOR_ALL, SIMULATED, changed
-from tests.common.optimizer_ranks import step, whole
+from tests.common.optimizer_ranks import of_rule, step, whole
 from tests.common.simulated import EXACT
 from tests.common.states import tensors
 
@@ -47,27 +48,10 @@ def gradients(idle=()):
     return made
 
 
-def ranks_of(name, values, world, hypers, first=0):
-    """Ranks with runs of stacks, whose experts count from ``first``."""
-
-    def make(params):
-        optimizer = OPTIMIZERS[name](params, **hypers)
-        optimizer.stacks = dict.fromkeys(params, first)
-        return optimizer
-
-    return optimizer_ranks.made(make, values, world)
-
-
 def apart(name, values, steps, hypers):
-    """The same, each expert a parameter of its own."""
-    params = [[nn.Parameter(e.clone()) for e in v] for v in values]
-    optimizer = OPTIMIZERS[name]([e for p in params for e in p], **hypers)
-    for grads in steps:
-        for p, g in zip(params, grads, strict=True):
-            for e, own in zip(p, g, strict=True):
-                e.grad = own.clone()
-        optimizer.step()
-    return [torch.stack(list(p)).detach() for p in params]
+    """The stacks, each expert of which was stepped as a parameter of its own."""
+    make = functools.partial(OPTIMIZERS[name], **hypers)
+    return list(map(torch.stack, plain.in_parts(make, torch.unbind, values, steps)))
 
 
 def worst(got, expected, before):
@@ -85,7 +69,7 @@ BY_RANKS = [*itertools.product(HYPERS, (1, 2, 3, 7)), ("adafactor", 40)]
 @pytest.mark.parametrize("name, world", params(BY_RANKS, lambda case: case[1] == 3))
 def test_an_expert_is_stepped_as_a_parameter_of_its_own(name, world):
     before, steps = table.weights(SHAPES), gradients()
-    ranks = ranks_of(name, before, world, HYPERS[name])
+    ranks = of_rule(name, before, world, HYPERS[name], 0)
     step(ranks, *steps)
     expected = apart(name, before, steps, HYPERS[name])
     assert worst(whole(ranks), expected, before) <= 1e-9
@@ -98,7 +82,7 @@ def test_8_bit_moments_are_rounded_in_an_experts_own_blocks():
     before, steps = table.weights(shapes, torch.float32), table.gradients(4, shapes, torch.float32)
     expected = apart("galoreadamw", before, steps, hypers)
     for world in (1, 2, 7):
-        ranks = ranks_of("galoreadamw", before, world, hypers)
+        ranks = of_rule("galoreadamw", before, world, hypers, 0)
         step(ranks, *steps)
         assert worst(whole(ranks), expected, before) <= 1e-6
 
@@ -109,7 +93,7 @@ def test_idle_experts_stay_finite_and_move_as_their_decay_says(name):
     steps = [[g.float() for g in grads] for grads in steps]
     for decay in (0.0, 0.1):
         hypers = HYPERS[name] | {"weight_decay": decay}
-        ranks = ranks_of(name, before, 3, hypers)
+        ranks = of_rule(name, before, 3, hypers, 0)
         step(ranks, *steps * 3)
         for got, p in zip(whole(ranks), before, strict=True):
             assert got.isfinite().all()
@@ -133,7 +117,7 @@ def test_16_bit_experts_have_the_same_bits_on_any_number_of_ranks(dtype, weight_
     hypers = {"lr": 1e-3, "weight_update": weight_update}
     seen = []
     for world in (1, 2, 7):
-        ranks = ranks_of("lomo", before, world, hypers)
+        ranks = of_rule("lomo", before, world, hypers, 0)
         step(ranks, *steps)
         seen.append(whole(ranks))
     # As the noise of the whole parameter is: the step of one tensor, LOMO's being by element.
@@ -150,8 +134,8 @@ def test_experts_that_other_ranks_do_not_have_keep_their_noise():
     grads = [g.round().bfloat16() for g in table.gradients(1, shape)[0]]
     hypers = {"lr": 1e-3, "weight_update": "stochastic"}
     part, part_of_grads = [before[0][2:]], [grads[0][2:]]
-    every, half = ranks_of("lomo", before, 1, hypers), ranks_of("lomo", part, 1, hypers, first=2)
-    astray = ranks_of("lomo", part, 1, hypers)
+    every, half = of_rule("lomo", before, 1, hypers, 0), of_rule("lomo", part, 1, hypers, 2)
+    astray = of_rule("lomo", part, 1, hypers, 0)
     for ranks, own in ((every, grads), (half, part_of_grads), (astray, part_of_grads)):
         step(ranks, own)
     expected = whole(every)[0][2:]
@@ -164,11 +148,11 @@ def test_experts_that_other_ranks_do_not_have_keep_their_noise():
 @pytest.mark.parametrize("name", HYPERS)
 def test_a_checkpoint_of_experts_is_gone_on_from_by_other_ranks(name):
     before, steps = table.weights(SHAPES), gradients()
-    straight = ranks_of(name, before, 2, HYPERS[name])
+    straight = of_rule(name, before, 2, HYPERS[name], 0)
     step(straight, *steps)
-    first = ranks_of(name, before, 2, HYPERS[name])
+    first = of_rule(name, before, 2, HYPERS[name], 0)
     step(first, *steps[:3])
-    again = ranks_of(name, [torch.zeros_like(v) for v in before], 3, HYPERS[name])
+    again = of_rule(name, list(map(torch.zeros_like, before)), 3, HYPERS[name], 0)
     optimizer_ranks.load(again, first)
     step(again, *steps[3:])
     assert worst(whole(again), whole(straight), before) <= 1e-9

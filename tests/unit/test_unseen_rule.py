@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 from ds_ext import ops
-from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.executors.table_passes import TableBatch
-from ds_ext.ops.executors.triton.kernel_table import KernelTable
 from ds_ext.ops.expressions import WeightStorage
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Shard
@@ -149,15 +147,7 @@ def test_a_sum_may_stand_anywhere_in_an_update(name, path, is_batch, monkeypatch
 def test_tables_run_the_passes_that_they_support(path, monkeypatch):
     """Native code or kernels run Adan's passes, apart from the sums that they have no form for."""
     paths.use(monkeypatch, path)
-    ran = []
-
-    def noting(self, name, *args, **kwargs):
-        ran.append(name)
-        return original(self, name, *args, **kwargs)
-
-    kind = KernelTable if path == "kernels" else NativeTable
-    original = kind.run
-    monkeypatch.setattr(kind, "run", noting)
+    ran = paths.passes(monkeypatch)
     params, optimizer = made()
     steps(optimizer, params, table.gradients(1, SHAPES, torch.float32))
     assert ran.count("square_sums") == ran.count("apply") == len(SHAPES)

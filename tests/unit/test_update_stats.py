@@ -10,11 +10,13 @@ from ds_ext.ops import rounding
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.update_stats import UpdateStats, rms
-from tests.common import choose, optimizer_ranks, table
+from ds_ext.optimizer.updates import RunUpdate
+from tests.common import choose, needs, optimizer_ranks, paths, table
 from tests.common.hypers import FOR_ALL, NEEDED, changed
 from tests.common.plain import steps
 
 SHAPES = ((), (5,), (13, 29), (4, 3, 5), (700, 800))  # the last in two blocks
+FOR_KERNELS = ((48,), (5,), (20, 32), (9, 30), (3, 1040))  # of which some have aligned rows
 HYPERS = changed(NEEDED, galoreadamw={"rank": 3})
 KINDS = [(torch.float32, "stochastic"), (torch.float64, "stochastic")]
 KINDS += [
@@ -22,12 +24,15 @@ KINDS += [
     for half in rounding.ROUND
     for mode in ("stochastic", "nearest", "master", "master24")
 ]
-each_kind = pytest.mark.parametrize(
-    "name, dtype, mode",
-    choose.params(
-        [(name, *kind) for name in FOR_ALL for kind in KINDS], choose.spread(FOR_ALL, KINDS)
-    ),
-)
+CASES = [(name, *kind) for name in FOR_ALL for kind in KINDS]
+QUICK = choose.spread(FOR_ALL, KINDS)
+BY_PATH = [(*case, "native") for case in CASES]
+QUICK_BY_PATH = [(*case, "native") for case in QUICK]
+if needs.TRITON:
+    kinds = [KINDS[0], *KINDS[2:]]
+    BY_PATH += [(n, *kind, "kernels") for n in ("adalomo", "lamb", "flashadamw") for kind in kinds]
+    QUICK_BY_PATH += [("adalomo", *KINDS[0], "kernels")]
+    QUICK_BY_PATH += [("flashadamw", torch.bfloat16, "master24", "kernels")]
 
 
 def measured(name, mode):
@@ -52,11 +57,13 @@ def held(optimizer, params):
     return torch.cat([optimizer.weights(*run).double() for run in runs])
 
 
-@each_kind
-def test_sums_are_those_of_what_was_stored(name, dtype, mode):
-    params, optimizer = make(name, dtype, mode)
+@pytest.mark.parametrize("name, dtype, mode, path", choose.params(BY_PATH, QUICK_BY_PATH))
+def test_sums_are_those_of_what_was_stored(name, dtype, mode, path, monkeypatch):
+    paths.use(monkeypatch, path)
+    shapes = SHAPES if path == "native" else FOR_KERNELS
+    params, optimizer = make(name, dtype, mode, shapes)
     expected = torch.zeros(3, dtype=torch.float64)
-    for gradients in table.gradients(3, SHAPES, dtype):
+    for gradients in table.gradients(3, shapes, dtype):
         before = held(optimizer, params)
         steps(optimizer, params, [gradients])
         after = held(optimizer, params)
@@ -71,7 +78,7 @@ def test_sums_are_those_of_what_was_stored(name, dtype, mode):
     assert figures["weight_rms"] == pytest.approx((expected[1] / expected[2]).item() ** 0.5)
 
 
-@each_kind
+@pytest.mark.parametrize("name, dtype, mode", choose.params(CASES, QUICK))
 def test_measuring_changes_no_bit(name, dtype, mode):
     (params, measured), (others, plain) = [make(name, dtype, mode) for _ in range(2)]
     plain.update_stats = None
@@ -95,16 +102,22 @@ def test_sums_of_ranks_add_up_to_the_whole_s(mode, world):
     assert sums(world)[0, 2] == sum(p.numel() for p in table.weights(SHAPES))
 
 
-def test_groups_are_measured_apart():
+@pytest.mark.parametrize("path", paths.EACH)
+def test_groups_are_measured_apart_and_replicas_once(path, monkeypatch):
+    paths.use(monkeypatch, path)
     a, b, c = (nn.Parameter(torch.full((3, 4), x)) for x in (1.0, 2.0, 3.0))
     optimizer = OPTIMIZERS["lomo"]([{"params": [a]}, {"params": [b], "lr": 0.1}], lr=0.5)
     optimizer.update_stats = UpdateStats(2)
     optimizer.add_param_group({"params": [c]})
-    steps(optimizer, [a, b, c], [[torch.ones(3, 4), torch.ones(3, 4), None]])
+    updates = [
+        RunUpdate(p, p.detach().view(-1), torch.ones(12), Shard.whole((3, 4)), num_replicas=n)
+        for p, n in ((a, 1), (b, 2))
+    ]
+    optimizer.update(updates, None)
     figures = rms(optimizer.update_stats.sums())
     assert [f["update_rms"] for f in figures] == pytest.approx([0.5, 0.1, 0])
     assert [f["weight_rms"] for f in figures] == pytest.approx([0.5, 1.9, 0])
-    assert optimizer.update_stats.sums()[:, 2].tolist() == [12, 12, 0]
+    assert optimizer.update_stats.sums()[:, 2].tolist() == [12, 6, 0]
 
 
 def test_sums_begin_anew_when_cleared():
