@@ -135,12 +135,12 @@ def test_a_gap_between_pieces_is_seen():
     assert pieces.is_incomplete(Part.of(slice(0, 4), 8), "x")  # of another total
 
 
-def write(path, steps, is_latest=True, **wrong):
+def write(path, steps, **wrong):
     """A checkpoint of one file, with ``wrong`` entries in its manifest."""
     draft = folder.prepare(path)
     (draft.aside / "file.pt").write_bytes(b"content %d" % steps)
     files = {"file.pt": manifests.size_and_checksum(draft.aside / "file.pt")}
-    folder.commit(draft, manifest(path.name, steps, files), is_latest)
+    folder.commit(draft, manifest(path.name, steps, files), True)
     folder.close(draft)
     if wrong:
         said = manifest(path.name, steps, files) | wrong
@@ -164,18 +164,6 @@ def test_the_newest_checkpoint_is_complete_undamaged_and_trainers_own(tmp_path):
     write(tmp_path / "global_step9", 11)  # in the place of the one before
     assert not list(tmp_path.glob(".*"))
     assert manifests.newest_checkpoint(tmp_path / "global_step9") is None
-
-
-def test_the_newest_checkpoint_is_the_one_that_loading_takes(tmp_path):
-    """A second run in the folder of a first: ``latest`` decides, and steps only without it."""
-    write(tmp_path / "global_step1000", 1000)
-    write(tmp_path / "global_step20", 20)
-    write(tmp_path / "best", 30, is_latest=False)
-    assert (
-        manifests.latest(tmp_path) == manifests.newest_checkpoint(tmp_path).tag == "global_step20"
-    )
-    (tmp_path / "global_step20" / "file.pt").write_bytes(b"c0ntent 20")
-    assert manifests.newest_checkpoint(tmp_path).tag == "global_step1000"
 
 
 WRONG = {"ds_ext": None, "tag": 3, "global_steps": "3", "files": []}

@@ -199,16 +199,23 @@ def test_experts_are_stepped_as_the_ops_do(name, way, path, monkeypatch):
     assert worst(*found, before) <= {"stochastic": 3e-2, "master24": 2e-4}.get(mode, 2e-5)
 
 
+EDITED = list(itertools.product(["adalomo", "adafactor", "lamb"], [torch.float32], ["native"]))
+EDITED += [("adalomo", torch.bfloat16, "kernels")] if needs.TRITON else []
+
+
 @pytest.mark.parametrize("how", ["op", "data", "other"])
-@pytest.mark.parametrize("name", ["adalomo", "adafactor", "lamb"])
-def test_weights_that_were_edited_are_measured_anew(name, how, monkeypatch):
-    """By an operation, past torch's version counters, or by another optimizer."""
-    found = []
-    for path in ("native", "ops"):
-        paths.use(monkeypatch, path)
-        (p,) = weights = [nn.Parameter(w) for w in table.weights(((30, 70),), torch.float32)]
+@pytest.mark.parametrize("name, dtype, path", EDITED)
+def test_weights_that_were_edited_are_measured_anew(name, dtype, path, how, monkeypatch):
+    """By an operation, past torch's version counters, or by another optimizer.
+
+    That norms are known otherwise: test_nonfinite.py counts the bytes that are read.
+    """
+    found, shape = [], (30, 70)
+    for executor in (path, "ops"):
+        paths.use(monkeypatch, executor)
+        (p,) = weights = [nn.Parameter(w) for w in table.weights((shape,), dtype)]
         optimizer, other = (OPTIMIZERS[name](weights) for _ in range(2))
-        for i, (g,) in enumerate(table.gradients(4, ((30, 70),), torch.float32)):
+        for i, (g,) in enumerate(table.gradients(4, (shape,), dtype)):
             p.grad = g
             optimizer.step()
             with torch.no_grad():
@@ -219,44 +226,8 @@ def test_weights_that_were_edited_are_measured_anew(name, how, monkeypatch):
                 else:
                     other.step()
         found.append([p.detach().view(-1)])
-    assert worst(*found, table.weights(((30, 70),), torch.float32)) <= 2e-5
-
-
-@pytest.mark.parametrize("name", ["adalomo", "lamb"])
-def test_what_is_known_of_a_weight_saves_reading_it(name, monkeypatch):
-    paths.use(monkeypatch, "native")
-    (p,) = weights = [nn.Parameter(w) for w in table.weights(((30, 70),), torch.float32)]
-    optimizer = OPTIMIZERS[name](weights)
-    p.grad = torch.ones_like(p)
-    for _ in range(2):
-        optimizer.step()
-    (plan,) = optimizer._plans.values()
-    known = plan.batches[0].norm_cache._values[0, 0]
-    assert known == pytest.approx(float(p.detach().square().sum()), rel=1e-5)
-    plan.batches[0].norm_cache._values[0, 0] = 16 * known  # and then it is believed
-    before = p.detach().clone()
-    optimizer.step()
-    moved = (p.detach() - before).norm()
-    plan.batches[0].norm_cache._values[0, 0] /= 16
-    before = p.detach().clone()
-    optimizer.step()
-    assert moved > 3 * (p.detach() - before).norm() > 0
-
-
-def test_parameters_that_have_taken_other_numbers_of_steps(monkeypatch):
-    """As where a gradient of one was missing, or not finite: statistics decay by the step."""
-    found = []
-    for path in ("native", "ops"):
-        paths.use(monkeypatch, path)
-        shapes = ((30, 70), (40, 20), (9,))
-        weights = [nn.Parameter(w) for w in table.weights(shapes, torch.float32)]
-        optimizer = OPTIMIZERS["adalomo"](weights)
-        gradients = table.gradients(5, shapes, torch.float32)
-        gradients[2][1] = None
-        plain.steps(optimizer, weights, gradients)
-        assert [optimizer.state[p]["step"] for p in weights] == [5, 4, 5]
-        found.append([p.detach().flatten() for p in weights])
-    assert worst(*found, table.weights(shapes, torch.float32)) <= 2e-5
+    close = 2e-5 if dtype == torch.float32 else 2e-2
+    assert worst(*found, table.weights((shape,), dtype)) <= close
 
 
 def test_a_plan_is_of_the_geometry_that_it_was_made_for(monkeypatch):
@@ -270,16 +241,6 @@ def test_a_plan_is_of_the_geometry_that_it_was_made_for(monkeypatch):
             optimizer.update([RunUpdate(p, p.detach()[:n], torch.ones(n), shard)], None)
         del shard
     assert p.tolist() == [-4.0] * 20 + [-3.0] * 10 + [-2.0] * 30
-
-
-def test_autograd_sees_that_weights_were_written(monkeypatch):
-    paths.use(monkeypatch, "native")
-    p = nn.Parameter(torch.ones(4, 3))
-    loss = (p * p).sum()
-    p.grad = torch.ones_like(p)
-    ds_ext.AdaLomo([p]).step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 def test_a_gradient_that_is_not_finite_shows_in_every_sum(monkeypatch):

@@ -63,16 +63,18 @@ def test_groups_of_a_scheduled_optimizer_make_another():
     assert (group["lr"], group["initial_lr"]) == (0.25, 0.5)
 
 
+@pytest.mark.parametrize("dtype, close", [(torch.float64, 1e-9), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("name", RULES)
-def test_steps_are_counted_by_parameter(name):
+def test_steps_are_counted_by_parameter(name, dtype, close):
+    """Those of fp64 are stepped alone, others in a batch."""
     shapes = [(3, 5), (4, 3)]
-    params, gradients = parameters(shapes=shapes), table.gradients(4, shapes)
+    params, gradients = parameters(dtype, shapes), table.gradients(4, shapes, dtype)
     late = [[None if t < 2 else a, b] for t, (a, b) in enumerate(gradients)]
     steps(OPTIMIZERS[name](params, **HYPERS[name]), params, late)
-    theirs = [nn.Parameter(p) for p in table.weights(shapes)[:1]]
+    theirs = parameters(dtype, shapes)[:1]
     reference = authors.ordinary(name, [{"params": theirs}], HYPERS[name])
     steps(reference, theirs, [grads[:1] for grads in gradients[2:]])
-    assert max(errors(params[:1], theirs, table.weights(shapes)[:1])) <= 1e-9
+    assert max(errors(params[:1], theirs, table.weights(shapes, dtype)[:1])) <= close
 
 
 def _views():

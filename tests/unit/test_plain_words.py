@@ -9,23 +9,11 @@ from torch import nn
 
 import ds_ext
 from ds_ext.backward import owners
+from tests.common import fused_losses
 
 JSON = re.compile(
     r"engine|\"ds_ext\"|ds_ext\.(clip|grad)|gradient_clipping|optimizer\.params|config"
 )
-
-
-class Overwriting(torch.autograd.Function):
-    """Writes, in backward, to what forward saved, as fused losses do."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x.detach().clone())
-        return x.sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.saved_tensors[0].mul_(grad)
 
 
 def net():
@@ -61,8 +49,8 @@ def not_measured():
 
 
 def cannot_repeat():
-    model, _, step = fused(max_grad_norm=1.0)
-    step.backward(Overwriting.apply(model(torch.ones(2, 4))))
+    model, _, step = fused(fused_losses.make("saved", factor=2.0), max_grad_norm=1.0)
+    step.backward(model(*fused_losses.batch(0)))
 
 
 def clipped_by_torch():
