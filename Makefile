@@ -86,7 +86,7 @@ versions: .venv/.test
 # -m "": all tests of the files, not those of `make test` alone.
 ir: .venv/.test .venv/.ir
 	PYTHONPATH=.venv/ir:. DS_ACCELERATOR=cpu $(BIN)/python -m pytest -q -p tests.tools.ir -m "" \
-	    $(ARGS) tests/unit/test_kernels.py tests/unit/test_kernel_batches.py
+	    -k kernel $(ARGS) $(patsubst %,tests/unit/test_%.py,kernels kernel_batches native statistics)
 
 contract: .venv/.test
 	DS_ACCELERATOR=cpu $(BIN)/python -m tests.tools.contract $(ARGS)

@@ -21,7 +21,7 @@ FILES = ("kernels", "kernel_batches", "device_nonfinite")
 FILES += ("native", "statistics", "update_stats", "unseen_rule", "edited_weights", "split")
 # Those that use kernels, by words in their names. The other tests of these files do not need a GPU.
 CHOSEN = "kernel or device_nonfinite or bad_gradients or advance_once or launch"
-SANITIZED = "test_a_step_is_that_of_the_ops or test_16_bits"
+SANITIZED = "test_a_step_is_that_of_the_ops"
 WORKERS = 14
 SHORT = ("-q", "--tb=short", "-p", "no:cacheprovider")
 PATIENCE = 90  # seconds for compute-sanitizer

@@ -16,8 +16,10 @@ from tests.common import needs
 
 ROOT = Path(__file__).parents[2]
 TTSEM = Path(sys.prefix) / "ir"
-CASES = ("test_a_step_is_that_of_the_ops[lomo-3]", "test_16_bits[lomo-nearest-fp16]")
-CASES += ("test_noise_and_what_is_not_finite_are_those_of_precision[dtype0-5]",)
+STEPS = "test_kernels.py::test_a_step_is_that_of_the_ops"
+NUMBERS = "test_native.py::test_every_number_is_written_as_the_ops_write_it"
+CASES = (f"{STEPS}[lomo-3-fp32-nearest]", f"{STEPS}[lomo-2-fp16-nearest]")
+CASES += (f"{NUMBERS}[dtype9-stochastic-kernels-5]",)
 
 pytestmark = [
     needs.nvidia,
@@ -31,7 +33,7 @@ def test_compiled_kernels_have_the_results_of_the_ops():
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-p", "tests.tools.ir"),
-            *(f"tests/unit/test_kernels.py::{case}" for case in CASES),
+            *(f"tests/unit/{case}" for case in CASES),
         ],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "DS_ACCELERATOR": "cpu"},

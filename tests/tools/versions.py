@@ -40,8 +40,7 @@ TESTS = {  # ZeRO 0 to 3, a resumed run and HF Trainer, compared with the author
 FEATURES = TESTS | {  # the others that depend on torch; in torch 2.6 FSDP2 needs a GPU
     "tests/unit/test_chunk_loss.py": "loss_and_gradients",
     "tests/unit/test_int8.py": "bf16_model_rounded or goes_on_with_the_same",
-    "tests/unit/test_kernels.py": "noise_and_what_is_not_finite",
-    "tests/unit/test_native.py": "equals_the_torch_ops and adalomo",
+    "tests/unit/test_native.py": "equals_the_torch_ops and adalomo or every_number",
     "tests/unit/test_chunked_batch.py": "gradients_are_those_of_the_whole",
     "tests/unit/test_training_loops.py": "clipping_by_torch",
 }

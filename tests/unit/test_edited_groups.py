@@ -198,12 +198,17 @@ def test_a_rule_is_made_anew_only_when_its_group_has_changed():
     first, last = model[0].weight, model[4].weight
     rule, other = optimizer.rule_of(first), optimizer.rule_of(last)
     assert optimizer.rule_of(first) is rule
-    betas = [0.5, 0.6]
-    optimizer.param_groups[0]["betas"] = betas
-    assert optimizer.rule_of(first).betas == (0.5, 0.6)
-    betas[0] = 0.7  # in place
-    assert optimizer.rule_of(first).betas == (0.7, 0.6)
+    for kind in (list, numpy.array, torch.tensor):
+        betas = kind([0.5, 0.625])
+        optimizer.param_groups[0]["betas"] = betas
+        assert optimizer.rule_of(first).betas == (0.5, 0.625)
+        betas[0] = 0.75  # in place
+        assert optimizer.rule_of(first).betas == (0.75, 0.625)
     assert optimizer.rule_of(last) is other
+    optimizer.param_groups[0] = dict(optimizer.param_groups[0])  # equal, and another
+    optimizer.follow_groups()
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert optimizer.rule_of(first).lr == 0.5
 
 
 def test_a_parameter_from_outside_a_fused_model_is_refused():

@@ -207,10 +207,13 @@ def test_after_an_error_in_the_measuring_pass_the_next_batch_trains_right(
         assert all(map(torch.equal, model.parameters(), before))
         assert x.grad is model.head.weight.grad is model.prompt.grad is None
         assert not fused.unfinished() and not foreign_grads._passes
+        assert not fused.own_loss_is_running
         if discard:
             optimizer.zero_grad()
     x = torch.randn(4, 6)
-    fused.backward(model(x))
+    loss = model(x)
+    assert {*fused.buckets.uses.count.values()} == {1}  # the failed passes' uses are forgotten
+    fused.backward(loss)
     optimizer.step()
     ordinary_step(plain.body, plain(x))
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):

@@ -223,7 +223,7 @@ def test_the_norm_of_the_step_before_is_never_one_that_is_not_finite():
 
 def test_kept_gradients_are_in_fp32_and_gone_after_the_step_and_the_log_tells_their_cost(caplog):
     caplog.set_level(logging.INFO)
-    model = models.make()
+    model = models.make().bfloat16()
     optimizer = optimizer_of("adalomo", model)
     fused = ds_ext.fuse_into_backward(model, optimizer, gradient_policy="sharded")
     for part in range(2):

@@ -102,6 +102,8 @@ def test_a_parameter_without_elements(shape):
     for rank in range(3):
         shard = Shard.of_rank(shape, rank, 3)
         assert (shard.start, shard.stop, list(shard.blocks())) == (0, 0, [])
+        assert (shard.rows, shard.cols) == (1, *shape)[-2:]
+        assert shard.mats == math.prod(shape[:-2])
 
 
 @pytest.mark.parametrize("start, stop", [(-1, 3), (4, 3), (0, 16), (16, 16)])

@@ -54,6 +54,7 @@ def test_a_copy_is_whole_and_takes_a_group_after_torch_has_put_keys_into_the_def
     public = {key for key in vars(optimizer) if not key.startswith("_")}
     optimizer = COPIES[way](optimizer)
     assert {key for key in vars(optimizer) if not key.startswith("_")} == public
+    assert optimizer.group_of.keys() == {*optimizer.param_groups[0]["params"]}
     added = matrices("w")
     optimizer.add_param_group({"params": list(added.values()), "lr": 0.5})
     assert optimizer.param_groups[0].keys() == optimizer.param_groups[1].keys()
