@@ -1,7 +1,4 @@
-"""Python in a process of its own: real ranks, or one that has not run backward and may fork them.
-
-The ranks are over gloo, on the CPU.
-"""
+"""Python in a process of its own, which has not run backward and may fork ranks."""
 
 import os
 import subprocess
@@ -9,11 +6,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-
-
-def ranks(world: int) -> list[str]:
-    """What comes before ``-m module`` to run it on so many ranks."""
-    return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
 
 
 def python(*arguments: str, timeout: float = 900) -> str:

@@ -17,7 +17,7 @@ import ds_ext
 from ds_ext.checkpoint import resharding
 from ds_ext.engine.checkpoint_contents import owned
 from tests import worlds
-from tests.common import authors, engines, table
+from tests.common import authors, engines, plain, table
 from tests.common.choose import params
 from tests.common.ranks import whole
 from tests.distributed import fully_shard_jobs
@@ -107,18 +107,11 @@ QUICK = {("FlashAdamW", 3, 3), ("FlashAdamW", 2, 2), ("Lion", 3, 1)}
 def alone(name, ranks, kind):
     """One process by an optimizer -> names, weights before and after, and their states."""
     weights = [torch.nn.Parameter(p) for p in table.weights(SHAPES, torch.float32)]
-    spared = [p for p in weights if p.dim() < 2]
-    groups = [
-        {"params": [p for p in weights if p.dim() > 1]},
-        {"params": spared, "weight_decay": 0.0},
-    ]
-    optimizer = kind(groups, **RULES[name])
+    spared = {"params": [p for p in weights if p.dim() < 2], "weight_decay": 0.0}
+    optimizer = kind([{"params": [p for p in weights if p.dim() > 1]}, spared], **RULES[name])
     before = [p.detach().clone() for p in weights]
-    for step in range(STEPS):
-        every = [gradients(step, rank) for rank in range(ranks)]
-        for p, *gs in zip(weights, *every, strict=True):
-            p.grad = sum(gs) / ranks
-        optimizer.step()
+    every = [zip(*(gradients(step, r) for r in range(ranks)), strict=True) for step in range(STEPS)]
+    plain.steps(optimizer, weights, [[sum(gs) / ranks for gs in step] for step in every])
     return before, [p.detach() for p in weights], [optimizer.state[p] for p in weights]
 
 

@@ -33,6 +33,8 @@ def test_ranks_store_the_same_codes_and_go_on_from_a_checkpoint(folder, world, s
     assert same(loaded, halfway) and same(again, after) and not same(after, halfway)
     assert all(x.dtype == torch.bfloat16 for x in saved.values())
     assert torch.equal(half, edited.float())
+    of_stage_0 = worlds.once(world, jobs.run, 0, folder(world, 0))[0]
+    assert same(after, of_stage_0[3])
     largest = max(x.numel() for name, x in saved.items() if name in STORED)
     assert most == (largest // world if stage == 3 else largest)
 
@@ -86,13 +88,6 @@ def test_partitions_are_stored_gathered_edited_and_exported(tmp_path, monkeypatc
             assert torch.equal(after[name], 2 * x if name == "up.0.weight" else x), name
             assert torch.equal(got["saved"][name], after[name]), name
         assert same(got["restored"], after) and same(*got["codes"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-def test_stages_store_the_same_codes(folder, world):
-    first, *others = (worlds.once(world, jobs.run, s, folder(world, s))[0][3] for s in range(4))
-    assert all(same(first, other) for other in others)
 
 
 def test_models_and_uses_that_exclude_weights_in_8_bits_are_refused():

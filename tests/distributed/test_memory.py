@@ -17,6 +17,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory as planner
 from tests import worlds
 from tests.common.choose import params
+from tests.common.plain import mean_step
 from tests.unit.test_memory import close, held, shapes_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -139,9 +140,7 @@ def frozen_in_backward(reentrant):
         batches = [torch.randn(3, 16).requires_grad_() for _ in range(dist.get_world_size())]
         engine.backward(engine(batches[dist.get_rank()]))
         engine.step()
-        torch.stack([single(x) for x in batches]).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        mean_step(optimizer, [single(x) for x in batches])
     errors = []
     with deepspeed.zero.GatheredParameters(trained(model)):
         for got, expected, start in zip(trained(model), trained(single), before, strict=True):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests import worlds
+from tests.common.plain import mean_step
 from tests.distributed import safe_access_jobs as jobs
 
 STAGES = (0, 1, 2, 3)
@@ -70,9 +71,7 @@ def _states(kind: str) -> dict[tuple[str, str], torch.Tensor]:
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = jobs.OPTIMIZERS[kind](params, lr=1e-3, **more)
     for number in range(2):
-        model.zero_grad()
-        (sum(jobs.loss_of(model, number, rank) for rank in range(2)) / 2).backward()
-        optimizer.step()
+        mean_step(optimizer, [jobs.loss_of(model, number, rank) for rank in range(2)])
     paths = {"exp_avg": "m", "exp_avg_sq_row": "v.row", "exp_avg_sq_col": "v.col"}
     found = {}
     for name, keys in zip(("matrix", "bias"), jobs.STATES[kind], strict=True):

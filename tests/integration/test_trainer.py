@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import tempfile
+from pathlib import Path
 
 import peft
 import pytest
@@ -16,6 +17,7 @@ import ds_ext
 from tests import worlds
 from tests.common import authors, by_role, hypers, updates
 from tests.common.choose import params
+from tests.common.plain import mean_step
 from tests.integration import own_loops, trainer_jobs, trainer_runs
 from tests.integration.own_loops import LOOPS
 from tests.integration.trainer_runs import BATCH, JOBS, STEPS
@@ -328,12 +330,46 @@ def test_adapters_of_a_base_in_4_bits_are_trained_as_by_torch(tmp_path, stage):
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
     for batches in zip(*map(own_loops.qlora_data, range(2)), strict=True):
-        losses = [model(input_ids=rows, labels=rows).loss for rows in batches]
-        (sum(losses) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        mean_step(optimizer, [model(input_ids=rows, labels=rows).loss for rows in batches])
     after, names = weights(model), {n for n, p in model.named_parameters() if p.requires_grad}
     for got in worlds.run(2, own_loops.qlora, str(tmp_path), stage):
         assert all(torch.equal(got[n], p) for n, p in after.items() if n not in names)
         of_adapters = ({n: x[n].float() for n in names} for x in (got, after, before))
         assert updates.error(*of_adapters) <= 1e-5
+
+
+# Step metrics reach HF Trainer's report_to, by TensorBoard's files.
+
+
+def tensorboard(folder):
+    """The scalars of TensorBoard's files by name: pairs of (step, value)."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = {}
+    for file in Path(folder).rglob("events.out.tfevents.*"):
+        events = EventAccumulator(str(file))
+        events.Reload()
+        for name in events.Tags()["scalars"]:
+            found[name] = [(event.step, event.value) for event in events.Scalars(name)]
+    return found
+
+
+GROUPS = ("AdaLomo", "AdaLomo_no_decay", "mlp")
+
+
+@pytest.mark.slow
+def test_the_callback_reports_to_tensorboard(folder):
+    got = worlds.fresh(2, trainer_jobs.reported, folder)[0].result
+    assert sorted(got["names"]) == sorted(GROUPS)
+    entries = [entry for entry in got["log"] if "loss" in entry]
+    assert [entry["step"] for entry in entries] == [2, 4]
+    sizes = [f"{kind}_rms/{group}" for kind in ("update", "weight") for group in GROUPS]
+    seen = tensorboard(folder)
+    for name in (*sizes, "clip_coefficient", "skipped_parameters", "skipped_steps", "bytes_sent"):
+        values = [entry[name] for entry in entries]
+        assert [value for _, value in seen[f"train/{name}"]] == pytest.approx(values), name
+        assert [step for step, _ in seen[f"train/{name}"]] == [2, 4]
+    last = entries[-1]
+    assert all(last[name] == got["told"][name] > 0 for name in sizes)
+    assert last["bytes_sent"] > 1.5 * got["told"]["bytes_sent"] > 0  # of two steps
+    assert last["grad_norm"] == pytest.approx(got["told"]["grad_norm"], rel=1e-6)
