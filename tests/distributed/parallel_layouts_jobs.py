@@ -18,6 +18,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from tests.common import engines, updates
+from tests.common.plain import mean_step
 from tests.common.ranks import message, shared_folder, whole
 from tests.common.states import tensors
 from tests.distributed import (
@@ -189,12 +190,7 @@ class Reference:
         return {n: p.detach().clone() for n, p in self.model.named_parameters()}
 
     def step(self, loss: Tensor, max_norm: float = 0.0) -> None:
-        self.optimizer.zero_grad()
-        loss.backward()
-        if max_norm:
-            params = [p for group in self.optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_norm_(params, max_norm)
-        self.optimizer.step()
+        mean_step(self.optimizer, [loss], max_norm)
 
     def error(self, after: dict[str, Tensor]) -> float:
         """‖difference‖ / ‖update‖ of what this rank holds."""

@@ -93,9 +93,7 @@ def bits_reference(weight_update: str) -> dict[str, torch.Tensor]:
     params = [{"params": [model.weight]}, {"params": [model.bias]}]
     optimizer = ds_ext.LOMO(params, lr=1e-3, weight_update=weight_update, seed=5)
     for step in range(10):
-        optimizer.zero_grad()
-        model(step).backward()
-        optimizer.step()
+        plain.mean_step(optimizer, [model(step)])
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
