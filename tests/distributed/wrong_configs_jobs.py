@@ -27,6 +27,8 @@ WRONG: dict[str, dict[str, Any]] = {
 SUPER = {"device": "cpu", "super_offload": True}
 NVME = {"device": "nvme", "nvme_path": "/x"}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
+PROJECTED = {"ds_ext": {"gradient_policy": "projected"}}
+INT8 = {"ds_ext": {"weight_storage": "int8"}}
 KEPT = {"ds_ext": {"gradient_policy": "sharded"}}
 
 
@@ -156,6 +158,44 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
     ("'total_num_steps'", {"scheduler": {"type": "WarmupDecayLR", "params": {}}}),
     ("'T_max'", {"scheduler": {"type": "CosineAnnealingLR", "params": {}}}),
     (None, {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 3}}}),
+    # What a run finds when it makes the optimizer.
+    (
+        "no parameter of this GaLoreAdamW",
+        PROJECTED | {"optimizer": {"type": "GaLoreAdamW", "params": {"rank": None}}},
+    ),
+    (None, PROJECTED | {"optimizer": {"type": "GaLoreAdamW"}}),
+    ("ema_decay = 0.9 does not support", INT8 | _ours({"ema_decay": 0.9})),
+    (
+        "ds_ext.weight_storage = 'int8' has no effect under AdamW",
+        INT8 | {"optimizer": {"type": "AdamW"}},
+    ),
+    (
+        "param_groups[0].match: '(head' is not a regular expression",
+        _ours({"param_groups": [{"match": "(head", "lr": 1e-4}]}),
+    ),
+    (
+        "target_modules: '*' is not a regular expression",
+        {"optimizer": {"type": "APOLLO", "params": {"target_modules": ["q_proj", "*"]}}},
+    ),
+    ("target_modules is []", {"optimizer": {"type": "APOLLO", "params": {"target_modules": []}}}),
+    (
+        "removed in ds_ext 1.1: list the rows",
+        _ours({"param_groups": [{"match": "w", "type": "Muon", "split": "auto"}]}),
+    ),
+    (None, {"checkpoint": {"checkpoint_serialization": 0}}),
+    (
+        "checkpoint.writer = {'type': 'fast'} is not supported",
+        {"checkpoint": {"writer": {"type": "fast"}}},
+    ),
+    ("scheduler is", {"scheduler": {"params": {}}}),
+    (
+        "not supported together with expert_parallel.enabled",
+        {"expert_parallel": {"enabled": True}, "sequence_parallel_size": 2},
+    ),
+    (None, _zero(2, reduce_scatter="auto", overlap_comm="auto")),
+    ("params.eps is 1e-08", _ours({"eps": 1e-8})),
+    ('Did you mean "lr"?', _ours({"learning_rate": 1})),
+    ('If "auto" filled', _ours({"lr": "auto", "eps": "auto"})),
 ]
 # Each with the words that ``check`` says as an error and a run as a warning.
 UNKNOWN: dict[str, dict[str, Any]] = {
