@@ -22,6 +22,11 @@ LOADED = (
     "updated parameters, by the states that are replaced. Call it between steps, or keep gradients "
     'until the step: gradient_policy="sharded".'
 )
+EDITED = (
+    "param_groups were edited between backward and the end of the step. Backward has stepped by "
+    "the values before, so the edit counts from the next step on. Edit them before backward, or "
+    "keep gradients until the step: %s."
+)
 STEPPED = (
     "zero_grad() discards gradients, but backward has already updated %d of %d parameters, and "
     "these updates stay. To discard a whole batch, skip its backward pass, or keep gradients until "

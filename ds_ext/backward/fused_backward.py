@@ -139,7 +139,7 @@ class FusedBackward:
 
     def refuse_written_gradients(self) -> None:
         """Raises RuntimeError for a gradient that no hook took, and that was not reduced."""
-        for param in self.optimizer.group_of:
+        for param in self.optimizer.params():  # of the groups as they are now
             if param.grad is not None:
                 raise RuntimeError(error_texts.WRITTEN % self.layout.name(param))
 
@@ -234,6 +234,10 @@ class FusedBackward:
     def end_step(self) -> StepResult | None:
         """Steps by kept gradients and ends the step; returns None if there were no gradients."""
         state = self.state
+        if state.stepped:
+            rules = [self.optimizer.rule_at(i) for i in range(len(self.optimizer.index.groups))]
+            if rules != state.rules and self.layout.is_first:
+                logger.warning(error_texts.EDITED, self.grad_config.setting_names.sharded)
         if state.keeps or self.layout.is_pipeline_stage:
             self.optimizer.check_param_groups()
             taken_out = [p for p in state.keeps if p not in self.optimizer.group_of]
@@ -351,8 +355,8 @@ class FusedBackward:
     def make_receiver(self) -> Receiver:
         """Returns the receiver of the backward pass that begins."""
         self.layout.refuse_resized()
-        self.optimizer.check_param_groups()
         state = self.state
+        state.rules = self.optimizer.check_param_groups()
         is_of_others = not self.own_loss_is_running and owners.may_reach_others(self)
         if is_of_others or self._keeps():
             self.stepper.log_kept(self.grad_config)

@@ -56,6 +56,7 @@ class StepState:
     coefficient: float = 1.0  # by which gradients are clipped
     must_keep: bool = False  # whether gradients wait for the step, whatever the policy
     is_measured: bool = False  # whether the norm of the next backward pass was measured
+    rules: list[Any] = field(default_factory=list)  # of the groups, when backward began to step
     used_up: set[Tensor] = field(default_factory=set)  # parameters whose gradient was taken
     stepped: int = 0  # number of parameters
     bad: list[str] = field(default_factory=list)  # names of the parameters of bad gradients

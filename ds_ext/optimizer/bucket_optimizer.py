@@ -33,8 +33,11 @@ class BucketOptimizer(ParamTable):
         self._checked_version: Any = None  # of the last ``check_param_groups``
         self._norms: WeightNorms = {}  # of weights since the last ``commit_weight_norms``
 
-    def check_param_groups(self) -> None:
+    def check_param_groups(self) -> list[Any]:
         """Follows edits of ``param_groups``, and checks the hyper-parameters that groups have now.
+
+        Returns:
+            The rules of the groups.
 
         Raises:
             ValueError: a value is not allowed, or a parameter cannot be stepped or is in two
@@ -43,15 +46,15 @@ class BucketOptimizer(ParamTable):
         """
         self.refuse_exchanged()
         self.follow_groups()
-        for i in range(len(self.index.groups)):
-            self.rule_at(i)
+        found = [self.rule_at(i) for i in range(len(self.index.groups))]
         if self.version == self._checked_version:
-            return
+            return found
         for i, group in enumerate(self.index.groups):
-            if sections.are_set(self.rule_at(i)):
+            if sections.are_set(found[i]):
                 for p in (p for p in group["params"] if p.requires_grad):
                     param_checks.refuse_shape(self, p, self.shard(p))
         self._checked_version = self.version
+        return found
 
     def follow_groups(self) -> None:
         """Indexes ``param_groups`` again if they were edited since the last call.

@@ -14,6 +14,7 @@ from ds_ext.checkpoint import checks, resharding
 from ds_ext.checkpoint.pieces import Pieces
 from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.ops.shard import Shard
+from tests.common.ranks import logged
 
 
 def network():
@@ -48,6 +49,21 @@ def test_kept_gradients_of_what_was_taken_out_before_the_step_are_dropped(policy
     del optimizer.param_groups[1]
     one_step(model, optimizer)
     assert fused.norm > 0
+
+
+@pytest.mark.parametrize("policy", ["fused", "sharded"])
+def test_an_edit_after_backward_has_stepped_is_told(policy):
+    model = network()
+    optimizer = ds_ext.AdaLomo(groups_of(model), lr=0.01)
+    ds_ext.fuse_into_backward(model, optimizer, gradient_policy=policy)
+    for is_edited in (False, True, False):
+        model(torch.ones(2, 5)).square().sum().backward()
+        if is_edited:
+            optimizer.param_groups[1]["lr"] = 0.5
+        with logged() as said:
+            optimizer.step()
+        told = [line for line in said if "param_groups were edited between backward" in line]
+        assert len(told) == (is_edited and policy == "fused")
 
 
 def test_metrics_tell_of_the_groups_that_were_stepped():
