@@ -88,11 +88,13 @@ class Stepper:
         """
         for i in range(len(self.optimizer.index.groups)):
             self.optimizer.rule_at(i)  # follows an edit of the group
-        if self._version != self.optimizer.version or len(self._voted) >= MAX_PLANS:
+        if self._version != self.optimizer.version:
             self._voted, self._version = {}, self.optimizer.version
         key = tuple([(id(p), p.dtype, p.device) for p in params])
         if key in self._voted:  # else it takes some 7 µs for each parameter
             return self._voted[key]
+        if len(self._voted) >= MAX_PLANS:
+            self._voted.clear()
         layout = self.layout
         shards = {p: layout.shards[p] for p in params}
         in_batches = self.optimizer.in_batches(shards, layout.device)

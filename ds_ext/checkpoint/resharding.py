@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ds_ext import hyperparams
 from ds_ext.checkpoint.manifests import VERSION
 from ds_ext.checkpoint.pieces import Pieces, piece
 from ds_ext.ops import int8
@@ -194,6 +195,17 @@ def load_groups(pieces: Pieces, optimizer: RuleOptimizer) -> None:
     """Sets the groups' hyper-parameters to the saved values. Their parameters do not change."""
     for group, saved in zip(optimizer.param_groups, pieces.saved[0]["groups"], strict=True):
         group.update({**ema.DEFAULTS, **{k: v for k, v in saved.items() if k != "params"}})
+
+
+def changed_hypers(pieces: Pieces, optimizer: RuleOptimizer) -> list[str]:
+    """Returns which hyper-parameters ``load_groups`` will change. A rate changes in any run."""
+    found = []
+    for group, saved in zip(optimizer.param_groups, pieces.saved[0]["groups"], strict=True):
+        new = {**group, **ema.DEFAULTS, **saved}
+        for key in hyperparams.names(optimizer.hypers_of(group)):
+            if key != "lr" and new[key] != group[key]:
+                found.append(f"{key} = {new[key]!r} instead of {group[key]!r}")
+    return list(dict.fromkeys(found))
 
 
 def of_all_ranks(names: Iterable[str]) -> list[str]:

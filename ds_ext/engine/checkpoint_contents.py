@@ -101,6 +101,11 @@ class Contents:
             )
         self.fused.drop_step()
         if with_state:
+            if changed := resharding.changed_hypers(pieces, self.optimizer):
+                warn(
+                    f"load_checkpoint sets the saved hyper-parameters: {', '.join(changed)}. To "
+                    "change them, edit engine.optimizer.param_groups after loading"
+                )
             resharding.load_state(pieces, self.optimizer, self.owned)
             self.load_scaler(pieces.saved[0])
             self.load_gradients(pieces)

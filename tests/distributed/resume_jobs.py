@@ -339,6 +339,21 @@ def weights_of_an_unfinished_step(stage: int) -> dict[str, Any]:
     return results
 
 
+def other_hypers(stage: int) -> list[list[str]]:
+    """What a load says if the run has the saved hyper-parameters, and if it has others."""
+    first = start("adamw", stage)
+    steps(first, range(2))
+    told = []
+    with shared_folder() as folder:
+        first.save_checkpoint(folder)
+        for hypers in ({}, {"eps": 1e-6, "ema_decay": 0.9}):
+            engine = start("adamw", stage, hypers=hypers)
+            with logged() as said:
+                engine.load_checkpoint(folder)
+            told.append([line for line in said if "hyper-parameters" in line])
+    return told
+
+
 def message(action: Callable[[], Any]) -> str:
     return ranks.message(action, ds_ext.CheckpointError, ValueError, RuntimeError)
 

@@ -120,6 +120,12 @@ def test_a_load_between_micro_batches_drops_the_step_and_says_so(stage):
             assert is_fresh and len(lines) == (rank == 0)
 
 
+def test_a_load_names_the_hyper_parameters_that_it_changes():
+    for rank, (alike, changed) in enumerate(worlds.run(2, resume_jobs.other_hypers, 2)):
+        assert not alike and len(changed) == (rank == 0)
+        assert not changed or "eps = 1e-08 instead of 1e-06, ema_decay = 0.0 instead" in changed[0]
+
+
 @pytest.mark.parametrize("stage", params(STAGES, [1, 3]))
 def test_weights_of_an_unfinished_step_begin_a_new_one(stage):
     for got in worlds.run(2, resume_jobs.weights_of_an_unfinished_step, stage):
