@@ -1,5 +1,8 @@
 """By what the passes over memory are made: native code, kernels, torch ops; and on which device."""
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -45,3 +48,14 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     note(native_table.NativeTable)
     note(kernel_table.KernelTable)
     return names
+
+
+@contextlib.contextmanager
+def threads(number: int) -> Iterator[None]:
+    """torch's operations and native passes have so many threads within the context."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -16,11 +16,9 @@ from ds_ext.ops.executors.triton.launch_memory import Memory
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.optimizer.updates import RunUpdate
-from tests.common import needs, paths, table
+from tests.common import needs, optimizer_ranks, paths, table
 from tests.common.choose import params, spread
 from tests.common.hypers import FOR_ALL, SIMULATED, changed
-from tests.common.simulated import cut
 
 pytestmark = needs.triton
 DEVICE = paths.DEVICE
@@ -79,33 +77,20 @@ def launched(monkeypatch):
 def trained(name, dtype, mode, world, hypers=None, shapes=SHAPES, wrap=lambda g: g, device=DEVICE):
     """Weights after STEPS steps of ``world`` simulated ranks -> whole, in fp32 if there is more."""
     weights = [p.to(device, dtype) for p in table.weights(shapes)]
-    ranks = []
-    for rank in range(world):
-        params = [torch.nn.Parameter(p.clone()) for p in weights]
-        optimizer = OPTIMIZERS[name](params, **(hypers or SETTINGS[name]), weight_update=mode)
-        shards = [Shard.of_rank(tuple(p.shape), rank, world) for p in params]
-        runs = [cut(p, s) for p, s in zip(params, shards, strict=True)]
-        ranks.append((params, optimizer, shards, runs))
+    hypers = (hypers or SETTINGS[name]) | {"weight_update": mode}
+    ranks = optimizer_ranks.of_rule(name, weights, world, hypers)
     for grads in table.gradients(STEPS, shapes):
         grads = [g.to(device, dtype) for g in grads]
         with torch.no_grad():
-            steps = [
-                optimizer.begin(
-                    [
-                        RunUpdate(p, run, wrap(cut(g, s)), s)
-                        for p, run, g, s in zip(params, runs, grads, shards, strict=True)
-                    ]
-                )
-                for params, optimizer, shards, runs in ranks
-            ]
+            steps = []
+            for rank in ranks:
+                updates = [u._replace(g=wrap(u.g)) for u in rank.updates(grads)]
+                steps.append(rank.optimizer.begin(updates))
             lockstep.simulate([step.generators for step in steps])
             for step in steps:
                 step.end()
-    held = [
-        [optimizer.weights(*of) for of in zip(params, runs, shards, strict=True)]
-        for params, optimizer, shards, runs in ranks
-    ]
-    return [torch.cat(runs).cpu() for runs in zip(*held, strict=True)], [w.cpu() for w in weights]
+    held = zip(*(rank.weights for rank in ranks), strict=True)
+    return [torch.cat(runs).cpu() for runs in held], [w.cpu() for w in weights]
 
 
 def worst(found, expected, before):

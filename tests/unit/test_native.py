@@ -139,13 +139,9 @@ def test_bits_are_those_of_the_parameter_alone(name, dtype, mode, monkeypatch):
 def test_bits_depend_neither_on_threads_nor_on_the_processor(name, dtype, mode, monkeypatch):
     paths.use(monkeypatch, "native")
     expected = stepped(name, dtype, mode, True)
-    threads = torch.get_num_threads()
-    try:
-        for number in (1, 2, 5):
-            torch.set_num_threads(number)
+    for number in (1, 2, 5):
+        with paths.threads(number):
             assert same(stepped(name, dtype, mode, True), expected)
-    finally:
-        torch.set_num_threads(threads)
     monkeypatch.setattr(native, "INSTRUCTIONS", 1)  # those that every processor has
     assert same(stepped(name, dtype, mode, True), expected)
 

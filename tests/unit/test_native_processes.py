@@ -15,13 +15,12 @@ from torch import nn
 
 import ds_ext
 from ds_ext.ops.executors.native import native_table as native
+from tests.common import paths
 
 
 def test_small_numbers_are_flushed_in_all_threads_or_none():
     n = 64 * 2**17  # strips for all threads
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    try:
+    with paths.threads(4):
         p = nn.Parameter(torch.zeros(n))
         p.grad = torch.full((n,), 2e-39)  # denormal
         optimizer = ds_ext.LOMO([p], lr=1.0)
@@ -33,9 +32,6 @@ def test_small_numbers_are_flushed_in_all_threads_or_none():
             expected = -p.grad[:1].mul(1.0)  # by torch, in this thread
             torch.set_flush_denormal(False)
             assert bool(expected == 0) == flush and (p == expected).all()
-    finally:
-        torch.set_flush_denormal(False)
-        torch.set_num_threads(before)
 
 
 COUNTS = """
@@ -146,10 +142,8 @@ class Stepped(torch.utils.data.Dataset):
 
 @pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
 def test_workers_may_be_forked_during_a_step():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
     weights = []
-    try:
+    with paths.threads(2):
         for forks in (False, True):
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(700, 700), nn.Linear(700, 700))
@@ -162,8 +156,6 @@ def test_workers_may_be_forked_during_a_step():
                 model[1](out).square().mean().backward()
                 optimizer.step()
             weights.append([p.detach().clone() for p in model.parameters()])
-    finally:
-        torch.set_num_threads(before)
     assert all(map(torch.equal, *weights))
 
 

@@ -12,6 +12,7 @@ from ds_ext.ops.executors.native import bf16_products as native
 from ds_ext.ops.products import add_product_, product
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.sixteen_bit import SplitWeight, StochasticWeight
+from tests.common import paths
 
 SHAPES = [(1, 1, 1), (7, 5, 3), (13, 29, 17), (6, 2050, 64), (65, 1025, 130), (600, 33, 70)]
 SHAPES += [(3, 0, 4), (0, 3, 4)]
@@ -89,12 +90,8 @@ def test_rows_and_columns_of_a_product_have_the_bits_of_the_whole_product():
     whole = product(a, b)
     for rows, cols in [(slice(3, 4), slice(None)), (slice(5, 690), slice(11, 140))]:
         assert torch.equal(product(a[rows], b[:, cols]), whole[rows, cols])
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with paths.threads(1):
         assert torch.equal(product(a, b), whole)
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.3, torch.tensor(3.0)])
@@ -159,12 +156,8 @@ def test_an_update_that_is_a_product_has_the_bits_of_its_blocks(shape, k, kind, 
     )
     found = [stepped(*case) for case in cases]
     assert len(applied) == len(cases)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3 - min(threads, 2))
-    try:
+    with paths.threads(3 - min(torch.get_num_threads(), 2)):
         assert all(torch.equal(x, stepped(*case)) for x, case in zip(found, cases, strict=True))
-    finally:
-        torch.set_num_threads(threads)
     monkeypatch.setattr(ops.Product, "is_native", property(lambda self: False))
     assert all(torch.equal(x, stepped(*case)) for x, case in zip(found, cases, strict=True))
     assert len(applied) == 2 * len(cases)
