@@ -17,25 +17,16 @@ class Row:
     """What the tests need to know about a rule."""
 
     rule: type
-    rounds: int  # reductions that a bucket takes in which a rank holds a part of a row
-    row_rounds: int  # one of matrices whose rows are whole
-    vector_rounds: int  # one of vectors and scalars
     settings: dict[str, Hypers]
 
 
 RULES = {
     "lomo": Row(
         all_rules.LOMO,
-        rounds=0,
-        row_rounds=0,
-        vector_rounds=0,
         settings={"defaults": {}, "decay": {"lr": 0.02, "weight_decay": 0.1}},
     ),
     "adalomo": Row(
         all_rules.AdaLomo,
-        rounds=2,
-        row_rounds=1,
-        vector_rounds=1,
         settings={
             "defaults": {},
             "decay": {"lr": 0.02, "weight_decay": 0.1},
@@ -46,9 +37,6 @@ RULES = {
     ),
     "adafactor": Row(
         all_rules.Adafactor,
-        rounds=2,
-        row_rounds=1,
-        vector_rounds=1,
         settings={
             "defaults": {},
             "decay": {"weight_decay": 0.1},
@@ -67,9 +55,6 @@ RULES = {
     ),
     "came": Row(
         all_rules.CAME,
-        rounds=3,
-        row_rounds=2,
-        vector_rounds=1,
         settings={
             "defaults": {},
             "decay": {"lr": 2e-3, "weight_decay": 0.1},

@@ -5,18 +5,22 @@ The moments of the transcription are rounded as the paper rounds them: codes of 
 for 32 elements of the flattened parameter.
 """
 
+import functools
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
 import ds_ext
+from ds_ext import ops
 from ds_ext.ops import companding, formats, schema
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.rules import REGISTRY, all_rules
-from tests.common import authors, needs, paths, table
+from tests.common import authors, needs, paths, plain, table
 from tests.common.companded import scale_of
-from tests.common.simulated import Ranks, errors
+from tests.common.simulated import Formula, Ranks, errors
 from tests.common.table import SHAPES
 
 STEPS = 10
@@ -49,7 +53,30 @@ def formula(name):
     return authors.of_paper(rule, by_paper, settings, (*SHAPES, *WIDE), STEPS, is_quick)
 
 
+@functools.cache
+def torchs(setting, shapes):
+    before, steps = table.weights(shapes), table.gradients(2 * STEPS, shapes)
+    make = functools.partial(torch.optim.AdamW, **TORCHS[setting])
+    return plain.stepped(make, before, steps)[0]
+
+
+TORCHS = ADAMW | {"betas": {"betas": (0.8, 0.95)}, "eps": {"eps": 0.3}}
 FORMULAS = {name: formula(name) for name in RULES}
+FORMULAS["adamw"] = Formula(
+    lambda setting: all_rules.AdamW(**TORCHS[setting]),
+    torchs,
+    TORCHS,
+    SHAPES,
+    2 * STEPS,
+    lambda case: case[1] == 3 or case[0] == "decay",
+)
+
+
+def test_defaults_of_adamw_are_those_of_torch():
+    (theirs,) = torch.optim.AdamW([torch.zeros(1)]).param_groups
+    (own,) = ds_ext.AdamW([torch.zeros(1)]).param_groups
+    for name in ("lr", "betas", "eps", "weight_decay"):
+        assert own[name] == theirs[name]
 
 
 # The scales.
@@ -130,6 +157,15 @@ def test_only_runs_of_whole_groups_are_batched():
         assert REGISTRY["flashadamw"].batches(all_rules.FlashAdamW(), shard) == whole
         assert REGISTRY["lion"].batches(all_rules.Lion(nbits=8), shard) == whole
         assert REGISTRY["lion"].batches(all_rules.Lion(), shard)
+
+
+def test_cuts_through_groups_are_found_without_listing_them():
+    for size, world, shape in itertools.product((1, 2, 32), (1, 2, 3, 5), ((64, 3), (7,), (0,))):
+        shards = [Shard.of_rank(shape, rank, world) for rank in range(world)]
+        expected = any(at % size for s in shards for cut in s.cuts for at in cut)
+        assert all(formats.splits_groups(s, size) == expected for s in shards)
+        if shape != (0,):
+            assert formats.splits_groups(ops.Batch(shards[:1] * 2), size) == expected
 
 
 # Moments have the same bits by torch's operations, native code and kernels.

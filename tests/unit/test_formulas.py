@@ -10,13 +10,23 @@ import pytest
 
 from ds_ext.ops import block_sizes
 from ds_ext.ops.shard import Shard
-from ds_ext.rules.all_rules import APOLLO, LAMB, FlashAdamW, GaLoreAdamW, Lion, Muon
+from ds_ext.rules.all_rules import (
+    APOLLO,
+    CAME,
+    LAMB,
+    LOMO,
+    Adafactor,
+    AdaLomo,
+    FlashAdamW,
+    GaLoreAdamW,
+    Lion,
+    Muon,
+)
 from tests.common import table
 from tests.common.choose import params
 from tests.common.simulated import BROKEN, EXACT, Ranks, errors
-from tests.common.table import WORLDS
+from tests.common.table import SHAPES, VECTORS, WORLDS
 from tests.unit import (
-    test_adamw,
     test_apollo,
     test_flashadamw,
     test_galore,
@@ -30,7 +40,6 @@ FORMULAS = {
     **test_rules.FORMULAS,
     **test_normalized.FORMULAS,
     **test_flashadamw.FORMULAS,
-    "adamw": test_adamw.FORMULA,
     "lamb": test_lamb.FORMULA,
     "galore": test_galore.FORMULA,
     "apollo": test_apollo.FORMULA,
@@ -85,8 +94,7 @@ def test_blocks_of_any_size_give_the_same(name, setting, shapes, limit, monkeypa
         forget()
 
 
-# The rounds of each step: a rule, the shape of a parameter, and a number of ranks. For LOMO,
-# AdaLomo, Adafactor and CAME: test_rules.py.
+# The rounds of each step: a rule, the shape of a parameter or those of a bucket, a number of ranks.
 ROUNDS = [(LAMB(), (13, 29), world, [1]) for world in WORLDS]
 ROUNDS += [(APOLLO(rank=4, update_proj_gap=2), (29, 13), world, [2] * 4) for world in WORLDS]
 GALORE = GaLoreAdamW(rank=4, update_proj_gap=3)
@@ -109,7 +117,19 @@ ROUNDS += [
 ]
 
 
+# Where a rank holds a part of a row, where rows are whole, and of vectors.
+OF_BUCKETS = {LOMO: (0, 0, 0), AdaLomo: (2, 1, 1), Adafactor: (2, 1, 1), CAME: (3, 2, 1)}
+for world in (1, 3):
+    whole = [(3 * world, 5), (world, 7), (2, world, 5)]  # 2 ranks or more hold a matrix each
+    for rule, (cut, by_rows, of_vectors) in OF_BUCKETS.items():
+        first = cut if world > 1 else by_rows
+        ROUNDS += [(rule(), (13, 29), world, [first] * 3), (rule(), SHAPES, world, [first] * 3)]
+        ROUNDS += [(rule(), shapes, world, [by_rows] * 3) for shapes in (whole, [*whole, *VECTORS])]
+        ROUNDS += [(rule(), VECTORS, world, [of_vectors] * 3)]
+
+
 @pytest.mark.parametrize("rule, shape, world, rounds", ROUNDS, ids=str)
 def test_a_step_takes_few_rounds(rule, shape, world, rounds):
-    ranks = Ranks(rule, table.weights([shape]), world)
-    assert [ranks.step(grads) for grads in table.gradients(len(rounds), [shape])] == rounds
+    shapes = shape if isinstance(shape[0], tuple) else [shape]
+    ranks = Ranks(rule, table.weights(shapes), world)
+    assert [ranks.step(grads) for grads in table.gradients(len(rounds), shapes)] == rounds

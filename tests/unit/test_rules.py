@@ -17,7 +17,7 @@ from ds_ext.ops.state import zeros
 from tests.common import plain, table
 from tests.common.reference import Authors
 from tests.common.simulated import Formula, Ranks
-from tests.common.table import RULES, SHAPES, VECTORS
+from tests.common.table import RULES, SHAPES
 
 STEPS = 6
 
@@ -52,24 +52,6 @@ def formula(name):
 SMALL = tuple(shape for shape in SHAPES if math.prod(shape) <= 400)
 QUICK = (("adalomo", "decay", 1), ("came", "decay", 16))
 FORMULAS = {name: formula(name) for name in RULES}
-
-
-@pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.parametrize("name", RULES)
-def test_reductions_per_bucket(name, world):
-    row = RULES[name]
-    rows = [(3 * world, 5), (world, 7), (2, world, 5)]  # 2 ranks or more hold a matrix each
-    cut = row.rounds if world > 1 else row.row_rounds
-    for shapes, expected in [
-        (SHAPES, cut),
-        ([(13, 29)], cut),
-        (rows, row.row_rounds),
-        ([*rows, *VECTORS], row.row_rounds),
-        (VECTORS, row.vector_rounds),
-    ]:
-        bucket = ranks_of(name, table.weights(shapes), world)
-        taken = [bucket.step(grads) for grads in table.gradients(3, shapes)]
-        assert taken == [expected] * 3, shapes
 
 
 @pytest.mark.parametrize("name", RULES)
