@@ -30,10 +30,8 @@ PATIENCE = 90  # seconds for compute-sanitizer
 def rows(on: Setting) -> Rows:
     """Runs the tests of kernels, all cases; of a rehearsal, those of one file."""
     if on.is_rehearsal:
-        yield (
-            "pytest",
-            pytest("test_kernel_batches", [*tests(["kernel_batches"]), "-k", "a_launch"]),
-        )
+        chosen = [*tests(["kernel_batches"]), "-k", "a_convolution or a_launch"]
+        yield "pytest", pytest("test_kernel_batches", chosen)
         return
     parallel = ["-n", str(WORKERS)] if importlib.util.find_spec("xdist") else []
     yield "pytest", pytest("of kernels", [*tests(FILES), "-k", CHOSEN, *parallel])
