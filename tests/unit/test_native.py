@@ -212,13 +212,13 @@ def test_experts_are_stepped_as_the_ops_do(name, way, path, monkeypatch):
     assert worst(*found, before) <= {"stochastic": 3e-2, "master24": 2e-4}.get(mode, 2e-5)
 
 
-EDITED = list(itertools.product(["adalomo", "adafactor", "lamb"], [torch.float32], ["native"]))
-EDITED += [("adalomo", torch.bfloat16, "kernels")] if needs.TRITON else []
+EDITED = [(name, "native") for name in ("adalomo", "adafactor", "lamb")]
+EDITED += [("adalomo", "kernels")] if needs.TRITON else []
 
 
 @pytest.mark.parametrize("how", ["op", "data", "other"])
-@pytest.mark.parametrize("name, dtype, path", EDITED)
-def test_weights_that_were_edited_are_measured_anew(name, dtype, path, how, monkeypatch):
+@pytest.mark.parametrize("name, path", EDITED)
+def test_weights_that_were_edited_are_measured_anew(name, path, how, monkeypatch):
     """By an operation, past torch's version counters, or by another optimizer.
 
     That norms are known otherwise: test_nonfinite.py counts the bytes that are read.
@@ -226,9 +226,9 @@ def test_weights_that_were_edited_are_measured_anew(name, dtype, path, how, monk
     found, shape = [], (30, 70)
     for executor in (path, "ops"):
         paths.use(monkeypatch, executor)
-        (p,) = weights = [nn.Parameter(w) for w in table.weights((shape,), dtype)]
+        (p,) = weights = [nn.Parameter(w) for w in table.weights((shape,), torch.float32)]
         optimizer, other = (OPTIMIZERS[name](weights) for _ in range(2))
-        for i, (g,) in enumerate(table.gradients(4, (shape,), dtype)):
+        for i, (g,) in enumerate(table.gradients(4, (shape,), torch.float32)):
             p.grad = g
             optimizer.step()
             with torch.no_grad():
@@ -239,8 +239,7 @@ def test_weights_that_were_edited_are_measured_anew(name, dtype, path, how, monk
                 else:
                     other.step()
         found.append([p.detach().view(-1)])
-    close = 2e-5 if dtype == torch.float32 else 2e-2
-    assert worst(*found, table.weights((shape,), dtype)) <= close
+    assert worst(*found, table.weights((shape,), torch.float32)) <= 2e-5
 
 
 def test_a_plan_is_of_the_geometry_that_it_was_made_for(monkeypatch):
