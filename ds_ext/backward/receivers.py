@@ -17,7 +17,6 @@ from ds_ext.backward.gradient_config import GradientConfig
 from ds_ext.backward.int8_weights import step_key
 from ds_ext.backward.reduced_grad import Receiver, ReducedGrad, ReducedGrads, VotedParams, add_up
 from ds_ext.backward.step_state import StepState
-from ds_ext.distributed.groups import communicates
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement
 from ds_ext.logs import logger
@@ -168,9 +167,9 @@ class Stepper:
         found: dict[object, Any] = {}
         for placement, some in self.layout.by_placement(params):
             # without an all-reduce, partial sums are not copied
-            group = placement.statistics_group
-            all_reduce = placement.all_reduce if communicates(group) else None
-            found.setdefault(group, (all_reduce, []))[1].append((placement, some))
+            all_reduce = placement.all_reduce if placement.sends_sums else None
+            of_group = found.setdefault(placement.statistics_group, (all_reduce, []))
+            of_group[1].append((placement, some))
         return list(found.values())
 
 

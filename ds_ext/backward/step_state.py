@@ -15,6 +15,7 @@ from ds_ext.backward.streams import from_host
 from ds_ext.distributed.layout import Layout
 from ds_ext.optimizer import RuleOptimizer, update_stats
 from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
+from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.optimizer.updates import ProjectedGrads
 
 
@@ -260,23 +261,24 @@ def collect_metrics(
     Clears the optimizer's update statistics, and the layout's count of bytes sent.
     """
     assert state.norm is not None
+    sizes = (
+        {} if optimizer.update_stats is None else _sizes(optimizer, optimizer.update_stats, layout)
+    )
     return {
         "grad_norm": state.norm,
         "clip_coefficient": state.coefficient,
         "clipped_fraction": state.clipped_fraction(),
         "skipped_parameters": len(state.bad),
         "skipped_steps": skipped_steps,
-        **_sizes(optimizer, layout),
+        **sizes,
         "bytes_sent": layout.take_bytes_sent(),
     }
 
 
-def _sizes(optimizer: RuleOptimizer, layout: Layout) -> dict[str, float]:
-    """The RMS of updates and of weights by parameter group, if they are measured."""
-    if optimizer.update_stats is None:
-        return {}
-    totals = layout.total(optimizer.update_stats.sums().to(layout.device))
-    optimizer.update_stats.clear()
+def _sizes(optimizer: RuleOptimizer, stats: UpdateStats, layout: Layout) -> dict[str, float]:
+    """The RMS of updates and of weights by parameter group."""
+    totals = layout.total(stats.sums().to(layout.device))
+    stats.clear()
     groups = optimizer.index.groups
     figures = zip(map(_name_of, groups, range(len(groups))), update_stats.rms(totals), strict=True)
     return {f"{key}/{name}": value for name, group in figures for key, value in group.items()}

@@ -215,7 +215,8 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
                 of gradients that would be wrong.
         """
         self.fused.check_owner()
-        self._check_create_graph()
+        if torch.is_grad_enabled():
+            self._check_create_graph()
         # A stage of a pipeline may have no loss.
         self.fused.reader.loss_scale = self.loss_scaler.loss_scale
         engine = self.engine
@@ -233,7 +234,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             reason = "at ZeRO stage 3, which frees a layer's weights after its first backward pass"
         elif engine.gradient_accumulation_steps() > 1:
             reason = "with gradient_accumulation_steps > 1, because DeepSpeed divides by it twice"
-        if reason and torch.is_grad_enabled():
+        if reason:
             raise RuntimeError(
                 "torch.autograd.grad(..., create_graph=True), as for a gradient penalty, is not "
                 f"supported {reason}. Use a stage below 3 and gradient_accumulation_steps = 1, or "
@@ -282,7 +283,8 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         if self.loss_scaler.dynamic:
             self.loss_scaler.update_scale(result.overflow)
         self.layout.end_step()
-        self._write_events()
+        if self.engine.monitor.enabled and self.engine.global_rank == 0:
+            self._write_events()
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the last step: see docs/settings.md, "Step metrics"."""
@@ -299,11 +301,9 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
 
     def _write_events(self) -> None:
         """Sends the metrics to DeepSpeed's monitors (TensorBoard, W&B, CSV)."""
-        engine = self.engine
-        if engine.monitor.enabled and engine.global_rank == 0:
-            samples = engine.global_samples + engine.train_batch_size()
-            events = [(f"Train/Samples/{k}", v, samples) for k, v in self.metrics().items()]
-            engine.monitor.write_events(events)
+        samples = self.engine.global_samples + self.engine.train_batch_size()
+        events = [(f"Train/Samples/{k}", v, samples) for k, v in self.metrics().items()]
+        self.engine.monitor.write_events(events)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters to the optimizer.

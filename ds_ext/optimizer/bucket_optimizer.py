@@ -161,8 +161,10 @@ class BucketOptimizer(ParamTable):
 
         Makes missing states and checks the others. If it raises ValueError, no state has changed.
         """
-        device = updates[0].g.device
-        plan, new = self._fitting(updates, states), list[State]()
+        device, key, new = updates[0].g.device, _key(updates), list[State]()
+        plan = self._plans.get(key)
+        if plan is not None and not plan.fits(self, updates, states):
+            plan = None
         try:
             for u, state in zip(updates, states, strict=True) if plan is None else ():
                 if not state:
@@ -177,15 +179,10 @@ class BucketOptimizer(ParamTable):
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
             plan = BucketPlan(self, updates, states, self._allows_batches(device))
-            self._plans[_key(updates)] = plan
+            self._plans[key] = plan
         for i in plan.batched:
             states[i]["step"] += 1
         return plan
-
-    def _fitting(self, updates: Sequence[RunUpdate], states: Sequence[State]) -> BucketPlan | None:
-        """The plan of a bucket; None if it has none, or one that holds no more."""
-        plan = self._plans.get(_key(updates))
-        return plan if plan is not None and plan.fits(self, updates, states) else None
 
     def commit_weight_norms(self) -> None:
         """Commits the cached norms of the updated weights.
@@ -224,7 +221,8 @@ class BucketOptimizer(ParamTable):
         """
         for updates in buckets:
             states = [self.state.get(u.param) or {} for u in updates]
-            if self._fitting(updates, states) is not None:
+            plan = self._plans.get(_key(updates))
+            if plan is not None and plan.fits(self, updates, states):
                 continue
             for u, state in zip(updates, states, strict=True):
                 if state:
