@@ -44,6 +44,7 @@ STARTS = {
     "scale": 3e-3,
     "muon": 3e-3,
     "muon-8bit": 3e-3,
+    "came-8bit": 1e-3,
 }
 SIZES = {"1M": (160, 432, 4, 4), "0.1M": (64, 172, 2, 2)}  # width, inner width, layers, heads
 DEFAULTS: dict[str, Any] = {"size": "1M", "steps": 2000, "rows": 4, "length": 64}

@@ -230,6 +230,7 @@ CANDIDATES: dict[str, Candidate] = {
     "lora": Candidate("LoRA r = 16, AdamW", 3e-3, lora),
     "flashadamw": Candidate("FlashAdamW", 3e-4, ours("FlashAdamW")),
     "came": Candidate("CAME", 3e-5, ours("CAME")),
+    "came-8bit": Candidate("CAME, 8-bit momentum", 3e-5, ours("CAME", nbits=8)),
     "lomo": Candidate("LOMO", 3e-3, ours("LOMO")),
     "adamw": Candidate("ds_ext.AdamW", 3e-4, ours("AdamW")),
     "lion": Candidate("Lion", 1e-4, ours("Lion")),

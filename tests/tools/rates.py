@@ -19,7 +19,8 @@ SETUP = {k: quality.FULL[k] for k in ("steps", "rows", "tokens", "held_out")} | 
 }
 DATA = list(quality.FULL["dataset"])
 UNIT = "deepspeed-adamw"
-OTHERS = (UNIT, LORA)  # in the table beside this package's
+STARTS = {UNIT: "adamw", "came-8bit": "came"}  # candidates with the rate of a rule
+OTHERS = (*STARTS, LORA)  # in the table beside this package's
 LORA_LABEL = "LoRA's adapters, AdamW"
 FROM_SCRATCH = {"best rate": "best learning rate", "held-out loss": "held-out loss"}
 FROM_SCRATCH |= {"less AdamW's": f"loss less that of {CANDIDATES[UNIT].label}"}
@@ -73,7 +74,7 @@ def given_up(runs: Lines, name: str) -> str:
 
 def start_of(candidate: str) -> float:
     """The rate to start a candidate of the benchmark at: AdamW has one, whoever makes its steps."""
-    return RATES[{UNIT: "adamw"}.get(candidate, candidate)].start
+    return RATES[STARTS.get(candidate, candidate)].start
 
 
 def from_scratch() -> str:
