@@ -133,7 +133,13 @@ class BucketOptimizer(ParamTable):
         rounds = 0
         for on_device in by_device(updates):
             step = self.begin(on_device, check)
-            rounds += lockstep.run(step.generators, all_reduce)
+            try:
+                rounds += lockstep.run(step.generators, all_reduce)
+            except BaseException:  # a program may go on: the step counts as not made
+                if step.offloaded is None:  # otherwise copies of the states have counted it
+                    bad = () if check is None else check.bad
+                    self.rollback_step(u.param for u in on_device if u.param not in bad)
+                raise
             step.end()
         return rounds
 
@@ -194,10 +200,11 @@ class BucketOptimizer(ParamTable):
         self._norms.clear()
 
     def rollback_step(self, params: Iterable[Tensor]) -> None:
-        """Undoes the step counts and statistics of parameters that kernels have skipped.
+        """Undoes the step counts and statistics of parameters that were not stepped.
 
         Args:
-            params: parameters whose gradients were bad, as the device reported after the step.
+            params: parameters whose gradients were bad, as the device reported after the step, or
+                of a step that has failed.
         """
         params = list(params)
         for param in params:

@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler
 
 import ds_ext
+from ds_ext.distributed import lockstep
 
 
 def make() -> nn.Module:
@@ -175,6 +176,30 @@ def test_what_was_stepped_stays_and_a_warning_says_so(caplog):
         optimizer.zero_grad()
     (message,) = (record.getMessage() for record in caplog.records)
     assert "already updated 2 of 4 parameters" in message and "sharded" in message
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdaLomo", "Muon"])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_step_that_fails_is_not_counted(is_fused, name):
+    """Its memory ran out before it wrote a weight, and the script goes on with the next batch."""
+    models = [make(), make()]
+    optimizers = [
+        getattr(ds_ext, name).for_model(model, lr=0.01, ema_decay=0.9) for model in models
+    ]
+    if is_fused:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            ds_ext.fuse_into_backward(model, optimizer)
+    for step in range(3):
+        with mock.patch.object(lockstep, "run", side_effect=MemoryError):
+            with pytest.raises(MemoryError):
+                train(models[0], optimizers[0], 9)
+        models[0].zero_grad()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            train(model, optimizer, step)
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        state, other = optimizers[0].state[p], optimizers[1].state[q]
+        assert torch.equal(p, q) and torch.equal(state["ema"], other["ema"])
+        assert state["step"] == other["step"] == 3
 
 
 def test_a_state_that_is_loaded_before_the_step_steps_kept_gradients_and_warns_of_used_ones(caplog):
