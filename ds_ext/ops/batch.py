@@ -79,28 +79,18 @@ class Batch:
         return tuple(itertools.chain.from_iterable(s.cuts for s in self.shards))
 
     @functools.cached_property
-    def row_owners(self) -> Tensor:
-        """The parameter of each row of the row statistics."""
-        return self._owners(self.row_sizes)
+    def row_owners(self) -> tuple[Tensor, Tensor]:
+        """For each row of the row statistics: its parameter, and √cols."""
+        return self._owners(self.row_sizes, self.cols)
 
     @functools.cached_property
-    def col_owners(self) -> Tensor:
-        """The parameter of each column of the column statistics."""
-        return self._owners(self.col_sizes)
+    def col_owners(self) -> tuple[Tensor, Tensor]:
+        """For each column of the column statistics: its parameter, and √rows."""
+        return self._owners(self.col_sizes, self.rows)
 
-    @functools.cached_property
-    def row_norms(self) -> Tensor:
-        """√cols for each row of the row statistics."""
-        return root(self.cols[self.row_owners])
-
-    @functools.cached_property
-    def col_norms(self) -> Tensor:
-        """√rows for each column of the column statistics."""
-        return root(self.rows[self.col_owners])
-
-    def _owners(self, sizes: tuple[int, ...]) -> Tensor:
-        owners = np.repeat(np.arange(len(sizes)), sizes)
-        return torch.from_numpy(owners).to(self.device)
+    def _owners(self, counts: tuple[int, ...], sizes: Tensor) -> tuple[Tensor, Tensor]:
+        owners = torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(self.device)
+        return owners, root(sizes[owners])
 
     @property
     def flat(self) -> "Batch":

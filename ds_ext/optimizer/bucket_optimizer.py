@@ -14,7 +14,7 @@ from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import State, mapped
-from ds_ext.optimizer import dtensor_state, param_checks, sections, state_checks
+from ds_ext.optimizer import param_checks, sections, state_checks
 from ds_ext.optimizer.bucket_step import BucketStep, WeightNorms, rollback
 from ds_ext.optimizer.host_offload import OffloadedBucket
 from ds_ext.optimizer.nonfinite import GradCheck
@@ -89,7 +89,7 @@ class BucketOptimizer(ParamTable):
             self.update_stats.groups = len(index.groups)
             if any(index.group_index_of.get(p) != i for p, i in before.group_index_of.items()):
                 self.update_stats.clear()  # its sums are by groups
-        dtensor_state.make(self, index.number_of)
+        state_checks.make_for_dtensors(self, index.number_of)
 
     def number_among(self, names: Mapping[Tensor, str], groups: Sequence[Sequence[str]]) -> None:
         """Numbers parameters among all those of a model whose ranks hold different parameters.

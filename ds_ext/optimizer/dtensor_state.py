@@ -6,7 +6,7 @@ rank is saved as a plain tensor. A tensor that cannot be cut by rows is gathered
 ranks have converted their states without an error.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,9 +15,8 @@ from torch import Tensor
 from ds_ext.distributed import consensus, groups
 from ds_ext.distributed.dtensors import is_dtensor, local, lying_as, ranks_of
 from ds_ext.distributed.placement import Placement
-from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import Part, Parts, State, StateMismatch, leaves, without_caches, zeros
+from ds_ext.ops.state import Part, Parts, State, StateMismatch, leaves, without_caches
 from ds_ext.optimizer import param_checks
 from ds_ext.optimizer.param_table import ParamTable
 
@@ -40,30 +39,6 @@ def is_any(table: ParamTable, flag: bool) -> bool:
     """Returns whether ``flag`` is true on any rank of DTensors, which all call this function."""
     group = groups.of_ranks(ranks_of(table.params()))
     return flag if group is None else any(consensus.gathered(flag, group))
-
-
-@torch.no_grad()
-def make(table: ParamTable, params: Iterable[Tensor]) -> None:
-    """Makes the missing states of trained DTensors, so that a checkpoint can load into them.
-
-    torch.distributed.checkpoint would make them by a step, which is not always possible.
-
-    Args:
-        table: the table of the optimizer.
-        params: the parameters; those that are no DTensors are skipped.
-    """
-    for param in params:
-        placement = table.placement(param)
-        if placement is None or param.device.type == "meta" or not param.requires_grad:
-            continue
-        state, rule, shard = table.state[param], table.rule_of(param), placement.shard(param)
-        run = placement.run(param, shard)
-        if not state:
-            param_checks.refuse_shape(table, param, shard)
-            parts = table.state_spec(param, shard, rule)
-            state.update(zeros(parts, run, table.number_of[param]), step=0)
-            if run.dtype == torch.bfloat16:  # a master made later would copy old weights
-                state.update(sixteen_bit.master(run, rule))
 
 
 def saved(table: ParamTable, param: Tensor, state: State) -> State:
@@ -89,14 +64,14 @@ def saved(table: ParamTable, param: Tensor, state: State) -> State:
         return state
     shard = placement.shard(param)
     declared = _declared(parts, shard)
-    rows = [_declared(table.state_spec(param, row, rule), row) for row in _some_rows(shard)]
+    rows = [(i, _declared(table.state_spec(param, row, rule), row)) for i, row in _rows(shard)]
 
     def spread(path: Path, x: Any) -> Any:
         """Makes a tensor a DTensor, unless every rank holds it whole."""
         part = declared.get(path)
         if part is None or part.is_shared:
             return x
-        shape = _shape(part, [row.get(path) for row in rows], shard)
+        shape = _shape(part, [(i, row.get(path)) for i, row in rows], shard)
         if shape is None:
             return _Uncut(x, part, placement)
         return lying_as(param, x.view(_of_rank(shape, param)), shape)
@@ -161,21 +136,19 @@ def _changed(state: Mapping[str, Any], change: Callable[[Path, Any], Any], *abov
     }
 
 
-def _some_rows(shard: Shard) -> list[Shard]:
-    """Some rows of a parameter, which show how its state is cut along the first dimension."""
+def _rows(shard: Shard) -> list[tuple[int, Shard]]:
+    """The first, second and last row: whether a state is cut at every row of the parameter."""
     rows = shard.shape[0]
     if shard.split is not None or not rows:
         return []
     size = shard.numel // rows
-    return [Shard(shard.shape, i * size, (i + 1) * size, size) for i in _probed(rows)]
+    numbers = sorted({0, min(1, rows - 1), rows - 1})
+    return [(i, Shard(shard.shape, i * size, (i + 1) * size, size)) for i in numbers]
 
 
-def _probed(rows: int) -> list[int]:
-    """Which rows to try: the first, second and last show whether the cut is at every row."""
-    return sorted({0, min(1, rows - 1), rows - 1})
-
-
-def _shape(part: Part, of_rows: Sequence[Part | None], shard: Shard) -> tuple[int, ...] | None:
+def _shape(
+    part: Part, of_rows: Sequence[tuple[int, Part | None]], shard: Shard
+) -> tuple[int, ...] | None:
     """The full shape of a tensor that can be cut like its parameter; None if it cannot.
 
     All ranks return the same, unless the parameter is cut in other ways than by rows.
@@ -187,9 +160,8 @@ def _shape(part: Part, of_rows: Sequence[Part | None], shard: Shard) -> tuple[in
     if not of_rows or not part.total or part.total % rows:
         return None
     size = part.total // rows
-    starts = sorted({i * size for i in _probed(rows)})
-    for found, start in zip(of_rows, starts, strict=True):
-        if found is None or (found.start, found.stop) != (start, start + size):
+    for i, found in of_rows:
+        if found is None or (found.start, found.stop) != (i * size, (i + 1) * size):
             return None
     return shard.shape if part.total == shard.numel else (rows, size)
 

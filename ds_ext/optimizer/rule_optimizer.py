@@ -153,7 +153,7 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         for param in (p for p in found if self.state.get(p)):
             expert_stacks.check_state(type(self).__name__, param, self.state[param], True)
         self.stacks = {p: (first or {}).get(p, 0) for p in found} | self.stacks
-        dtensor_state.make(self, [p for p in self.group_of if p in found])
+        state_checks.make_for_dtensors(self, [p for p in self.group_of if p in found])
         return self
 
     def agree_on_executor(self, device: torch.device, is_any: Callable[[bool], bool]) -> None:

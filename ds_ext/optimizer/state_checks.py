@@ -7,7 +7,7 @@ with a run of given sizes and dtypes. Later steps compare it with what was check
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +33,28 @@ def make(table: ParamTable, u: RunUpdate, state: State) -> None:
     param_checks.refuse_shape(table, u.param, u.shard)
     parts = table.state_spec(u.param, u.shard, table.rule_of(u.param))
     state.update(zeros(parts, u.p, table.number_of[u.param]), step=0)
+
+
+@torch.no_grad()
+def make_for_dtensors(table: ParamTable, params: Iterable[Tensor]) -> None:
+    """Makes the missing states of trained DTensors, so that a checkpoint can load into them.
+
+    torch.distributed.checkpoint would make them by a step, which is not always possible.
+
+    Args:
+        table: the table of the optimizer.
+        params: the parameters; those that are no DTensors are skipped.
+    """
+    for param in params:
+        placement = table.placement(param)
+        if placement is None or param.device.type == "meta" or not param.requires_grad:
+            continue
+        state, shard = table.state[param], placement.shard(param)
+        if not state:
+            run = placement.run(param, shard)
+            make(table, RunUpdate(param, run, run, shard), state)
+            if run.dtype == torch.bfloat16:  # a master made later would copy old weights
+                state.update(sixteen_bit.master(run, table.rule_of(param)))
 
 
 def check(table: ParamTable, u: RunUpdate, state: State, device: torch.device | None) -> None:

@@ -20,7 +20,6 @@ from ds_ext.ops.executors.reference import LARGEST, Reference, normalized
 from ds_ext.ops.executors.tables import (
     BatchTables,
     Unsupported,
-    are_same,
     checked,
     each_of,
     inputs,
@@ -171,7 +170,7 @@ class TablePasses(BatchTables, Reference):
         batch = self.batch
         row, col = self.row_col_square_sums(x, like)
         old = torch.cat([v.view(-1) for v in checked(before, batch, batch.row_sizes).tensors])
-        mean = row.view(-1) / batch.cols[batch.row_owners]
+        mean = row.view(-1) / batch.cols[batch.row_owners[0]]
         factor = (old * beta + (1 - beta) * (mean + eps)).rsqrt_().clamp_(max=LARGEST)
         divided = replace(self.unit_quotient(x, like), row=self._row_factor(factor))
         return row, col, self.row_col_square_sums(divided, like)[1]
@@ -227,7 +226,7 @@ class TablePasses(BatchTables, Reference):
         if self.one is not None and source_of(u) is None:
             return self._apply_unread(p, stored, u, lr, weight_decay)
         source = self._source("apply", u)
-        if source.storage is not None and not are_same(source.storage, stored):
+        if source.storage is not None and source.storage.run is not stored.run:
             raise Unsupported  # the pass adds the weights that it writes
         numbers: Columns = {"lr": lr}
         decays = isinstance(weight_decay, Tensor) or weight_decay != 0
@@ -278,13 +277,13 @@ class TablePasses(BatchTables, Reference):
     def normalize_rows(self, x: Quotient, sums: Tensor, least: Number) -> Quotient:
         """x with rows of the norm √cols."""
         batch = self.batch
-        return replace(x, row=_normalized(x.row, sums, batch.row_norms, batch.row_owners, least))
+        return replace(x, row=_normalized(x.row, sums, *batch.row_owners, least))
 
     @_or_reference
     def normalize_columns(self, x: Quotient, sums: Tensor, least: Number) -> Quotient:
         """x with columns of the norm √rows."""
         batch = self.batch
-        return replace(x, col=_normalized(x.col, sums, batch.col_norms, batch.col_owners, least))
+        return replace(x, col=_normalized(x.col, sums, *batch.col_owners, least))
 
     @_or_reference
     def normalize_whole_rows(
@@ -349,7 +348,7 @@ class TablePasses(BatchTables, Reference):
 
 
 def _normalized(
-    factor: object, sums: Tensor, norms: Tensor, owners: Tensor, least: Number
+    factor: object, sums: Tensor, owners: Tensor, norms: Tensor, least: Number
 ) -> Tensor:
     """Factors of all rows, or columns, of a batch, from the sums of their squares."""
     if not isinstance(factor, Runs) or sums.shape != owners.shape:  # of a run that is stepped alone

@@ -4,7 +4,6 @@ Tables read and write by address. ``inputs`` and ``checked`` make sure of the dt
 the size of what they read and write.
 """
 
-import operator
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
@@ -192,17 +191,6 @@ def _addresses(x: object) -> Iterator[NDArray[np.int64]]:
             yield x.key.astype(np.int64)
     elif isinstance(x, Scaled):
         yield from _addresses(x.x)
-
-
-def are_same(a: WeightStorage | None, b: WeightStorage | None) -> bool:
-    """Whether two runs of weights are the same tensors."""
-    if a is None or b is None:
-        return False
-    return all(map(operator.is_, _tensors(a.run), _tensors(b.run)))
-
-
-def _tensors(x: Tensor | Runs) -> Sequence[Tensor]:
-    return [x] if isinstance(x, Tensor) else x.tensors
 
 
 def totals_of(sums: Tensor, firsts: Pointers, n: int) -> Runs:

@@ -72,8 +72,11 @@ def _shipped() -> ctypes.CDLL | None:
     for path in SOURCE.parent.glob("_passes*.so"):
         with contextlib.suppress(OSError):  # it may need a newer C++ runtime
             library = ctypes.CDLL(str(path))
-            if _source_of(library) == hashlib.sha256(_source().encode()).hexdigest():
-                return library
+            source = getattr(library, "passes_source", None)  # earlier ones do not export it
+            if source is not None:
+                source.restype = ctypes.c_char_p
+                if source().decode() == hashlib.sha256(_source().encode()).hexdigest():
+                    return library
     return None
 
 
@@ -81,16 +84,6 @@ def _source() -> str:
     """The complete source of the library."""
     files = (schema.HEADER, SOURCE.with_name("products.h"), SOURCE)
     return "".join(file.read_text("utf-8") for file in files)
-
-
-def _source_of(library: ctypes.CDLL) -> str:
-    """The hash of the source that a library was built from; empty if it exports none."""
-    try:
-        source = library.passes_source
-    except AttributeError:
-        return ""
-    source.restype = ctypes.c_char_p
-    return str(source().decode())
 
 
 def _built() -> Path:
