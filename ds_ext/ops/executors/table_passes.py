@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops import block_sizes, schema, sixteen_bit
-from ds_ext.ops.batch import CPU, Batch
+from ds_ext.ops.batch import Batch
 from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.executors.reference import LARGEST, Reference, normalized
 from ds_ext.ops.executors.tables import (
@@ -362,13 +362,7 @@ def _normalized(
 class TableBatch(Batch):
     """A batch whose passes native code or kernels run."""
 
-    passes: TablePasses
-
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        firsts: Sequence[int] | None = None,
-        device: torch.device = CPU,
-    ) -> None:
-        super().__init__(shards, firsts, device)
-        self.passes = TablePasses(self)
+    @functools.cached_property
+    def passes(self) -> TablePasses:  # type: ignore[override]
+        """The passes over it."""
+        return TablePasses(self)

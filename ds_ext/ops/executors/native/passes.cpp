@@ -143,25 +143,15 @@ bool is_by_matrix(const Call &call) {
 // these are small. Strips have the same size, except the first and last of a run and the last of
 // each large matrix.
 void cut(const Entry &e, int64_t number, bool by_matrix, std::vector<Strip> &strips) {
-    int64_t size = STRIP;
-    if (by_matrix && e.cols > 0) {
-        int64_t whole = e.rows * e.cols;
-        size = whole <= STRIP ? STRIP / whole * whole : (e.cols < STRIP ? STRIP / e.cols * e.cols : e.cols);
-    }
-    int64_t at = e.start, stop = e.start + e.n;
-    while (at < stop) {
-        int64_t next;
-        if (by_matrix) {
-            int64_t whole = e.rows * e.cols;
-            int64_t base = whole <= STRIP ? 0 : at / whole * whole;  // strips do not cross large matrices
-            next = base + ((at - base) / size + 1) * size;
-            if (whole > STRIP && next > base + whole) next = base + whole;
-        } else {
-            next = at + size;
-        }
+    int64_t whole = by_matrix ? e.rows * e.cols : 0, size = STRIP;
+    bool is_large = whole > STRIP;  // strips do not cross large matrices
+    if (whole > 0) size = is_large ? (e.cols < STRIP ? STRIP / e.cols * e.cols : e.cols) : STRIP / whole * whole;
+    for (int64_t at = e.start, stop = e.start + e.n, next; at < stop; at = next) {
+        int64_t base = is_large ? at / whole * whole : by_matrix ? 0 : e.start;
+        next = base + ((at - base) / size + 1) * size;
+        if (is_large && next > base + whole) next = base + whole;
         if (next > stop) next = stop;
         strips.push_back({number, at - e.start, next - e.start, 0});
-        at = next;
     }
 }
 
@@ -347,20 +337,18 @@ INLINE Correction correction(bool is_bf16) {
     return is_bf16 ? Correction{0x1p-7f, 0x00800000u} : Correction{0x1p-10f, 0x38800000u};
 }
 
-// Returns x as fp32: x itself, or a copy in ``buffer``.
-static const float *loaded(const void *x, int dtype, int64_t i, int64_t n, float *__restrict buffer) {
-    if (dtype == FP32) {
-        prefetch(static_cast<const float *>(x) + i, n);
-        return static_cast<const float *>(x) + i;
-    }
-    const uint16_t *__restrict from = static_cast<const uint16_t *>(x) + i;
-    prefetch(from, n);
-    if (dtype == BF16) {
-        for (int64_t j = 0; j < n; ++j) buffer[j] = bf16_to_float(from[j]);
-    } else {
-        for (int64_t j = 0; j < n; ++j) buffer[j] = half_to_float(from[j]);
-    }
+// Returns numbers as fp32: in place, or a copy in ``buffer``.
+template <class X> INLINE const float *copied(const X &x, int64_t n, float *__restrict buffer) {
+    x.prefetch(n);
+    if constexpr (std::is_same_v<X, Fp32>) return x.at;
+    for (int64_t j = 0; j < n; ++j) buffer[j] = x[j];
     return buffer;
+}
+
+static const float *loaded(const void *x, int dtype, int64_t i, int64_t n, float *__restrict buffer) {
+    const uint16_t *narrow = static_cast<const uint16_t *>(x) + i;
+    if (dtype == FP32) return copied(Fp32{static_cast<const float *>(x) + i}, n, buffer);
+    return dtype == BF16 ? copied(Bf16{narrow}, n, buffer) : copied(Fp16{narrow}, n, buffer);
 }
 
 // Calls ``task`` with the gradient from element i on: x · factor clamped to ± bound.
@@ -377,14 +365,8 @@ template <class Task> INLINE void with_gradient(const Entry &e, int dtype, int64
 
 // Returns the gradient as fp32: in place, or a copy in ``buffer``.
 static __attribute__((noinline)) const float *gradient(const Entry &e, int dtype, int64_t i, int64_t n, float *__restrict buffer) {
-    const float *found = buffer;
-    with_gradient(e, dtype, i, [&](auto x) {
-        x.prefetch(n);
-        if constexpr (std::is_same_v<decltype(x), Fp32>)
-            found = x.at;
-        else
-            for (int64_t j = 0; j < n; ++j) buffer[j] = x[j];
-    });
+    const float *found = nullptr;
+    with_gradient(e, dtype, i, [&](auto x) { found = copied(x, n, buffer); });
     return found;
 }
 
