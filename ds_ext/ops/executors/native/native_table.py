@@ -128,7 +128,7 @@ class NormCache:
 
     def check(self, runs: Runs) -> None:
         """Invalidates the cache if a run has moved or was written since ``note``."""
-        self.are_valid = self._noted == _state_of(runs)
+        self.are_valid = self._noted == (runs.pointers.tobytes(), [*map(VERSION, runs.tensors)])
         if not self.are_valid:
             self.forget()
 
@@ -138,12 +138,7 @@ class NormCache:
 
     def note(self, runs: Runs) -> None:
         """Records the runs' addresses and version counters, which must include the last writes."""
-        self._noted = _state_of(runs)
-
-
-def _state_of(runs: Runs) -> tuple[bytes, list[int]]:
-    """The addresses and version counters of runs."""
-    return runs.pointers.tobytes(), [*map(VERSION, runs.tensors)]
+        self._noted = runs.pointers.tobytes(), [*map(VERSION, runs.tensors)]
 
 
 class NativeNormCache(NormCache):
