@@ -19,7 +19,8 @@ from ds_ext.ops import int8
 from ds_ext.ops import state as spec
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import NestedState, Part, Parts
-from ds_ext.optimizer import RuleOptimizer, ema, host_offload
+from ds_ext.optimizer import RuleOptimizer, host_offload
+from ds_ext.optimizer.param_table import of_this_version
 
 # This many ranks save the tensors that are equal on all ranks. Every rank opens all their files to
 # load such tensors, and one rank alone would write too long.
@@ -194,15 +195,17 @@ def save_groups(optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> l
 def load_groups(pieces: Pieces, optimizer: RuleOptimizer) -> None:
     """Sets the groups' hyper-parameters to the saved values. Their parameters do not change."""
     for group, saved in zip(optimizer.param_groups, pieces.saved[0]["groups"], strict=True):
-        group.update({**ema.DEFAULTS, **{k: v for k, v in saved.items() if k != "params"}})
+        own = {k: v for k, v in saved.items() if k != "params"}
+        group.update(of_this_version(own, optimizer.hypers_of(group)))
 
 
 def changed_hypers(pieces: Pieces, optimizer: RuleOptimizer) -> list[str]:
     """Returns which hyper-parameters ``load_groups`` will change. A rate changes in any run."""
     found = []
     for group, saved in zip(optimizer.param_groups, pieces.saved[0]["groups"], strict=True):
-        new = {**group, **ema.DEFAULTS, **saved}
-        for key in hyperparams.names(optimizer.hypers_of(group)):
+        hypers = optimizer.hypers_of(group)
+        new = {**group, **of_this_version(saved, hypers)}
+        for key in hyperparams.names(hypers):
             if key != "lr" and new[key] != group[key]:
                 found.append(f"{key} = {new[key]!r} instead of {group[key]!r}")
     return list(dict.fromkeys(found))

@@ -50,10 +50,6 @@ class EmaConfig:
         return {**parts, EMA: replace(Part.like(shard), dtype=dtype)}
 
 
-# By name; param groups that were saved before these settings existed lack them.
-DEFAULTS = {"ema_decay": EmaConfig.ema_decay, "ema_dtype": EmaConfig.ema_dtype}
-
-
 def average(s: State, rule: Any, number: Any, t: int, first: int = 0) -> Average | None:
     """Returns the average that step ``t`` advances; None if the rule keeps none.
 

@@ -6,7 +6,7 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import make_dataclass
+from dataclasses import fields, make_dataclass
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -34,7 +34,13 @@ SHARED = (
     *hyperparams.names(EmaConfig),
 )
 VALUES = {"lr", "weight_decay"}  # hyper-parameters that decide neither states nor batches
+ADDED = {"ema_decay", "ema_dtype", "nbits"}  # since the first version
 PLAIN = {float, int, bool, str, tuple, type(None)}  # types of values that strict checks accept
+
+
+def of_this_version(group: Mapping[str, Any], hypers: type) -> dict[str, Any]:
+    """Returns a saved group, with defaults for hyper-parameters that an earlier version lacked."""
+    return {**{f.name: f.default for f in fields(hypers) if f.name in ADDED}, **group}
 
 
 class GroupIndex:

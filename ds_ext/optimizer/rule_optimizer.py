@@ -19,7 +19,6 @@ from ds_ext.ops.executors import tables, unbatched
 from ds_ext.ops.executors.triton import devices
 from ds_ext.optimizer import (
     dtensor_state,
-    ema,
     ema_exchange,
     expert_stacks,
     param_checks,
@@ -30,7 +29,7 @@ from ds_ext.optimizer import (
 )
 from ds_ext.optimizer.bucket_optimizer import BucketOptimizer
 from ds_ext.optimizer.model_view import ModelView
-from ds_ext.optimizer.param_table import checked_hypers, hypers_of
+from ds_ext.optimizer.param_table import checked_hypers, hypers_of, of_this_version
 from ds_ext.optimizer.update_stats import UpdateStats
 
 _COPIED = ("update_stats", "stacks", "offload", "numbers", "names")  # in copies and pickles
@@ -307,7 +306,8 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         states: dict[Tensor, dict[str, Any]] = {}
 
         def prepare(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            groups = [{**ema.DEFAULTS, **group} for group in given["param_groups"]]
+            saved = given["param_groups"]
+            groups = [of_this_version(group, self.hypers_of(group)) for group in saved]
             given = {**given, "param_groups": groups}
             found = dtensor_state.on_all_ranks(self, lambda: state_checks.read(self, given))
             ids = itertools.chain(*(group["params"] for group in given["param_groups"]))
