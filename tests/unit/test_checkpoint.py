@@ -7,14 +7,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import ds_ext
-from ds_ext.checkpoint import checks, folder, manifests, resharding
+from ds_ext.checkpoint import checks, manifests, resharding
 from ds_ext.checkpoint.pieces import Files, Pieces, piece
 from ds_ext.distributed import consensus
 from ds_ext.errors import CheckpointError
 from ds_ext.ops.state import Part
 from ds_ext.planner.live_memory import LiveMemory
 from tests.common import optimizer_ranks
-from tests.common.manifests import manifest
+from tests.unit.test_saving_over import save
 
 SHAPE = (2048, 4608)
 
@@ -135,33 +135,20 @@ def test_a_gap_between_pieces_is_seen():
     assert pieces.is_incomplete(Part.of(slice(0, 4), 8), "x")  # of another total
 
 
-def write(path, steps, **wrong):
-    """A checkpoint of one file, with ``wrong`` entries in its manifest."""
-    draft = folder.prepare(path)
-    (draft.aside / "file.pt").write_bytes(b"content %d" % steps)
-    files = {"file.pt": manifests.size_and_checksum(draft.aside / "file.pt")}
-    folder.commit(draft, manifest(path.name, steps, files), True)
-    folder.close(draft)
-    if wrong:
-        said = manifest(path.name, steps, files) | wrong
-        said |= {"crc32": manifests._checksum(said)}
-        (path / manifests.MANIFEST).write_text(json.dumps(said))
-
-
 def test_the_newest_checkpoint_is_complete_undamaged_and_trainers_own(tmp_path):
     assert manifests.newest_checkpoint(tmp_path) is None
     for steps in (9, 10, 30):
-        write(tmp_path / f"global_step{steps}", steps)
+        save(tmp_path, f"global_step{steps}", steps)
     assert manifests.newest_checkpoint(tmp_path).steps == 30
     assert manifests.latest(tmp_path) == "global_step30"
-    (tmp_path / "global_step30" / "file.pt").write_bytes(b"c0ntent 30")
+    next((tmp_path / "global_step30").glob("*.pt")).write_text("damaged")
     assert manifests.newest_checkpoint(tmp_path) == (str(tmp_path), "global_step10", 10)
-    write(tmp_path / "checkpoint-40" / "global_step40", 40)  # HF Trainer killed before it was done
+    save(tmp_path / "checkpoint-40", "global_step40", 40)  # HF Trainer killed before it was done
     assert manifests.newest_checkpoint(tmp_path).steps == 10
     (tmp_path / "checkpoint-40" / "trainer_state.json").write_text("{}")
     inner = str(tmp_path / "checkpoint-40")
     assert manifests.newest_checkpoint(tmp_path) == (inner, "global_step40", 40)
-    write(tmp_path / "global_step9", 11)  # in the place of the one before
+    save(tmp_path, "global_step9", 11)  # in the place of the one before
     assert not list(tmp_path.glob(".*"))
     assert manifests.newest_checkpoint(tmp_path / "global_step9") is None
 
@@ -174,8 +161,11 @@ WRONG |= {"state_files.0": [3], "layer_files": "x", "tensor_parallel": "1"}
 
 @pytest.mark.parametrize("key", WRONG)
 def test_a_manifest_with_wrong_types_is_damaged(key, tmp_path):
-    write(tmp_path / "older", 2)
-    write(tmp_path / "newer", 3, **{key.partition(".")[0]: WRONG[key]})
+    save(tmp_path, "older", 2)
+    save(tmp_path, "newer", 3)
+    said = manifests.read(tmp_path / "newer") | {key.partition(".")[0]: WRONG[key]}
+    said |= {"crc32": manifests._checksum(said)}
+    (tmp_path / "newer" / manifests.MANIFEST).write_text(json.dumps(said))
     with pytest.raises(CheckpointError, match="ds_ext.json is damaged") as caught:
         manifests.read(tmp_path / "newer")
     assert key in str(caught.value) or key == "ds_ext"
