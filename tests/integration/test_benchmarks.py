@@ -229,4 +229,4 @@ def test_a_step_of_a_matrix_runs_few_functions():
     assert by_kernels["functions"] <= 147 and by_kernels["files"] <= 23
     assert 0 < by_native["functions"] < by_kernels["functions"] < by_kernels["calls"]
     by_ranks = worlds.run(2, path.zero3, 512)[0]
-    assert by_ranks["functions"] <= 230 and by_ranks["files"] <= 40 and by_ranks["calls"] <= 460
+    assert by_ranks["functions"] <= 230 and by_ranks["files"] <= 40 and by_ranks["calls"] <= 500
