@@ -149,7 +149,10 @@ class Buckets:
         self.untrained = [p for p in self.untrained if p not in self.trained]
         names = ", ".join(self.layout.name(p) for p in new if not self.owner.accepts(p))
         if names and self.layout.rank == 0:
-            logger.warning("trainable but not given to the optimizer, not updated: %s", names)
+            logger.warning(
+                "trainable but not given to the optimizer, not updated by it, nor reduced: %s",
+                names,
+            )
 
     def remove(self) -> None:
         """Takes the hooks off the parameters and modules."""

@@ -70,6 +70,11 @@ def fuse_into_backward(
             f"fuse_into_backward: the optimizer is of {type(optimizer)}. Only optimizers of "
             "ds_ext, such as ds_ext.AdaLomo(model.parameters()), can step inside backward."
         )
+    if isinstance(group, float | int):
+        raise TypeError(
+            f"fuse_into_backward: group is {group!r}; allowed: a process group, or None. Give "
+            "max_grad_norm and other settings by name."
+        )
     require_group_of_launcher("fuse_into_backward")
     contract.check("torch")
     for refuse in REFUSALS:

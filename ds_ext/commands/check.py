@@ -112,7 +112,9 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
     else:
         report.notes.append("DeepSpeed is not installed here: its own keys are not checked")
     found += config_checks.unread(known, named.other) if named.other else []
-    if has_deepspeed and not found:
+    if has_deepspeed and found:
+        report.unchecked.append("DeepSpeed's own errors; mend the others first")
+    elif has_deepspeed:
         found += deepspeed_config.raised(config, ranks)
     report.problems = found or [*config_checks.size_problems(known, ranks)]
     return report

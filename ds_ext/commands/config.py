@@ -130,6 +130,8 @@ def trainer_arguments(options: PlanOptions, parameters: int) -> str:
     found = rates.for_size(options.optimizers[0].__name__, parameters)
     precision = f" --{options.dtype} True" if options.dtype != "fp32" else ""
     rate = "" if found is None else f" --learning_rate {rates.shown(found[0])}"
+    decay = getattr(options.optimizers[0].hypers(**options.params), "weight_decay", 0.0)
+    rate += f" --weight_decay {decay:g}" * bool(decay)
     return f"--per_device_train_batch_size {options.batch.rows}{rate}{precision} --max_grad_norm 0"
 
 

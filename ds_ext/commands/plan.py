@@ -71,6 +71,8 @@ def _fit(given: argparse.Namespace, path: Path, options: PlanOptions) -> None:
     if given.hf:
         arguments = config.trainer_arguments(last, plan.n)
         print(f'HF Trainer and TRL fill in "auto" from: {arguments}')
+    else:
+        print("It is for deepspeed.initialize: --hf writes one for HF Trainer and TRL.")
     if given.checkpointing:
         print("The program must enable activation checkpointing, as the plan assumes.")
     if last.accumulates:

@@ -67,8 +67,8 @@ def misspelt_sections(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _names_ours(section: dict[str, Any]) -> bool:
-    name = section.get("type")
-    return isinstance(name, str) and registry_key(name) is not None
+    """Whether a section names an optimizer of ds_ext; its key "type" may be misspelt."""
+    return any(isinstance(name, str) and registry_key(name) for name in section.values())
 
 
 def did_you_mean(key: str, known: Any) -> str:

@@ -39,11 +39,17 @@ _FILLED = {
     "scheduler.params.warmup_max_lr": 5e-5,
     "scheduler.params.warmup_num_steps": 10,
     "scheduler.params.total_num_steps": 100,
+    "zero_optimization.stage": 3,  # accelerate: its zero_stage, by default 2
     **dict.fromkeys(
         (
             *("gradient_clipping", "amp.enabled", "amp.opt_level"),
             *("fp16.loss_scale", "fp16.initial_scale_power", "fp16.loss_scale_window"),
             *("fp16.hysteresis", "fp16.min_loss_scale", "zero_optimization.reduce_bucket_size"),
+            *(
+                "zero_optimization.offload_param.device",
+                "zero_optimization.offload_optimizer.device",
+            ),
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save",
             "zero_optimization.stage3_prefetch_bucket_size",
             "zero_optimization.stage3_param_persistence_threshold",
         )
@@ -176,7 +182,8 @@ def _malformed(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, f"{key} is {value!r}; allowed: {hyperparams.describe(setting.type)}."
     for key in ("optimizer", "scheduler"):
         value = config.get(key, {"type": "", "params": {}})
-        if not isinstance(value, dict) or not isinstance(value.get("type"), str):
+        without = "" if key == "optimizer" else None  # ``named_optimizer`` reports it
+        if not isinstance(value, dict) or not isinstance(value.get("type", without), str):
             yield key, f'{key} is {value!r}; allowed: {{"type": ..., "params": ...}}.'
             continue
         params = value.get("params")

@@ -40,8 +40,8 @@ def read(make: Callable[[], None], config: dict[str, Any]) -> None:
     """
     found = [
         f'{key} is "auto", which is filled in by HF Trainer and accelerate only: write a number.'
-        for key in SIZES
-        if config.get(key) == "auto"
+        for key in (*SIZES, "zero_optimization.stage")
+        if lookup(config, key) == "auto"
     ]
     values, malformed = well_formed(filled(config)[0])
     values = normalized(values)

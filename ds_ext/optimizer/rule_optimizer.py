@@ -68,6 +68,8 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         if unnamed:
             name = type(self).__name__
             raise TypeError(f"{name} takes hyper-parameters by name: {name}(params, lr=...).")
+        if isinstance(params, nn.Module):
+            raise TypeError(f"{type(self).__name__}: give model.parameters(), not the model.")
         BucketOptimizer.__init__(self)
         if not isinstance(params, Tensor):  # which torch refuses
             params = list(params)
@@ -87,6 +89,8 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         Raises:
             ValueError: a key is unknown or its value is wrong; or ZeRO-3 has partitioned the model.
         """
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"{cls.__name__}.for_model: give the model, not {type(module)}.")
         trained = [p for p in module.parameters() if p.requires_grad]
         if any(p.numel() == 0 for p in trained):
             raise ValueError(
