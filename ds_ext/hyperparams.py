@@ -223,8 +223,7 @@ _AUTO_SPLIT = (
 )
 
 
-# HF Trainer replaces "auto" of these.
-_FILLED_IN = {f"optimizer.params.{key}" for key in ("lr", "betas", "eps", "weight_decay")}
+_FILLED_IN = ("lr", "betas", "eps", "weight_decay")
 
 
 def _refused(rule: type, key: str, value: Any, allowed: str) -> str:
@@ -232,7 +231,8 @@ def _refused(rule: type, key: str, value: Any, allowed: str) -> str:
     if value == "auto":
         if key.rpartition(".")[2] == "split":
             return f"{message} {_AUTO_SPLIT}"
-        who = "HF Trainer and accelerate only" if key in _FILLED_IN else "nobody"
+        is_filled = key.removeprefix("optimizer.params.") in _FILLED_IN
+        who = "HF Trainer and accelerate only" if is_filled else "nobody"
         return f'{message} "auto" is filled in by {who}: write a value.'
     if key.rpartition(".")[2] in ("betas", "eps") and "." in key:
         return f'{message} (If "auto" filled it in for Adam: remove the key or write the list.)'

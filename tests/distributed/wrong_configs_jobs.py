@@ -153,6 +153,15 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
     ('"ds_ext.gradient_policy"', _ours({"gradient_policy": "sharded"})),
     ('"gradient_clipping"', _ours({"max_grad_norm": 1.0})),
     ('"optimizer.params.weight_update"', {"ds_ext": {"weight_update": "nearest"}}),
+    ("optimizer.type is missing", {"optimizer": {"typ": "AdaLomo"}}),
+    (
+        "clip_value is -1",
+        {
+            "gradient_clipping": "1.0",
+            "ds_ext": {"batch_split": 2, "gradient_policy": "x", "clip_value": -1},
+            **_ours({"lrr": 1, "param_group": []}),
+        },
+    ),
     ("scheduler.type is 'WarmupLRR'", {"scheduler": WARMUP | {"type": "WarmupLRR"}}),
     ("WarmupLR got an unexpected", {"scheduler": WARMUP | {"params": {"warmup_max": 1e-3}}}),
     ("'total_num_steps'", {"scheduler": {"type": "WarmupDecayLR", "params": {}}}),
@@ -196,6 +205,7 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
     ("params.eps is 1e-08", _ours({"eps": 1e-8})),
     ('Did you mean "lr"?', _ours({"learning_rate": 1})),
     ('If "auto" filled', _ours({"lr": "auto", "eps": "auto"})),
+    ("filled in by nobody", {"optimizer": {"type": "APOLLO", "params": {"rank": "auto"}}}),
 ]
 # Each with the words that ``check`` says as an error and a run as a warning.
 UNKNOWN: dict[str, dict[str, Any]] = {

@@ -42,6 +42,25 @@ WRONG = {
         optimizer(param_groups=[{"match": "a", "lrr": 1}, {"match": "b", "type": "AdaLom"}]),
         ["param_groups[0].lrr", "param_groups[1].type"],
     ),
+    "findings of several kinds": (
+        {
+            "gradient_clipping": "1.0",
+            "zero_optimization": {"stage": "x", "offload_param": {"device": "cpu"}},
+            "gradient_cliping": 1,
+            "ds_ext": {"batch_split": 2, "gradient_policy": "x", "clip_value": -1},
+            **optimizer(lrr=1, param_group=[]),
+            "scheduler": {"type": "WarmUpLR", "params": {}},
+        },
+        [
+            *("gradient_clipping is", "stage is 'x'", "key gradient_cliping", 'an "batch_splits'),
+            *("gradient_policy is 'x'", "clip_value is -1", "params.lrr", 'an "WarmupLR"'),
+            'mean "param_groups"? Known: lr',
+        ],
+    ),
+    "keys of ours for another's optimizer": (
+        {"optimizer": {"type": "AdamW", "params": {"nbits": 8, "param_groups": []}}},
+        ["params.nbits is a key of ds_ext", "params.param_groups is a key of ds_ext"],
+    ),
 }
 
 
@@ -200,6 +219,9 @@ def test_auto_is_for_trainers(tmp_path, capsys):
     assert main(["check", str(path)]) == 0
     said = capsys.readouterr().out
     assert "nothing is wrong for HF Trainer and accelerate; deepspeed.initialize needs" in said
+    config = changed(zero_optimization={"stage": "auto"}, train_micro_batch_size_per_gpu=1)
+    errors, (note,) = checked(config, tmp_path, capsys)
+    assert not errors and "accelerate fill in: zero_optimization.stage" in note
 
 
 def test_a_missing_optimizer_is_said_first(tmp_path, capsys):

@@ -8,6 +8,7 @@ import transformers
 
 from ds_ext import rates
 from ds_ext.commands.cli import main
+from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import fit as fit_steps
 from ds_ext.planner import options
 from tests import worlds
@@ -291,3 +292,11 @@ def test_rates_from_scratch_are_not_written_for_large_models():
     for name in ("galoreadamw", "apollo", "scale", "lamb", "lomo"):
         assert rates.for_size(name, 8 * 10**9)[0] == rates.RATES[name].start
     assert "larger ones need lower rates" in rates.for_size("galoreadamw", 10**9)[1]
+
+
+def test_arguments_for_hf_trainer_name_the_weight_decay(folder, tmp_path, capsys):
+    """HF Trainer fills in its own default, 0, for an "auto" that no argument sets."""
+    given = ("--model", folder, "--seq", 8, "--memory", 8, "--optimizer", "flashadamw", "--hf")
+    assert main(["plan", *map(str, given), "--fit", str(tmp_path / "hf.json")]) == 0
+    decay = OPTIMIZERS["flashadamw"].hypers().weight_decay
+    assert f"--weight_decay {decay:g}" in capsys.readouterr().out

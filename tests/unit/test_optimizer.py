@@ -254,5 +254,10 @@ def test_the_signature_shows_hyper_parameters_and_defaults(name):
     assert {p.kind for p in rest} == {inspect.Parameter.KEYWORD_ONLY}
     (group,) = cls(params=[torch.zeros(1)]).param_groups  # by keyword, as torch's take them
     assert {k: v for k, v in group.items() if k != "params"} == own | WRITING
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="give model.parameters"):
+        cls(model)
+    with pytest.raises(TypeError, match="for_model: give the model"):
+        cls.for_model(model.parameters())
     with pytest.raises(TypeError, match=rf"{cls.__name__}\(params, lr=...\)"):
         cls([torch.zeros(1)], 0.1)
