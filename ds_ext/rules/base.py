@@ -207,6 +207,8 @@ def _refuse_incomplete(rule: type) -> None:
     missing = [f"the method {name}" for name in ("state_spec", "step") if not hasattr(rule, name)]
     if not dataclasses.is_dataclass(rule):
         missing.insert(0, "@dataclass(frozen=True), below @register")
+    elif not rule.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        missing.insert(0, "frozen=True of its @dataclass")
     else:
         hypers = inspect.signature(rule).parameters
         missing += ["the field lr"] if "lr" not in hypers else []

@@ -175,6 +175,7 @@ def endures_zeros(rule: Any, shapes: Sequence[Shape]) -> None:
                 found = [p, *tensors(optimizer.state.get(p, {}))]
                 finite = all(bool(x.isfinite().all()) for x in found)
                 what = f"stays finite where gradients are zero: shape {shape}, {eps or 'own eps'}"
+                what += " (0 / 0 is NaN: torch.where(total > 0, ...) avoids it)"
                 _require(finite, rule, what)
                 mapped(optimizer.state.get(p, {}), shrunk)  # as after many more steps
 

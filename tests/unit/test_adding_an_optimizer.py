@@ -184,8 +184,12 @@ def test_what_a_rule_yields_is_a_tuple():
 def test_a_class_that_is_no_rule_is_refused():
     with pytest.raises(TypeError, match="Own lacks @dataclass.*, the method st"):
         rules.register(paper="", state="", rounds="")(type("Own", (), {}))
+    thawed = dataclass(type("Own", (), {"state_spec": 0, "step": 0}))
+    with pytest.raises(TypeError, match="Own lacks frozen=True of its @dataclass"):
+        rules.register(paper="", state="", rounds="")(thawed)
     with pytest.raises(TypeError, match="Own lacks the method step."):
-        own = dataclass(type("Own", (), {"__annotations__": {"lr": float}, "state_spec": 0}))
+        plain = type("Own", (), {"__annotations__": {"lr": float}, "state_spec": 0})
+        own = dataclass(frozen=True)(plain)
         rules.register(paper="", state="", rounds="")(own)
     own.step = lambda: None
     with pytest.raises(TypeError, match="Own lacks a default of the field lr."):
