@@ -165,14 +165,8 @@ def muon(owner: str, stage: int, bucket: int) -> dict[str, object]:
     zero["reduce_scatter"] = owner != "deepspeed"  # whose Muon refuses it at stage 3
     kind = "Muon" if owner == "deepspeed" else "ds_ext.Muon"
     torch.manual_seed(0)
-    engine, _ = engine_of(
-        MODELS["small"],
-        {
-            "bf16": {"enabled": True},
-            "zero_optimization": zero,
-            "optimizer": {"type": kind, "params": params},
-        },
-    )
+    config = {"bf16": {"enabled": True}, "zero_optimization": zero}
+    engine, _ = engine_of(MODELS["small"], config | {"optimizer": {"type": kind, "params": params}})
     generator = torch.Generator().manual_seed(dist.get_rank())
     batches = torch.randint(0, 512, (4, 1, 128), generator=generator)
     losses = []

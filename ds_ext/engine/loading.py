@@ -88,10 +88,8 @@ def load_checkpoint(
             checks.check_weights(opened.pieces, contents.owned, load_module_strict, names)
 
     def load_counts() -> None:
-        saved = opened.pieces.saved[0]["accumulated"] if with_state else {"passes": (0, 1)}
-        checkpoint_contents.load_counts(
-            engine, opened.model, saved["passes"], load_lr_scheduler_states
-        )
+        passes = opened.pieces.saved[0]["accumulated"]["passes"] if with_state else (0, 1)
+        checkpoint_contents.load_counts(engine, opened.model, passes, load_lr_scheduler_states)
 
     consensus.run_on_all_ranks(check, lambda text: CheckpointError(f"{path}: {text}"))
     consensus.run_on_all_ranks(lambda: _load(contents, opened, with_state, path), CheckpointError)

@@ -163,7 +163,7 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
     @functools.wraps(DeepSpeedEngine.backward)
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Rejects the ``learning_rate`` that HF Trainer and LOMO's scripts pass to backward."""
-        if "learning_rate" in kwargs or isinstance([*args, False][1], float):
+        if "learning_rate" in kwargs or any(isinstance(x, float) for x in args[1:]):
             raise TypeError(
                 "engine.backward() takes no learning_rate: each param group has its own, which "
                 'the config\'s "lr" and schedulers set. HF Trainer passes it if '

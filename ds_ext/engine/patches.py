@@ -42,9 +42,8 @@ _NO_OPTIMIZER = (
     'in optimizer.type, such as "AdaLomo", or pass one to deepspeed.initialize.'
 )
 _FUNCTION = (
-    "deepspeed.initialize: the optimizer is a function or a class, with which ds_ext cannot check "
-    "the engine before it is built: pass the optimizer itself, or name it in optimizer.type of the "
-    "config."
+    "deepspeed.initialize: the optimizer is a function or a class, so ds_ext cannot check the "
+    "engine before it is built: pass the optimizer, or name it in the config's optimizer.type."
 )
 _MEASURED_BESIDE = (
     "gradient_clipping: this loss also reaches an engine with an optimizer of DeepSpeed's own, "

@@ -215,11 +215,8 @@ class Access:
     def _state(self, param: Tensor, key: str) -> LocalPart | None:
         """A state; None for a parameter that is not trained."""
         optimizer, layout = self.fused.optimizer, self.fused.layout
-        name, shard, placement = (
-            layout.name(param),
-            layout.shards[param],
-            layout.placement_of[param],
-        )
+        name, shard = layout.name(param), layout.shards[param]
+        placement = layout.placement_of[param]
         if param not in optimizer.group_of:
             return None
         if placement.tensor_parallel_shards.get(param) is not None:

@@ -73,6 +73,7 @@ def refused(stage: int) -> dict[str, str]:
         ),
         "rate": message(lambda: backward(engine, 0, learning_rate=0.1), TypeError),
         "position": message(lambda: engine.backward(loss_of(engine, 0, 0), 0.1), TypeError),
+        "by name": message(lambda: engine.backward(loss=torch.ones(2)), AssertionError),
         "backward": message(lambda: optimizer.backward(loss_of(engine, 0, 0))),
         "load": message(lambda: optimizer.load_state_dict({})),
         "step": message(lambda: optimizer.step(closure=lambda: None)),
@@ -162,7 +163,7 @@ def test_what_cannot_work_says_what_to_use(stage):
             "gradient_clipping" in told["clip"] and "gradient_clipping" in told["clip_grad_norm_"]
         )
         assert "takes no learning_rate" in told["rate"] == told["position"]
-        assert "remove optim" in told["rate"]
+        assert "remove optim" in told["rate"] and "must be a scalar" in told["by name"]
         assert "engine.backward(loss)" in told["backward"]
         assert "add_param_group" in told["stranger"] and "not part of the model" in told["stranger"]
         assert "has a gradient that did not come from backward" in told["written"]
