@@ -67,8 +67,9 @@ def misspelt_sections(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _names_ours(section: dict[str, Any]) -> bool:
-    """Whether a section names an optimizer of ds_ext; its key "type" may be misspelt."""
-    return any(isinstance(name, str) and registry_key(name) for name in section.values())
+    """Whether a section names an optimizer of ds_ext, by "type" or by a misspelling of it."""
+    names = [section["type"]] if "type" in section else section.values()
+    return any(isinstance(name, str) and registry_key(name) for name in names)
 
 
 def did_you_mean(key: str, known: Any) -> str:

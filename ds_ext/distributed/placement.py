@@ -193,17 +193,19 @@ class Summed(Placement, abc.ABC):
                 for of_dtype in zip(by_dtype(runs), by_dtype(flats), strict=True):
                     waits.append(self._begin_sum(*of_dtype).wait)
         wait = wait_for(waits)
-        return runs, functools.partial(self._sum_replicas, runs, wait) if self.replicas else wait
+        if self.replicas is not None:  # the caller may change the list of runs before it waits
+            return runs, functools.partial(self._sum_replicas, by_dtype(runs), wait)
+        return runs, wait
 
     @abc.abstractmethod
     def _begin_sum(self, runs: list[Tensor], flats: list[Tensor]) -> dist.Work:
         """Begins a collective that writes this rank's part of the sums of ``flats`` to ``runs``."""
 
-    def _sum_replicas(self, runs: list[Tensor], wait: Callable[[], None]) -> None:
-        """Sums runs over replicas after ``wait``. All replicas receive the same bits."""
+    def _sum_replicas(self, runs: list[list[Tensor]], wait: Callable[[], None]) -> None:
+        """Sums runs of each dtype over replicas after ``wait``. All receive the same bits."""
         wait()
         with explained():
-            for alike in by_dtype(runs):
+            for alike in runs:
                 self.bytes_sent += sum(run.nbytes for run in alike)
                 self.replicas.allreduce_coalesced(alike).wait()  # type: ignore[union-attr]
 

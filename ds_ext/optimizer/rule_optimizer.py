@@ -259,6 +259,8 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         if "index" not in self.__dict__:  # it is a copy, or unpickled
             BucketOptimizer.__init__(self)
         super().__setstate__(state)
+        for group in self.param_groups:  # an earlier version may have pickled them
+            group.update(of_this_version(group, self.hypers_of(group)))
         self.index_parameters()
 
     def state_dict(self) -> dict[str, Any]:
@@ -310,14 +312,11 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         states: dict[Tensor, dict[str, Any]] = {}
 
         def prepare(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            saved = given["param_groups"]
-            groups = [of_this_version(group, self.hypers_of(group)) for group in saved]
-            given = {**given, "param_groups": groups}
-            found = dtensor_state.on_all_ranks(self, lambda: state_checks.read(self, given))
-            ids = itertools.chain(*(group["params"] for group in given["param_groups"]))
+            groups, found = dtensor_state.on_all_ranks(self, lambda: state_checks.read(self, given))
+            ids = itertools.chain(*(group["params"] for group in groups))
             numbers = dict(zip(ids, self.params(), strict=True))
             states.update((numbers[i], state) for i, state in found.items())
-            return {**given, "state": {**given["state"], **found}}
+            return {**given, "param_groups": groups, "state": {**given["state"], **found}}
 
         def keep(_: torch.optim.Optimizer) -> None:
             self.state.update(states)

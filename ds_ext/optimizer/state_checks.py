@@ -19,7 +19,7 @@ from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts, StateMismatch, mapped, zeros
 from ds_ext.optimizer import dtensor_state, ema, expert_stacks, param_checks
-from ds_ext.optimizer.param_table import GroupRules, ParamTable
+from ds_ext.optimizer.param_table import GroupRules, ParamTable, of_this_version
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import State
 
@@ -130,8 +130,12 @@ def check_model(table: ParamTable, layout: Layout) -> None:
             check_state(table, param, shard, state, param.dtype, None, run)
 
 
-def read(table: ParamTable, state_dict: Mapping[str, Any]) -> dict[Any, State]:
-    """Returns copies of a state dict's states, by parameter number, as the rules declare them.
+def read(
+    table: ParamTable, state_dict: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], dict[Any, State]]:
+    """Returns a state dict's groups as of this version, and copies of its states as rules declare.
+
+    The states are by parameter number.
 
     Args:
         table: the table of the optimizer that loads them; it is not changed.
@@ -143,7 +147,8 @@ def read(table: ParamTable, state_dict: Mapping[str, Any]) -> dict[Any, State]:
     """
     param_checks.refuse_newer(table, state_dict)
     kind, params = type(table).__name__, table.params()
-    groups = state_dict["param_groups"]
+    saved = state_dict["param_groups"]
+    groups = [of_this_version(group, table.hypers_of(group)) for group in saved]
     param_checks.refuse_saved_groups(table, groups)
     of_saved = GroupRules(table.rule)
     rule_of = [of_saved.of(row, group) for row, group in enumerate(groups) for _ in group["params"]]
@@ -165,7 +170,7 @@ def read(table: ParamTable, state_dict: Mapping[str, Any]) -> dict[Any, State]:
                 f"does not fit it: {why}. Nothing was loaded."
             ) from None
         found[i] = state
-    return found
+    return groups, found
 
 
 def fit(

@@ -197,6 +197,8 @@ def test_only_a_misspelt_optimizer_makes_a_config_ours():
     assert not optimizer_names.concerns_us({"teacher": section})
     other = {"optimizer": {"type": "Adam"}, "optimizers": section}
     assert not optimizer_names.concerns_us(other)
+    noted = {"optimizer": {"type": "Adam", "compared_with": "CAME"}}
+    assert not optimizer_names.concerns_us(noted)
 
 
 def test_what_needs_a_model_or_ranks_is_named(tmp_path, capsys):

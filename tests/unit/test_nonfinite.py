@@ -5,6 +5,7 @@ of its bucket can tell.
 import functools
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import nn
 import ds_ext
 from benchmarks import traffic
 from ds_ext.distributed import lockstep
+from ds_ext.distributed.layout import Layout
+from ds_ext.distributed.placement import Sharded
 from ds_ext.ops.batch import CPU
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
@@ -183,6 +186,18 @@ def weights_of(model):
     for layer in model:
         layer.bias.requires_grad_(False)
     return [layer.weight for layer in model]
+
+
+def test_votes_are_added_up_over_replicas_too():
+    placement = Sharded(None)
+    placement.replicas = SimpleNamespace(
+        allreduce_coalesced=lambda runs: SimpleNamespace(wait=lambda: [run.mul_(2) for run in runs])
+    )
+    param = nn.Parameter(torch.ones(4))
+    layout = Layout(None, {param: "p"}, lambda _: placement)
+    (run,), votes, wait = layout.reduce([param], [torch.ones(4)], torch.ones(1))
+    wait()
+    assert run.tolist() == [2] * 4 and votes.tolist() == [2]
 
 
 def test_a_batch_of_bad_gradients_alone_ends(monkeypatch):

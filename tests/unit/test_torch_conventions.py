@@ -62,6 +62,18 @@ def test_a_copy_is_whole_and_takes_a_group_after_torch_has_put_keys_into_the_def
     assert not torch.equal(added["w"], matrices("w")["w"])
 
 
+@pytest.mark.parametrize("name", ["came", "adafactor"])
+def test_a_pickle_of_an_earlier_version_lacks_later_hyper_parameters(name):
+    params = matrices()
+    optimizer = made(name, list(params.values()))
+    stepped(optimizer, params, 1)
+    for key in ("nbits", "ema_decay", "ema_dtype"):
+        del optimizer.param_groups[0][key], optimizer.defaults[key]
+    loaded = pickle.loads(pickle.dumps(optimizer))
+    assert loaded.param_groups[0]["nbits"] == 32 and loaded.param_groups[0]["ema_decay"] == 0
+    stepped(loaded, dict(zip(params, loaded.params(), strict=True)), 2)
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_states_load_by_names(name):
     """torch's recipe: a pre-hook puts saved states where the parameters of their names are."""
