@@ -136,7 +136,7 @@ class BucketOptimizer(ParamTable):
             try:
                 rounds += lockstep.run(step.generators, all_reduce)
             except BaseException:  # a program may go on: the step counts as not made
-                if step.offloaded is None:  # otherwise copies of the states have counted it
+                if self.offload is None:  # otherwise copies of the states have counted it
                     bad = () if check is None else check.bad
                     self.rollback_step(u.param for u in on_device if u.param not in bad)
                 raise

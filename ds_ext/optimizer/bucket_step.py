@@ -54,6 +54,8 @@ class BatchedStep:
         self.sums: list[Tensor] = []  # of the update statistics, for each piece
         self.totals: Tensor | None = None  # [2 n], on a GPU what to add to them
         self.restarted: BatchedStep | None = None  # the step of the good parameters alone
+        # What kernels check: numbers, their limits, and whether they are sums of squares.
+        self.checked: list[tuple[Tensor, NDArray[np.float32], bool]] = []
 
     def begin(self) -> StepGenerator:
         """Returns the generator of the rule, which steps all parameters of the batch."""
@@ -142,22 +144,19 @@ class BatchedStep:
         if by_votes:
             votes = torch.stack([check.votes[param].view(()) for param in self.params])
             most = np.full(len(votes), nonfinite.MAX_GOOD_VOTES, dtype=np.float32)
-            arrays.limits = self._limits(votes, most, check, is_square=False)
+            arrays.limits = self._limits(votes, most, is_square=False)
         sums = advance(rule, None)
         if by_sums:
             arrays.limits = None
             *totals, found = yield (*(sums or ()), self.squares())
-            arrays.limits = self._limits(found, self.plan.upper_bounds, check, is_square=True)
+            arrays.limits = self._limits(found, self.plan.upper_bounds, is_square=True)
             sums = advance(rule, tuple(totals))
         while sums is not None:
             sums = advance(rule, (yield sums))
 
-    def _limits(
-        self, found: Tensor, bounds: NDArray[np.float32], check: GradCheck, is_square: bool
-    ) -> GradLimits:
-        """The limits of the numbers ``found``, which are copied to ``check.flags``."""
-        assert check.flags is not None, "nothing would read the flags of checked gradients"
-        check.flags.add(self.params, found.clone(), bounds, is_square)
+    def _limits(self, found: Tensor, bounds: NDArray[np.float32], is_square: bool) -> GradLimits:
+        """The limits of the numbers ``found``, which are copied to ``checked``."""
+        self.checked.append((found.clone(), bounds, is_square))
         return GradLimits(Runs((found,), firsts=np.arange(len(found))), bounds)
 
     def end(self, norms: WeightNorms) -> None:
@@ -231,8 +230,11 @@ class BucketStep:
             self.alone.append(u)
 
     def end(self) -> None:
-        """Stores weights and states, after the rules have ended."""
+        """Stores weights, states and flags of gradients, after the rules have ended."""
         for batch in self.batches:
+            for found in batch.checked:  # a step that fails has no flags: it is undone as a whole
+                assert self.check is not None and self.check.flags is not None, "nobody reads flags"
+                self.check.flags.add(batch.params, *found)
             batch.end(self.norms)
         bad = self.check.bad if self.check is not None else ()
         if self.offloaded is not None:

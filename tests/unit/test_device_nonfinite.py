@@ -215,6 +215,7 @@ def test_a_step_that_fails_leaves_no_limits_to_the_next(monkeypatch):
             with pytest.raises(torch.OutOfMemoryError):
                 step(bad)
             optimizer.zero_grad()
+            assert optimizer.state[ps[0]]["step"] == 1  # not counted down twice
             for p, (weight, state) in zip(ps, kept, strict=True):
                 p.data.copy_(weight)
                 optimizer.state[p].update(state)

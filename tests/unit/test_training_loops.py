@@ -16,6 +16,8 @@ from transformers.trainer_callback import CallbackHandler
 
 import ds_ext
 from ds_ext.distributed import lockstep
+from ds_ext.ops.shard import Shard
+from ds_ext.optimizer.updates import RunUpdate
 
 
 def make() -> nn.Module:
@@ -200,6 +202,18 @@ def test_a_step_that_fails_is_not_counted(is_fused, name):
         state, other = optimizers[0].state[p], optimizers[1].state[q]
         assert torch.equal(p, q) and torch.equal(state["ema"], other["ema"])
         assert state["step"] == other["step"] == 3
+
+
+def test_a_failed_step_of_offloaded_weights_is_not_counted():
+    """Their states are where the gradient is: "meta" stands for a GPU here."""
+    param = nn.Parameter(torch.ones(4, 4))
+    optimizer = ds_ext.AdamW([param])
+    g = torch.ones(16, device="meta")
+    update = RunUpdate(param, param.detach().view(-1), g, Shard.whole((4, 4)))
+    with mock.patch.object(lockstep, "run", side_effect=MemoryError):
+        with pytest.raises(MemoryError):
+            optimizer.update([update], None)
+    assert not optimizer.state.get(param)
 
 
 def test_a_state_that_is_loaded_before_the_step_steps_kept_gradients_and_warns_of_used_ones(caplog):
