@@ -21,7 +21,7 @@ NO_LAUNCH = {"empty", "empty_like", "new_empty", "detach", "_unsafe_view"}  # an
 DTYPES = (torch.float32, torch.bfloat16)
 # Muon iterates on all equal matrices of a bucket together.
 LINEAR = sorted(REGISTRY.keys() - {"muon"})
-MOST = 256 * 2**20  # bytes of a step's temporary tensors
+MOST = 256 * 2**20 + 64  # bytes of a step's temporary tensors: blocks, and some numbers
 
 
 class Operations(TorchDispatchMode):
