@@ -199,14 +199,21 @@ def load_groups(pieces: Pieces, optimizer: RuleOptimizer) -> None:
         group.update(of_this_version(own, optimizer.hypers_of(group)))
 
 
-def changed_hypers(pieces: Pieces, optimizer: RuleOptimizer) -> list[str]:
-    """Returns which hyper-parameters ``load_groups`` will change. A rate changes in any run."""
+def changed_hypers(pieces: Pieces, optimizer: RuleOptimizer, is_cycled: bool) -> list[str]:
+    """Returns which hyper-parameters ``load_groups`` will change, except those of schedulers.
+
+    Args:
+        pieces: the saved groups.
+        optimizer: the optimizer, with the groups of this run.
+        is_cycled: whether a scheduler changes momentum, not only the rate.
+    """
+    scheduled = {"lr", "betas", "momentum"} if is_cycled else {"lr"}
     found = []
     for group, saved in zip(optimizer.param_groups, pieces.saved[0]["groups"], strict=True):
         hypers = optimizer.hypers_of(group)
         new = {**group, **of_this_version(saved, hypers)}
         for key in hyperparams.names(hypers):
-            if key != "lr" and new[key] != group[key]:
+            if key not in scheduled and new[key] != group[key]:
                 found.append(f"{key} = {new[key]!r} instead of {group[key]!r}")
     return list(dict.fromkeys(found))
 

@@ -101,7 +101,8 @@ class Contents:
             )
         self.fused.drop_step()
         if with_state:
-            if changed := resharding.changed_hypers(pieces, self.optimizer):
+            is_cycled = getattr(self.engine.lr_scheduler, "cycle_momentum", False)
+            if changed := resharding.changed_hypers(pieces, self.optimizer, is_cycled):
                 warn(
                     f"load_checkpoint sets the saved hyper-parameters: {', '.join(changed)}. To "
                     "change them, edit engine.optimizer.param_groups after loading"

@@ -341,13 +341,15 @@ def weights_of_an_unfinished_step(stage: int) -> dict[str, Any]:
 
 def other_hypers(stage: int) -> list[list[str]]:
     """What a load says if the run has the saved hyper-parameters, and if it has others."""
-    first = start("adamw", stage)
+    cycle = {"cycle_min_lr": 1e-3, "cycle_max_lr": 5e-3, "cycle_first_step_size": 4}
+    scheduler = {"type": "OneCycle", "params": cycle}  # of betas, too
+    first = start("adamw", stage, scheduler=scheduler)
     steps(first, range(2))
     told = []
     with shared_folder() as folder:
         first.save_checkpoint(folder)
         for hypers in ({}, {"eps": 1e-6, "ema_decay": 0.9}):
-            engine = start("adamw", stage, hypers=hypers)
+            engine = start("adamw", stage, hypers=hypers, scheduler=scheduler)
             with logged() as said:
                 engine.load_checkpoint(folder)
             told.append([line for line in said if "hyper-parameters" in line])
