@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,9 +41,10 @@ def is_first() -> bool:
 def announced(function: str, group: Group = None) -> Iterator[None]:
     """Context of a function that all ranks call: warns if some have not called it after a while.
 
-    A rank that is late may still come, so this is no error. Ranks count their calls in the store of
-    the default process group, because the next collective of a rank that is late may be another.
-    Of the ranks that wait, the first one reads all counts and warns.
+    A rank waits before it sends anything, because the next collective of a rank that is late may be
+    another one, and would fail. After ``PATIENCE`` it goes on: a rank that is late may still come.
+    Ranks count their calls in the store of the default process group. Of the ranks that have
+    waited, the first one reads all counts and warns.
 
     Args:
         function: its name.
@@ -58,31 +60,34 @@ def announced(function: str, group: Group = None) -> Iterator[None]:
         ranks = dist.get_process_group_ranks(group)
         calls += f" by {hash(tuple(ranks))}"
     counts = {r: f"{calls}/{r}" for r in ranks}
+    absent = []
     with explained():
         own = store.add(counts[rank], 1)
-
-    def warn() -> None:
-        try:
-            if store.add(f"{calls}/{own} have waited", 1) > 1:
-                return
+        in_time = _all_have_called(store, calls, own, len(ranks))
+        if not in_time and store.add(f"{calls}/{own} have waited", 1) == 1:
             absent = [r for r, count in counts.items() if store.add(count, 0) < own]
-        except RuntimeError:  # the rank with the store has ended: the function itself says so
-            return
-        if absent:
-            logs.logger.warning(
-                f"rank {rank} has waited in {function} for {PATIENCE:g} s: "
-                f"{_named(absent)} {'have' if len(absent) > 1 else 'has'} not called it. All ranks "
-                f'must call {function}, not only rank 0 (remove "if rank == 0"). It goes on when '
-                "they call it, and ends with an error at the process group's time limit."
-            )
+    if absent:
+        logs.logger.warning(
+            f"rank {rank} has waited in {function} for {PATIENCE:g} s: "
+            f"{_named(absent)} {'have' if len(absent) > 1 else 'has'} not called it. All ranks "
+            f'must call {function}, not only rank 0 (remove "if rank == 0"). It goes on if their '
+            "next call is this one, and else ends with an error."
+        )
+    yield
 
-    timer = threading.Timer(PATIENCE, warn)
-    timer.daemon = True
-    timer.start()
+
+def _all_have_called(store: Any, calls: str, own: int, size: int) -> bool:
+    """Waits for call number ``own`` of all ranks; returns whether it came within ``PATIENCE``."""
+    key = f"{calls}/all of {{}}"
+    if store.add(calls, 1) == own * size:
+        store.set(key.format(own), "")
+        store.delete_key(key.format(own - 1))  # which all have seen
+        return True
     try:
-        yield
-    finally:
-        timer.cancel()
+        store.wait([key.format(own)], timedelta(seconds=PATIENCE))
+    except dist.DistStoreError:  # the time is over
+        return False
+    return True
 
 
 def _named(ranks: list[int]) -> str:

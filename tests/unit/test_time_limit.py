@@ -32,7 +32,7 @@ def test_ranks_that_wait_ask_little(monkeypatch, caplog):
     monkeypatch.setattr(logs.logger, "propagate", True)
     with concurrent.futures.ThreadPoolExecutor(world) as ranks:
         list(ranks.map(wait, range(world - 1)))
-    assert store.add.call_count <= 3 * world
+    assert store.add.call_count <= 4 * world
     (line,) = [record.getMessage() for record in caplog.records]
     assert "has waited in saving" in line and "rank 7 has not called it" in line
 
