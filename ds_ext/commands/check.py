@@ -87,6 +87,7 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
             "no optimizer is named: name one of ds_ext in optimizer.type, or pass one in the "
             f"script{without}"
         )
+        report.unchecked.append("an optimizer that the script passes")
     if autos:
         report.notes.append(f'"auto", which HF Trainer and accelerate fill in: {", ".join(autos)}')
     config, malformed = parsing.well_formed(config)

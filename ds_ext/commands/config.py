@@ -53,8 +53,11 @@ def run(options: argparse.Namespace) -> None:
 
 def rate_source(optimizer: str, parameters: int) -> str:
     """Returns a sentence about the origin of a config's learning rate; "" if it is a default."""
-    found = rates.for_size(named(optimizer, "OPTIMIZER").__name__, parameters)
-    return "" if found is None else f"Learning rate {rates.shown(found[0])}: {found[1]}."
+    kind = named(optimizer, "OPTIMIZER")
+    found = rates.for_size(kind.__name__, parameters)
+    decay = getattr(kind.hypers(), "weight_decay", 0.0)
+    default = f" Weight decay {decay:g} is {kind.__name__}'s default." if decay else ""
+    return f"Learning rate {rates.shown(found[0])}: {found[1]}.{default}" if found else ""
 
 
 def make(optimizer: str, stage: int, numbers: bool = False, parameters: int = 0) -> dict[str, Any]:

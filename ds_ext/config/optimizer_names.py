@@ -106,5 +106,6 @@ def refuse_unknown(name: str) -> None:
     raise ValueError(
         f"optimizer.type is {name!r}, which ds_ext, DeepSpeed and torch.optim do not have."
         f"{did_you_mean(name, [*deepspeeds(), *spelled])} "
-        f"Optimizers of ds_ext: {', '.join(spelled)}."
+        f"Optimizers of ds_ext: {', '.join(spelled)}; and yours, once their module is imported "
+        "(--import MODULE)."
     )

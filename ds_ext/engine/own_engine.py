@@ -31,6 +31,7 @@ from ds_ext.engine import (
     trainer_checks,
 )
 from ds_ext.engine.adapter import ZeroAdapter
+from ds_ext.engine.rank_logging import warn
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.rules.base import key_of
 
@@ -225,6 +226,17 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Loads a checkpoint that was saved with any number of ranks and any ZeRO stage."""
         return loading.load_checkpoint(self, *args, **kwargs)
+
+    @functools.wraps(DeepSpeedEngine.save_16bit_model)
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
+        """Also warns if nothing was saved."""
+        saved: bool = super().save_16bit_model(*args, **kwargs)
+        if not saved:
+            warn(
+                "save_16bit_model has saved nothing: set "
+                '"stage3_gather_16bit_weights_on_model_save": true in zero_optimization'
+            )
+        return saved
 
     @_translate_lost_connections
     def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ import ds_ext
 from tests import worlds
 from tests.common import engines
 from tests.common.choose import params
-from tests.common.ranks import message, shared_folder, whole
+from tests.common.ranks import logged, message, shared_folder, whole
 from tests.distributed import param_groups_jobs
 from tests.distributed.safe_access_jobs import Pair, loss_of
 
@@ -54,8 +54,9 @@ def works(stage: int) -> dict[str, Any]:
     found["accumulated"] = whole(engine.module)
     engine.empty_partition_cache()
     found["emptied"] = whole(engine.module)
-    with shared_folder() as folder:
-        engine.save_16bit_model(folder, exclude_frozen_parameters=False)
+    with shared_folder() as folder, logged() as found["saved"]:
+        is_saved = engine.save_16bit_model(folder, exclude_frozen_parameters=False)
+    assert is_saved == (stage < 3)
     engine.destroy()
     return found
 
@@ -134,7 +135,8 @@ STAGES = params([0, 1, 2, 3], [1, 3])
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_works_does_what_deepspeed_says(stage):
-    for got in worlds.run(2, works, stage):
+    found = worlds.run(2, works, stage)
+    for got in found:
         model = Pair()
         for lr, numbers, key in (
             (0.1, (0,), ""),
@@ -153,6 +155,9 @@ def test_what_works_does_what_deepspeed_says(stage):
         assert got["applied"] and got["lr"] == ([0.1], 0.1, 0.1) and got["batch"] == 8
         assert got["scale"] == (1.0, 1.0, False) and got["groups"]
         assert got["offload"] == (stage == 3)
+    # At stage 3, DeepSpeed needs a switch that this config lacks.
+    assert bool(found[0]["saved"]) == (stage == 3)
+    assert all("gather_16bit_weights_on_model_save" in line for line in found[0]["saved"])
 
 
 @pytest.mark.parametrize("stage", STAGES)
