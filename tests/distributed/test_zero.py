@@ -180,7 +180,7 @@ def test_bf16_follows_fp32(ranks, stage):
     for n, p in got["after"].items():
         assert p.dtype == torch.bfloat16
         update = (exact["after"][n] - exact["before"][n]).norm()
-        resolution = 2**-9 * exact["after"][n].norm()
+        resolution = 2**-8 * exact["after"][n].norm()  # half a spacing of bf16 at most
         assert (p.float() - exact["after"][n]).norm() <= 0.3 * update + resolution, n
 
 
