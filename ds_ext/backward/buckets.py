@@ -150,8 +150,7 @@ class Buckets:
         names = ", ".join(self.layout.name(p) for p in new if not self.owner.accepts(p))
         if names and self.layout.rank == 0:
             logger.warning(
-                "trainable but not given to the optimizer, not updated by it, nor reduced: %s",
-                names,
+                "trainable, but not given to this optimizer, so not stepped or reduced: %s", names
             )
 
     def remove(self) -> None:
