@@ -149,9 +149,7 @@ class Buckets:
         self.untrained = [p for p in self.untrained if p not in self.trained]
         names = ", ".join(self.layout.name(p) for p in new if not self.owner.accepts(p))
         if names and self.layout.rank == 0:
-            logger.warning(
-                "trainable, but not given to this optimizer, so not stepped or reduced: %s", names
-            )
+            logger.warning("not given to this optimizer, so not stepped or reduced: %s", names)
 
     def remove(self) -> None:
         """Takes the hooks off the parameters and modules."""
