@@ -65,7 +65,7 @@ class Adafactor(RuleOptimizer):
         seed: int = 0,
     ) -> None: ...
     @classmethod
-    def for_model(  # type: ignore[override]
+    def for_model(
         cls,
         module: nn.Module,
         *,
@@ -117,7 +117,7 @@ class AdaLomo(RuleOptimizer):
         seed: int = 0,
     ) -> None: ...
     @classmethod
-    def for_model(  # type: ignore[override]
+    def for_model(
         cls,
         module: nn.Module,
         *,
@@ -166,7 +166,7 @@ class AdamW(RuleOptimizer):
         seed: int = 0,
     ) -> None: ...
     @classmethod
-    def for_model(  # type: ignore[override]
+    def for_model(
         cls,
         module: nn.Module,
         *,
@@ -220,7 +220,7 @@ class APOLLO(RuleOptimizer):
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
     ) -> None: ...
     @classmethod
-    def for_model(  # type: ignore[override]
+    def for_model(
         cls,
         module: nn.Module,
         *,
@@ -278,7 +278,7 @@ class APOLLOMini(RuleOptimizer):
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
     ) -> None: ...
     @classmethod
-    def for_model(  # type: ignore[override]
+    def for_model(
         cls,
         module: nn.Module,
         *,
@@ -332,7 +332,7 @@ class CAME(RuleOptimizer):
         seed: int = 0,
     ) -> None: ...
     @classmethod
-    def for_model(  # type: ignore[override]
+    def for_model(
         cls,
         module: nn.Module,
         *,
@@ -378,7 +378,7 @@ class FlashAdamW(RuleOptimizer):
         seed: int = 0,
     ) -> None: ...
     @classmethod
-    def for_model(  # type: ignore[override]
+    def for_model(
         cls,
         module: nn.Module,
         *,
@@ -438,7 +438,7 @@ class GaLoreAdamW(RuleOptimizer):
         seed: int = 0,
     ) -> None: ...
     @classmethod
-    def for_model(  # type: ignore[override]
+    def for_model(
         cls,
         module: nn.Module,
         *,
@@ -497,7 +497,7 @@ class LAMB(RuleOptimizer):
         seed: int = 0,
     ) -> None: ...
     @classmethod
-    def for_model(  # type: ignore[override]
+    def for_model(
         cls,
         module: nn.Module,
         *,
@@ -544,7 +544,7 @@ class Lion(RuleOptimizer):
         seed: int = 0,
     ) -> None: ...
     @classmethod
-    def for_model(  # type: ignore[override]
+    def for_model(
         cls,
         module: nn.Module,
         *,
@@ -584,7 +584,7 @@ class LOMO(RuleOptimizer):
         seed: int = 0,
     ) -> None: ...
     @classmethod
-    def for_model(  # type: ignore[override]
+    def for_model(
         cls,
         module: nn.Module,
         *,
@@ -646,7 +646,7 @@ class Muon(RuleOptimizer):
         seed: int = 0,
     ) -> None: ...
     @classmethod
-    def for_model(  # type: ignore[override]
+    def for_model(
         cls,
         module: nn.Module,
         *,
@@ -714,7 +714,7 @@ class SCALE(RuleOptimizer):
         seed: int = 0,
     ) -> None: ...
     @classmethod
-    def for_model(  # type: ignore[override]
+    def for_model(
         cls,
         module: nn.Module,
         *,
@@ -782,7 +782,7 @@ class SinkGD(RuleOptimizer):
         seed: int = 0,
     ) -> None: ...
     @classmethod
-    def for_model(  # type: ignore[override]
+    def for_model(
         cls,
         module: nn.Module,
         *,

@@ -43,13 +43,13 @@ def read(make: Callable[[], None], config: dict[str, Any]) -> None:
         for key in (*SIZES, "zero_optimization.stage")
         if lookup(config, key) == "auto"
     ]
-    values, malformed = well_formed(filled(config)[0])
-    values = normalized(values)
+    given, malformed = well_formed(filled(config)[0])
+    values = normalized(given)
     found += malformed
     found += config_checks.all_problems(values)
     found += scheduler_problems(values)
     if found:
-        raise ValueError("\n".join(found))
+        raise ValueError("\n".join([*found, *unknown(given)]))
     try:
         with translated():
             make()

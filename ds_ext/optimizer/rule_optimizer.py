@@ -78,17 +78,21 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         self.instances.add(self)
 
     @classmethod
-    def for_model(cls, module: nn.Module, **params: Any) -> "RuleOptimizer":
+    def for_model(cls, module: nn.Module, *unnamed: Any, **params: Any) -> "RuleOptimizer":
         """Returns an optimizer of a model's trained parameters, as an engine makes it of a config.
 
         Args:
             module: the model.
+            *unnamed: nothing, because hyper-parameters have names.
             **params: "params" of the config's section "optimizer": hyper-parameters, and
                 ``param_groups``, ``target_modules`` and ``others`` (docs/settings.md).
 
         Raises:
             ValueError: a key is unknown or its value is wrong; or ZeRO-3 has partitioned the model.
         """
+        if unnamed:
+            name = f"{cls.__name__}.for_model"
+            raise TypeError(f"{name} takes hyper-parameters by name: {name}(model, lr=...).")
         if not isinstance(module, nn.Module):
             raise TypeError(f"{cls.__name__}.for_model: give the model, not {type(module)}.")
         trained = [p for p in module.parameters() if p.requires_grad]

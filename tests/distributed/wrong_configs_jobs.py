@@ -158,6 +158,7 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
         "clip_value is -1",
         {
             "gradient_clipping": "1.0",
+            "gradient_cliping": 1,
             "ds_ext": {"batch_split": 2, "gradient_policy": "x", "clip_value": -1},
             **_ours({"lrr": 1, "param_group": []}),
         },

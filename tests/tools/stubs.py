@@ -56,7 +56,7 @@ def _class(optimizer: type[RuleOptimizer]) -> str:
             *arguments,
             "    ) -> None: ...",
             "    @classmethod",
-            "    def for_model(  # type: ignore[override]",
+            "    def for_model(",
             "        cls,",
             "        module: nn.Module,",
             "        *,",

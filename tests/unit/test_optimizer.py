@@ -257,6 +257,8 @@ def test_the_signature_shows_hyper_parameters_and_defaults(name):
     model = nn.Linear(2, 2)
     with pytest.raises(TypeError, match="give model.parameters"):
         cls(model)
+    with pytest.raises(TypeError, match=rf"{cls.__name__}.for_model\(model, lr=...\)"):
+        cls.for_model(model, 0.1)
     with pytest.raises(TypeError, match="for_model: give the model"):
         cls.for_model(model.parameters())
     with pytest.raises(TypeError, match=rf"{cls.__name__}\(params, lr=...\)"):
