@@ -60,7 +60,7 @@ def announced(function: str, group: Group = None) -> Iterator[None]:
         ranks = dist.get_process_group_ranks(group)
         calls += f" by {hash(tuple(ranks))}"
     counts = {r: f"{calls}/{r}" for r in ranks}
-    absent = []
+    absent: list[int] = []
     with explained():
         own = store.add(counts[rank], 1)
         in_time = _all_have_called(store, calls, own, len(ranks))
@@ -71,9 +71,15 @@ def announced(function: str, group: Group = None) -> Iterator[None]:
             f"rank {rank} has waited in {function} for {PATIENCE:g} s: "
             f"{_named(absent)} {'have' if len(absent) > 1 else 'has'} not called it. All ranks "
             f'must call {function}, not only rank 0 (remove "if rank == 0"). It goes on if their '
-            "next call is this one, and else ends with an error."
+            "next call is this one, and else ends with an error, at the latest at the process "
+            "group's time limit."
         )
-    yield
+    try:
+        yield
+    except LostRankError as error:
+        if not absent:
+            raise
+        raise LostRankError(f"{function}: {_named(absent)} had not called it. {error}") from None
 
 
 def _all_have_called(store: Any, calls: str, own: int, size: int) -> bool:

@@ -7,11 +7,13 @@ from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
 from ds_ext import logs
 from ds_ext.distributed import consensus
 from ds_ext.engine import layouts
+from ds_ext.errors import LostRankError
 
 
 def test_ranks_that_wait_ask_little(monkeypatch, caplog):
@@ -35,6 +37,17 @@ def test_ranks_that_wait_ask_little(monkeypatch, caplog):
     assert store.add.call_count <= 4 * world
     (line,) = [record.getMessage() for record in caplog.records]
     assert "has waited in saving" in line and "rank 7 has not called it" in line
+
+
+def test_a_lost_connection_names_the_function_that_others_had_not_called(monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
+    monkeypatch.setattr(consensus, "PATIENCE", 0.1)
+    with pytest.raises(LostRankError, match="^saving: rank 1 had not called it. gone$"):
+        with consensus.announced("saving"):
+            raise LostRankError("gone")
 
 
 def test_groups_get_their_time_limit_without_a_warning(monkeypatch):
