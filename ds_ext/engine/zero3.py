@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MethodType
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import (
     PartitionedParameterCoordinator,
     iter_params,
 )
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import groups, z3_leaf_module
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -205,6 +206,9 @@ def partition(engine: DeepSpeedEngine, group: Group) -> DeepSpeedZeRoOffload:
     _hold_weakly(engine.module)
     _cache_by_engine(offload.get_param_coordinator())
     _release_frozen(offload)
+    if engine.torch_autocast_enabled():
+        for param in engine.module.parameters():
+            _gather_exactly(deepspeed_parameter(param))
     if section(engine.config).weight_storage:
         int8_partitions.store(engine.module)
     else:
@@ -262,6 +266,23 @@ def _release_frozen(offload: DeepSpeedZeRoOffload) -> None:
         release(module, forward=forward)
 
     coordinator.release_sub_module = release_sub_module
+
+
+def _gather_exactly(param: Any) -> None:
+    """Lets ``GatheredParameters`` of a parameter gather the weights anew, in their own dtype.
+
+    A forward pass gathers weights in the dtype of ``torch_autocast``, and may leave them gathered.
+    With a ``modifier_rank``, these rounded weights would overwrite the partitions.
+    """
+    gather = param.all_gather
+
+    def all_gather(param_list: list[Any] | None = None, **how: Any) -> Any:
+        available = [p for p in param_list or () if p.ds_status is ZeroParamStatus.AVAILABLE]
+        if available:  # ``GatheredParameters`` always passes a list
+            param.partition(available)
+        return gather(param_list, **how)
+
+    param.all_gather = all_gather
 
 
 def _secondary_group(engine: DeepSpeedEngine) -> Group:

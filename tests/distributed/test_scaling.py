@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from tests import worlds
@@ -155,6 +156,37 @@ def autocast(stage: int, dtype: str, rule: str) -> dict[str, Any]:
     return found | {"scale": engine.optimizer.loss_scale, "told": told}
 
 
+def gathered_under_autocast(evaluated: bool) -> list[str]:
+    """The weights that ``GatheredParameters`` reads or writes back otherwise than it should.
+
+    They stay gathered after a forward pass without gradients, or because they are persistent.
+    """
+    torch.manual_seed(2)
+    model = Net()
+    optimizer = by_role.made("adalomo", model, autocast_hypers("adalomo"))
+    persistent = 0 if evaluated else 10**5
+    engine = engines.start(
+        model,
+        optimizer,
+        3,
+        torch_autocast={"enabled": True, "dtype": "float16"},
+        zero={"stage3_param_persistence_threshold": persistent},
+    )
+    engines.train(engine, autocast_loss, 2)
+    if evaluated:
+        with torch.no_grad():
+            autocast_loss(engine, 2, dist.get_rank())
+    params = dict(model.named_parameters())
+    assert {p.ds_status for p in params.values()} == {ZeroParamStatus.AVAILABLE}
+    before = {n: p.ds_tensor.clone() for n, p in params.items()}
+    reads = []
+    for rank in (0, None):
+        with deepspeed.zero.GatheredParameters(params.values(), modifier_rank=rank):
+            reads.append({n: p.detach().clone() for n, p in params.items()})
+    wrong = [n for n, p in params.items() if not torch.equal(p.ds_tensor, before[n])]
+    return wrong + [n for n in params if not torch.equal(reads[0][n], reads[1][n])]
+
+
 def autocast_reference(world: int, dtype: torch.dtype, rule: str, told: by_role.Told) -> nn.Module:
     torch.manual_seed(2)
     model = Net()
@@ -249,3 +281,9 @@ def test_autocast_follows_torch_in_one_process(ranks, stage, rule, dtype, error)
     model = autocast_reference(ranks, getattr(torch, dtype), rule, got["told"])
     # gradients are rounded once more to be sent
     check_each(got["after"], dict(model.named_parameters()), got["before"], close=error)
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+@pytest.mark.parametrize("ranks", params(RANKS, (2,)))
+def test_weights_gathered_under_autocast_are_not_rounded(ranks, evaluated):
+    assert worlds.once(ranks, gathered_under_autocast, evaluated) == [[]] * ranks
