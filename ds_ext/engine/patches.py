@@ -22,7 +22,6 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import (
     TiledMLP,
 )
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import Tensor, nn
 
@@ -38,8 +37,9 @@ Method: TypeAlias = Callable[..., Any]
 
 # Errors.
 _NO_OPTIMIZER = (
-    'this engine cannot train: its config has a section "ds_ext" and names no optimizer. Name one '
-    'in optimizer.type, such as "AdaLomo", or pass one to deepspeed.initialize.'
+    'deepspeed.initialize: the config has a section "ds_ext", but no optimizer was given. Name one '
+    'in optimizer.type, such as "AdaLomo", or pass one. An engine that only evaluates a model '
+    'needs no section "ds_ext": remove it.'
 )
 _FUNCTION = (
     "deepspeed.initialize: the optimizer is a function or a class, so ds_ext cannot check the "
@@ -143,7 +143,9 @@ def build(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) 
     name = type(client).__name__ if client is not None else named
     if name and client is None:
         optimizer_names.refuse_misspelled(name)
-    if name and "ds_ext" in config._param_dict:
+    if "ds_ext" in config._param_dict:
+        if not name:
+            raise ValueError(_NO_OPTIMIZER)
         config_checks.raise_first(config_checks.unread(config._param_dict, name))
     original(engine, *args, **kwargs)
     if name:
@@ -167,15 +169,9 @@ def _do_optimizer_sanity_check(original: Method, engine: DeepSpeedEngine, optimi
 # DeepSpeed does not say which engines a backward pass will reach.
 @replaces(DeepSpeedEngine, "_backward_prologue")
 def _backward_prologue(original: Method, engine: DeepSpeedEngine) -> None:
-    """Rejects a norm-measuring pass through DeepSpeed's own engine, which would count a step.
-
-    Also rejects one of an engine without an optimizer, if its config was meant for ds_ext.
-    """
+    """Rejects a norm-measuring pass through DeepSpeed's own engine, which would count a step."""
     if not isinstance(engine.optimizer, ZeroAdapter) and foreign_grads.measured() is not None:
         raise RuntimeError(_MEASURED_BESIDE)
-    is_inference = isinstance(engine.optimizer, DeepSpeedZeRoOffload)
-    if is_inference and "ds_ext" in engine._config._param_dict:
-        raise RuntimeError(_NO_OPTIMIZER)
     original(engine)
 
 

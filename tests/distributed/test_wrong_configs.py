@@ -37,7 +37,7 @@ MISTAKES = {  # the error; or "" and the one warning
     "wrapped": ("ValueError: the model is wrapped by DistributedDataParallel: pass the model", ""),
     "shared_memory": ("ValueError: parameters share memory with each other", ""),
     "no_optimizer": (
-        'RuntimeError: this engine cannot train: its config has a section "ds_ext"',
+        'ValueError: deepspeed.initialize: the config has a section "ds_ext", but no optimizer',
         "",
     ),
     "auto_sizes": ('ValueError: train_batch_size is "auto", which is filled in by HF', ""),

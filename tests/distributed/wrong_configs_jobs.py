@@ -3,6 +3,7 @@
 import contextlib
 import io
 import sys
+from functools import partial
 from typing import Any, NamedTuple
 
 import deepspeed
@@ -318,10 +319,14 @@ class Mistakes:
         deepspeed.initialize(model=model, optimizer=optimizer, config=dict(SIZES))
 
     def no_optimizer(self) -> None:
-        """A section for ds_ext in a config that names no optimizer."""
-        config = SIZES | {"ds_ext": {"batch_splits": 1}}
-        engine = deepspeed.initialize(model=nn.Linear(4, 4), config=config)[0]
-        engine.backward(engine(torch.eye(4)).sum())
+        """A section for ds_ext in a config that names no optimizer, at any stage."""
+
+        def start(stage: int) -> None:
+            config = SIZES | _zero(stage) | {"ds_ext": {"batch_splits": 1}}
+            deepspeed.initialize(model=nn.Linear(4, 4), config=config)
+
+        (told,) = {message(partial(start, stage)) for stage in range(4)}
+        raise ValueError(told)
 
     def auto_sizes(self) -> None:
         """Batch sizes that HF would fill in."""
