@@ -44,8 +44,8 @@ def __getattr__(name: str) -> type:
     optimizer = OPTIMIZERS.get(name.lower())
     if optimizer is None or optimizer.__name__ != name:
         near = difflib.get_close_matches(name, __dir__(), n=1)
-        guess = f". Did you mean {near[0]}?" if near else ""
-        raise AttributeError(f"module 'ds_ext' has no attribute {name!r}{guess}")
+        guess = f"Did you mean {near[0]}?" if near else "Import the module of your own rule."
+        raise AttributeError(f"module 'ds_ext' has no attribute {name!r}. {guess}")
     return optimizer
 
 

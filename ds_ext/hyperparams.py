@@ -184,6 +184,19 @@ def _adapters(rule: type) -> dict[str, TypeAdapter[Any]]:
     return {key: TypeAdapter(_strict_bool(hint)) for key, hint in _hints(rule).items()}
 
 
+def unchecked(rule: type) -> list[str]:
+    """Returns the fields of a rule whose types, such as float, would let wrong values pass."""
+    return [name for name, hint in _hints(rule).items() if not _is_checked(hint)]
+
+
+def _is_checked(hint: Any) -> bool:
+    if hint in (bool, NoneType, Ellipsis) or get_origin(hint) is Literal:
+        return True
+    if get_origin(hint) is Annotated:
+        return any(getattr(extra, "description", None) for extra in hint.__metadata__)
+    return bool(get_args(hint)) and all(map(_is_checked, get_args(hint)))
+
+
 def describe(hint: Any) -> str:
     """Describes the values that a type allows: "a number >= 0"."""
     for extra in getattr(hint, "__metadata__", ()):

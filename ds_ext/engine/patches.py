@@ -142,7 +142,7 @@ def build(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) 
     named = parsing.lookup(config._param_dict, "optimizer.type")
     name = type(client).__name__ if client is not None else named
     if name and client is None:
-        optimizer_names.refuse_misspelled(name)
+        optimizer_names.refuse_unknown(name)
     if "ds_ext" in config._param_dict:
         if not name:
             raise ValueError(_NO_OPTIMIZER)

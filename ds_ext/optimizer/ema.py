@@ -25,7 +25,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.sixteen_bit import StochasticWeight
 from ds_ext.ops.state import Part, Parts, State
 from ds_ext.optimizer import expert_stacks
-from ds_ext.rules.base import refuse_reserved_state
+from ds_ext.rules.base import check_spec
 
 EMA = "ema"  # the key of the average in a state
 _SEED = 2**40  # added to the seed: the bits differ from those that round weights
@@ -42,8 +42,7 @@ class EmaConfig:
 
     def state_spec(self, shard: Shard) -> Parts:
         """Returns the state of the rule, and the average."""
-        parts: Parts = super().state_spec(shard)  # type: ignore[misc]
-        refuse_reserved_state(type(self).__name__, parts)
+        parts = check_spec(type(self), super().state_spec(shard))  # type: ignore[misc]
         if not self.ema_decay:
             return parts
         dtype = torch.bfloat16 if self.ema_dtype == "bf16" else None

@@ -16,9 +16,10 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from torch import Tensor
 
 from ds_ext import ops
+from ds_ext.hyperparams import unchecked
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.sixteen_bit import RoundingConfig
-from ds_ext.ops.state import Parts
+from ds_ext.ops.state import Part, Parts, leaves
 from ds_ext.ops.state import State as State
 
 Sums: TypeAlias = tuple[Tensor, ...]  # fp32 (fp64 for fp64 parameters), of any shapes
@@ -120,6 +121,8 @@ RESERVED_FIELDS = frozenset(
 )
 _SHARED_SEED = next(f for f in dataclasses.fields(RoundingConfig) if f.name == "seed")
 
+_TYPES = "says which values it may have (NonNegative, … of ds_ext.hyperparams; bool; Literal)"
+
 R = TypeVar("R", bound=type)
 
 
@@ -186,6 +189,7 @@ def register(
         _refuse_incomplete(rule)
         _refuse_reserved_fields(rule)
         own: Any = rule
+        own.__init__ = _by_name(own.__init__, rule.__name__)
         if not inspect.isgeneratorfunction(own.step):
             own.step = _as_rounds(own.step)
         roles = {}
@@ -214,16 +218,38 @@ def _refuse_incomplete(rule: type) -> None:
         missing += ["the field lr"] if "lr" not in hypers else []
         bare = [name for name in hypers if hypers[name].default is inspect.Parameter.empty]
         missing += [f"a default of the field {name}" for name in bare]
+        missing += [f"a type of the field {name} that {_TYPES}" for name in unchecked(rule)]
     if missing:
         raise TypeError(f"the rule {rule.__name__} lacks {', '.join(missing)}.")
+
+
+def _by_name(init: Callable[..., None], name: str) -> Callable[..., None]:
+    """Returns the ``__init__`` of a rule as one that refuses parameters of a model."""
+
+    @functools.wraps(init)
+    def by_name(rule: Any, *unnamed: Any, **hypers: Any) -> None:
+        if unnamed:
+            raise TypeError(
+                f"{name} is a rule, whose hyper-parameters are given by name. The optimizer is "
+                f"ds_ext.{name}(params, lr=...)."
+            )
+        init(rule, **hypers)
+
+    return by_name
 
 
 def _as_rounds(step: Callable[..., Any]) -> Callable[..., Rounds]:
     """Returns a step without ``yield`` as one that takes no rounds."""
 
     @functools.wraps(step)
-    def rounds(*args: Any) -> Rounds:
-        yield from step(*args) or ()
+    def rounds(rule: Any, p: Any, g: Any, s: Any, t: Any, shard: Shard) -> Rounds:
+        result = step(rule, p, g, s, t, shard)
+        if result is not None and not inspect.isgenerator(result):
+            raise TypeError(
+                f"{type(rule).__name__}.step returned {type(result).__name__}: return nothing, and "
+                "write the weight with ops.apply_(p, update, shard, lr=self.lr)."
+            )
+        yield from result or ()
 
     return rounds
 
@@ -241,13 +267,26 @@ def _refuse_reserved_fields(rule: type) -> None:
             )
 
 
-def refuse_reserved_state(name: str, parts: Parts) -> None:
-    """Raises ValueError if the state of the rule ``name`` has a key that ds_ext uses itself."""
+def check_spec(rule: type, parts: Parts) -> Parts:
+    """Returns the result of a rule's ``state_spec``.
+
+    Raises:
+        TypeError: it is no dict, or has something other than parts.
+        ValueError: a key is one that ds_ext uses itself.
+    """
+    wrong = [parts] if not isinstance(parts, Mapping) else [part for _, part in leaves(parts)]
+    for x in wrong:
+        if not isinstance(x, Part):
+            raise TypeError(
+                f"{rule.__name__}.state_spec returned {type(x).__name__}, which declares no state: "
+                'return a dict of parts, such as {"m": Part.like(shard)}.'
+            )
     for key in sorted(RESERVED_STATE & parts.keys()):
         raise ValueError(
-            f'the state of {name} has the key "{key}", which ds_ext uses itself: rename it in '
-            "state_spec."
+            f'the state of {rule.__name__} has the key "{key}", which ds_ext uses itself: rename '
+            "it in state_spec."
         )
+    return parts
 
 
 def _full_name(rule: type) -> str:
@@ -271,7 +310,10 @@ def named(name: Any, key: str = "optimizer.type") -> RuleEntry:
     near = [REGISTRY[x].spelling for x in difflib.get_close_matches(wanted, REGISTRY, n=1)]
     guess = f' Did you mean "{near[0]}"?' if near else ""
     known = ", ".join(entry.spelling for entry in REGISTRY.values())
-    raise ValueError(f"{key} is {name!r}, which is not a ds_ext optimizer.{guess} Known: {known}.")
+    raise ValueError(
+        f"{key} is {name!r}, which is not a ds_ext optimizer.{guess} Known: {known}; and yours, "
+        "once their module is imported (--import MODULE)."
+    )
 
 
 def entry_of(rule: type) -> RuleEntry:

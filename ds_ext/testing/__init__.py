@@ -3,6 +3,7 @@
 import torch
 
 from ds_ext import rules
+from ds_ext.optimizer import RuleOptimizer
 from ds_ext.rules import Rule
 from ds_ext.testing import properties
 from ds_ext.testing.properties import Reference
@@ -44,9 +45,27 @@ def check_rule(
         AssertionError: the rule lacks a property, which the message names.
         ValueError: the rule is not registered.
     """
+    if isinstance(rule, type) and issubclass(rule, RuleOptimizer):
+        raise TypeError(f"give the rule {rule.__name__} of your module, not the optimizer {rule}.")
     made = rule() if isinstance(rule, type) else rule
     if not rules.entry_of(type(made)).any_shape:
         shapes = tuple(shape for shape in shapes if len(shape) == 2)
+    try:
+        _check(made, reference, shapes, worlds, half_error)
+    except (KeyError, RuntimeError) as error:
+        advice = " (state_spec does not declare it)" if isinstance(error, KeyError) else ""
+        if "Boolean value of Tensor" in str(error):
+            advice = " (a total is a vector in a batch: write torch.where for a branch)"
+        raise AssertionError(properties.lacks(made, f"runs: {error!r}{advice}")) from error
+
+
+def _check(
+    made: Rule,
+    reference: Reference | None,
+    shapes: tuple[Shape, ...],
+    worlds: tuple[int, ...],
+    half_error: float,
+) -> None:
     if reference is not None:
         properties.equals_reference(made, reference, shapes)
     for world in worlds:

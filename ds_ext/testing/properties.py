@@ -55,7 +55,7 @@ def is_the_same_on_ranks(rule: Any, world: int, shapes: Sequence[Shape], steps: 
             ranks.step(grads)
         except ValueError as reason:
             what = "yields equally often, and sums of equal sizes, on all ranks"
-            raise AssertionError(_lacks(rule, f"{what}: {world} ranks, {reason}")) from reason
+            raise AssertionError(lacks(rule, f"{what}: {world} ranks, {reason}")) from reason
     for shape, p, old in zip(shapes, whole.params, before, strict=True):
         what = f"changes the weight: shape {shape}, {steps} steps (ops.apply_ writes it)"
         _require(not torch.equal(p, old), rule, what)
@@ -116,7 +116,7 @@ def _check_state(rule: Any, state: Any, shard: Shard, dtype: torch.dtype) -> Non
         try:
             x = at(state, path)
         except KeyError:
-            raise AssertionError(_lacks(rule, f"{what}{path} is missing")) from None
+            raise AssertionError(lacks(rule, f"{what}{path} is missing")) from None
         wanted = part.dtype_for(dtype)
         _require(x.dtype == wanted, rule, f"{what}{path} is {x.dtype} and not {wanted}")
         is_alike = tuple(x.shape) == part.shape
@@ -256,8 +256,9 @@ def _step(optimizer: RuleOptimizer, params: Sequence[nn.Parameter], steps: Any) 
 
 def _require(holds: bool, rule: Any, what: str) -> None:
     if not holds:
-        raise AssertionError(_lacks(rule, what))
+        raise AssertionError(lacks(rule, what))
 
 
-def _lacks(rule: Any, what: str) -> str:
+def lacks(rule: Any, what: str) -> str:
+    """Returns the message of a missing property, which ``what`` says after the word "it"."""
     return f"{type(rule).__name__} lacks a property of every rule: it {what}."

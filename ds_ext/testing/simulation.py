@@ -10,6 +10,7 @@ from ds_ext import ops
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import State, zeros
+from ds_ext.rules.base import check_spec
 
 Shape: TypeAlias = tuple[int, ...]
 EXACT = 1e-9  # the largest error in fp64, relative to the update
@@ -33,7 +34,10 @@ class Ranks:
         self.runs = self.cut(params)
         self.shards = [[_shard(s, r, world, shift) for s in self.shapes] for r in range(world)]
         self.states: list[list[State]] = [
-            [zeros(rule.state_spec(shard), p) for p, shard in zip(*rank, strict=True)]
+            [
+                zeros(check_spec(type(rule), rule.state_spec(shard)), p)
+                for p, shard in zip(*rank, strict=True)
+            ]
             for rank in zip(self.runs, self.shards, strict=True)
         ]
 

@@ -129,6 +129,7 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
         _ours({"param_groups": [{"match": "a", "type": "AdaLom"}]}),
     ),
     ("optimizer.type is 'AdaLom'", {"optimizer": {"type": "AdaLom"}} | OURS),
+    ("is imported (--import MODULE)", {"optimizer": {"type": "HeavyBall"}}),
     (None, _zero(3, offload_optimizer={"device": "cpu"})),
     ('gradient_policy = "projected"', {"ds_ext": {"gradient_policy": "projected"}}),
     ("weight_update", {"ds_ext": {"weight_storage": "int8"}} | _ours({"weight_update": "master"})),

@@ -274,7 +274,23 @@ def writes_first(self, p, g, s, t, shard):
     ops.apply_(p, s["m"], shard, lr=self.lr / (1 + total))
 
 
+def undeclared(self, p, g, s, t, shard):
+    ops.lerp_(s["w"], g, 0.5, shard)
+
+
+def returned(self, p, g, s, t, shard):
+    return s["m"]
+
+
+def branch(self, p, g, s, t, shard):
+    (total,) = yield (ops.square_sum(g, shard, g),)
+    ops.apply_(p, g, shard, lr=self.lr / 2 if total > 1 else self.lr)
+
+
 FAULTS = {
+    undeclared: r"Own lacks .*: it runs: KeyError\('w'\) \(state_spec does not declare it\)",
+    returned: "Own.step returned Tensor: return nothing, and write the weight with ops.apply_",
+    branch: "Own lacks .*: it runs: .*a total is a vector in a batch: write torch.where",
     nothing: r"changes the weight: shape .*ops.apply_ writes it",
     plain_weight: "mul_ cannot read it: p and g of a rule",
     writes_first: "yields before it writes, as sums_first says: shape",
@@ -293,9 +309,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_of_each_kind_is_named(fault):
-    is_batched = fault in (mixed_in_a_batch, writes_first)
+    is_batched = fault in (mixed_in_a_batch, writes_first, branch)
     with registered(fault, is_batched, sums_first=fault is writes_first) as rule:
-        with pytest.raises((AssertionError, AttributeError), match=FAULTS[fault]):
+        with pytest.raises((AssertionError, AttributeError, TypeError), match=FAULTS[fault]):
             check_rule(rule)
 
 
@@ -304,6 +320,36 @@ def test_a_rule_that_is_not_registered_is_named():
         pass
     with pytest.raises(ValueError, match="Own is not registered: put @register"):
         check_rule(rule)
+
+
+@pytest.mark.parametrize("parts", [{"m": torch.zeros(3)}, {"v": {"m": 3}}, None])
+def test_a_state_that_is_not_declared_by_parts_is_named(parts):
+    with registered(nothing) as rule:
+        rule.state_spec = lambda self, shard: parts
+        for make in (check_rule, lambda _: ds_ext.Own([torch.nn.Parameter(torch.zeros(3))])):
+            with pytest.raises(TypeError, match="Own.state_spec returned .* dict of parts"):
+                make(rule)
+
+
+def test_a_rule_and_its_optimizer_are_not_mistaken_for_each_other():
+    with registered(nothing) as rule:
+        with pytest.raises(TypeError, match=r"The optimizer is ds_ext.Own\(params, lr=...\)"):
+            rule([torch.nn.Parameter(torch.zeros(3))])
+        with pytest.raises(TypeError, match="missing 5 required positional arguments"):
+            rule(lr=0.1).step()
+        with pytest.raises(TypeError, match="give the rule Own of your module, not the optimizer"):
+            check_rule(ds_ext.Own)
+    with pytest.raises(AttributeError, match="no attribute 'Own'. Import the module of your"):
+        _ = ds_ext.Own
+
+
+@pytest.mark.parametrize("hint", [float, int, tuple[float, float], NonNegative | str])
+def test_a_field_whose_values_nobody_checks_is_refused(hint):
+    body = {"state_spec": nothing, "step": nothing, "__module__": __name__}
+    rule = make_dataclass("Odd", [("lr", hint, 0.1)], namespace=body, frozen=True)
+    with pytest.raises(TypeError, match="lacks a type of the field lr that says which values"):
+        rules.register(paper="", state="", rounds="")(rule)
+    assert "odd" not in rules.REGISTRY
 
 
 def test_another_formula_than_the_references_is_named(page):
