@@ -11,7 +11,6 @@ from typing import Any
 
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from ds_ext.backward import int8_weights, owners
@@ -37,13 +36,21 @@ from ds_ext.rules.base import key_of
 
 # The functions of DeepSpeed, HF Trainer and accelerate that gather full weights at stage 3.
 GATHERING = "save_16bit_model (Trainer.save_model, accelerator.get_state_dict)"
+# Methods of engines and pipeline engines that communicate.
+COMMUNICATING = (
+    *("forward", "backward", "step", "train_batch", "eval_batch"),
+    *("save_checkpoint", "load_checkpoint", "_zero3_consolidated_16bit_state_dict"),
+)
 
 
 @functools.cache
 def _class_for(base: Any) -> type:
     """The class of our engines, with the name of the engine's own class."""
-    own = OwnPipelineEngine if issubclass(base, PipelineEngine) else OwnEngine
-    return type(base.__name__, (own, base), {"__module__": __name__})
+    own = type(base.__name__, (OwnEngine, base), {"__module__": __name__})
+    for name in COMMUNICATING:
+        if hasattr(own, name):
+            setattr(own, name, _translate_lost_connections(getattr(own, name)))
+    return own
 
 
 def build(
@@ -155,12 +162,6 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
 
     # Training.
 
-    @_translate_lost_connections
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model."""
-        return super().forward(*args, **kwargs)
-
-    @_translate_lost_connections
     @functools.wraps(DeepSpeedEngine.backward)
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Rejects the ``learning_rate`` that HF Trainer and LOMO's scripts pass to backward."""
@@ -171,12 +172,6 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
                 'TrainingArguments.optim is "lomo" or "adalomo": remove optim.'
             )
         return super().backward(*args, **kwargs)
-
-    @_translate_lost_connections
-    @functools.wraps(DeepSpeedEngine.step)
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Ends a micro-batch or a step."""
-        super().step(*args, **kwargs)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Also discards kept gradients and gradients in buckets. DeepSpeed sets ``.grad`` only."""
@@ -215,17 +210,8 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
 
     # Checkpoints.
 
-    @_translate_lost_connections
-    @functools.wraps(DeepSpeedEngine.save_checkpoint)
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Saves a complete checkpoint or none."""
-        return saving.save_checkpoint(self, *args, **kwargs)
-
-    @_translate_lost_connections
-    @functools.wraps(DeepSpeedEngine.load_checkpoint)
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads a checkpoint that was saved with any number of ranks and any ZeRO stage."""
-        return loading.load_checkpoint(self, *args, **kwargs)
+    save_checkpoint = saving.save_checkpoint
+    load_checkpoint = loading.load_checkpoint
 
     @functools.wraps(DeepSpeedEngine.save_16bit_model)
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
@@ -238,24 +224,7 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
             )
         return saved
 
-    @_translate_lost_connections
     def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         # Without a word, a rank would wait here for ranks that do not save.
         with consensus.announced(GATHERING):
             return super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)
-
-
-class OwnPipelineEngine(OwnEngine):
-    """The same for DeepSpeed's PipelineEngine."""
-
-    @_translate_lost_connections
-    @functools.wraps(PipelineEngine.train_batch)
-    def train_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains on one batch."""
-        return super().train_batch(*args, **kwargs)
-
-    @_translate_lost_connections
-    @functools.wraps(PipelineEngine.eval_batch)
-    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates on one batch."""
-        return super().eval_batch(*args, **kwargs)

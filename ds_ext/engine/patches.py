@@ -3,9 +3,7 @@
 An engine whose optimizer is of ds_ext gets the class ``OwnEngine`` before DeepSpeed builds it. Only
 what happens without such an engine is patched here. The comment above a patch says why DeepSpeed
 needs it. Each patch first asks whether the call concerns ds_ext, and else calls DeepSpeed's method.
-
-``zero.Init`` with a config that concerns ds_ext gets a class of its own too, which supports 0-d
-parameters.
+Those of 0-d parameters, with which DeepSpeed fails, do not ask.
 """
 
 import functools
@@ -220,23 +218,13 @@ def _weights(args: Sequence[Any]) -> list[Tensor]:
 
 
 # DeepSpeed broadcasts bytes, which fails for 0-d parameters.
-@replaces(Init, "__init__")
-def partition_scalars(original: Method, init: Init, *args: Any, **kwargs: Any) -> None:
-    """Partitions 0-d parameters too, if the config concerns ds_ext."""
-    given = inspect.signature(original).bind_partial(init, *args, **kwargs).arguments
-    if optimizer_names.concerns_us(given.get("config_dict_or_path") or given.get("config")):
-        init.__class__ = OwnInit
-    original(init, *args, **kwargs)
-
-
-class OwnInit(Init):  # type: ignore[misc]  # deepspeed has no types
-    """Partitions 0-d parameters."""
-
-    def _zero_init_param(self, param: Tensor) -> None:
-        shape = param.shape
-        with as_vectors([param]):
-            super()._zero_init_param(param)
-        deepspeed_parameter(param).ds_shape = shape  # the shape after a gather
+@replaces(Init, "_zero_init_param")
+def partition_scalars(original: Method, init: Init, param: Tensor) -> None:
+    """Partitions 0-d parameters too."""
+    shape = param.shape
+    with as_vectors([param]):
+        original(init, param)
+    deepspeed_parameter(param).ds_shape = shape  # the shape after a gather
 
 
 # The same for the broadcast of an edit.

@@ -189,7 +189,7 @@ def partition(engine: DeepSpeedEngine, group: Group) -> DeepSpeedZeRoOffload:
     offload = DeepSpeedZeRoOffload(
         engine.module,
         timers=engine.timers,
-        ds_config={"ds_ext": {}} | engine._config._param_dict,  # see patches
+        ds_config=engine._config._param_dict,
         overlap_comm=engine.zero_overlap_comm(),
         prefetch_bucket_size=engine.zero_prefetch_bucket_size(),
         max_reuse_distance=engine.zero_max_reuse_distance(),

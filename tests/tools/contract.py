@@ -32,13 +32,14 @@ def names() -> list[str]:
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
-    from ds_ext.engine.own_engine import OwnEngine, OwnPipelineEngine
+    from ds_ext.engine.own_engine import COMMUNICATING, OwnEngine
     from ds_ext.engine.patches import PATCHES
 
     found = {f"{module}:{name}" for module, rows in contract.TABLE.items() for name in rows}
     replaced = [(patch.owner, patch.name) for patch in PATCHES]
-    for own, base in ((OwnEngine, DeepSpeedEngine), (OwnPipelineEngine, PipelineEngine)):
-        replaced += [(base, n) for n in vars(own) if n[:2] != "__" and hasattr(base, n)]
+    for name in {*vars(OwnEngine), *COMMUNICATING}:
+        base = DeepSpeedEngine if hasattr(DeepSpeedEngine, name) else PipelineEngine
+        replaced += [(base, name)] if name[:2] != "__" and hasattr(base, name) else []
     return sorted(found | {f"{o.__module__}:{o.__qualname__}.{name}" for o, name in replaced})
 
 
