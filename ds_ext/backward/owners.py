@@ -4,73 +4,30 @@ A parameter has one owner, because two sets of hooks would each take its gradien
 model takes the parameters over, as a new engine does with DeepSpeed's own optimizers.
 """
 
-import contextlib
 import itertools
 import weakref
-from collections.abc import Collection, Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ds_ext.backward.gradient_config import GradientConfig
-from ds_ext.backward.partial_grads import ModuleCalls
-from ds_ext.backward.reduced_grad import Receiver
-from ds_ext.backward.step_state import StepState
 from ds_ext.distributed import consensus
 from ds_ext.distributed.groups import Group
-from ds_ext.distributed.layout import Layout
 from ds_ext.logs import logger
-from ds_ext.optimizer import RuleOptimizer, plain_step
+from ds_ext.optimizer import plain_step
 from ds_ext.optimizer.bucket_optimizer import BucketOptimizer
 
-
-class GradientOwner(Protocol):
-    """An object that steps parameters from hooks."""
-
-    optimizer: RuleOptimizer
-    layout: Layout
-    grad_config: GradientConfig
-    state: StepState  # of the step in progress
-    uses: ModuleCalls  # calls of its model's modules since the last backward pass
-
-    def accepts(self, param: Tensor) -> bool:
-        """Returns whether to take a parameter's gradient."""
-
-    def make_receiver(self) -> Receiver:
-        """Returns the receiver of a backward pass, at its first gradient."""
-
-    def rerun(self, loss: Tensor) -> contextlib.AbstractContextManager[None]:
-        """A context for a backward pass of ``loss`` that is run once more afterwards."""
-
-    def unfinished(self) -> str:
-        """Describes pending work that would be lost if the step ended now; empty if none."""
-
-    def leave_pass(self) -> None:
-        """Notes that an error has ended a backward pass, perhaps not on all ranks."""
-
-    def discard(self, params: Collection[Tensor]) -> None:
-        """Drops the gradients of ``params`` since the last step."""
-
-    @property
-    def trained(self) -> set[Tensor]:
-        """The parameters that it steps."""
-
-    def norm_so_far(self) -> float:
-        """Returns the norm of all gradients since the last step; all ranks call it."""
-
-    def give_way(self) -> None:
-        """Lets another owner take the parameters over."""
-
+GradientOwner: TypeAlias = Any  # a ``FusedBackward``, whose module imports this one
 
 _owners: Any = WeakTensorKeyDictionary()  # parameter: weak reference to its Owner
 # Weak references to all owners, by a number that counts up: an order that is the same on all ranks,
 # unlike that of a set. Each change and each copy is one operation of a dictionary with integers as
 # keys, which runs no other Python code. A lock instead would hang a thread whose garbage collector
 # deletes an engine while the thread holds it.
-_owners_by_number: "dict[int, weakref.ref[GradientOwner]]" = {}
+_owners_by_number: dict[int, Any] = {}
 _numbers = itertools.count()
 
 
@@ -83,8 +40,8 @@ def all_owners() -> list[GradientOwner]:
     return [by for reference in references if (by := reference()) is not None]
 
 
-def owner(param: Tensor) -> GradientOwner | None:
-    """Returns the owner of ``param``."""
+def owner(param: Tensor) -> GradientOwner:
+    """Returns the owner of ``param``, or None."""
     found = _owners.get(param)
     return None if found is None else found()
 
