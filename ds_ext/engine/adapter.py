@@ -19,6 +19,7 @@ from ds_ext.backward.buckets import ENDED
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.config import config_checks, parsing
 from ds_ext.distributed import consensus
+from ds_ext.distributed.groups import share_time_limit
 from ds_ext.engine import (
     deepspeed_config,
     engine_settings,
@@ -28,7 +29,7 @@ from ds_ext.engine import (
     safe_access,
 )
 from ds_ext.engine.checkpoint_contents import Contents, stepped
-from ds_ext.engine.layouts import layout_of, share_time_limit
+from ds_ext.engine.layouts import layout_of
 from ds_ext.engine.offload_states import OffloadedStates
 from ds_ext.engine.parameters import unpartitioned_shape
 from ds_ext.engine.rank_logging import log, warn
@@ -54,7 +55,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.module = engine.module
         self.layout = layout_of(engine)
         self.dp_process_group = self.layout.group  # DeepSpeed uses it in file names
-        share_time_limit(self.layout)
+        share_time_limit()
         config = engine_settings.effective(engine)
         kept_for, overlap = pipeline.gradients_kept_for(engine), bool(engine.zero_overlap_comm())
         grad_config = parsing.gradients(config, engine.monitor.enabled, kept_for)

@@ -1,6 +1,5 @@
 """What is saved and how it is read: pieces, not wholes. (Real ranks: test_resume.py.)"""
 
-
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
