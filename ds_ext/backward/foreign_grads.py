@@ -90,7 +90,7 @@ def _part(this: MeasuringPass, roots: Sequence[Tensor], is_inner: bool) -> Itera
         numbers.append(torch._C._current_graph_task_id())
         _passes[numbers[-1]] = this
 
-    own = this.by.layout.own_leaves(this.by.optimizer.group_of)
+    own = this.by.layout.own_leaves({*this.by.optimizer.group_of})
     this.saved[:] = [each for each in this.saved if each.tensor() is not None]
     leaves = [(node, x) for node in graph if (x := getattr(node, "variable", None)) is not None]
     with contextlib.ExitStack() as undo:

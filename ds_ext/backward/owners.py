@@ -138,11 +138,10 @@ def may_reach_others(by: GradientOwner) -> bool:
     if len(_owners_by_number) < 2:
         return False
     is_in_graph = any(
-        torch._C._will_engine_execute_node(_node(other.layout.leaf(param)))
+        torch._C._will_engine_execute_node(_node(leaf))
         for other in all_owners()
         if other is not by
-        for param in other.optimizer.group_of
-        if param.requires_grad and owner(param) is other
+        for leaf in other.layout.own_leaves({p for p in _stepped_by(other) if p.requires_grad})
     )
     return is_in_graph or _may_hide_others(by)
 
@@ -164,8 +163,13 @@ def stepping(leaves: Iterable[Tensor]) -> list[GradientOwner]:
     return [
         by
         for by in all_owners()
-        if any(owner(p) is by and id(by.layout.leaf(p)) in found for p in by.optimizer.group_of)
+        if any(id(leaf) in found for leaf in by.layout.own_leaves(_stepped_by(by)))
     ]
+
+
+def _stepped_by(by: GradientOwner) -> set[Tensor]:
+    """The parameters of an owner's optimizer that no other owner has."""
+    return {p for p in by.optimizer.group_of if owner(p) is by}
 
 
 def others_used(by: GradientOwner) -> list[GradientOwner]:

@@ -6,7 +6,7 @@ parameters. So gradients arrive reduced, in one order on all ranks. Only this fi
 own objects, which are private in torch 2.13.
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,17 +50,11 @@ class FSDP2Layout(Layout):
         self.voters = self.placements[0].statistics_group if self.is_uniform else group
         self.param_groups = list(_param_groups(module))
         _refuse_cut_twice(module, self.param_groups)
-        self.held = {_in_place(own): own for g in self.param_groups for own in g.fsdp_params}
 
     def broadcast(self, module: nn.Module) -> None:
         """Does nothing, because each rank has its own part."""
 
-    def leaf(self, param: Tensor) -> Tensor:
-        """Returns the parameter that FSDP2 gathered last; the sharded one if it gathered none."""
-        whole: Tensor = getattr(self.held.get(param), "_unsharded_param", param)
-        return whole
-
-    def own_leaves(self, params: Container[Tensor]) -> Container[Tensor]:
+    def own_leaves(self, params: set[Tensor]) -> set[Tensor]:
         """Returns sharded and gathered parameters; two gathered ones if tied after sharding."""
         held = (own for group in self.param_groups for own in group.fsdp_params)
         gathered = {
@@ -68,7 +62,7 @@ class FSDP2Layout(Layout):
             for own in held
             if hasattr(own, "_unsharded_param") and _in_place(own) in params
         }
-        return {p for p in self.names if p in params} | gathered
+        return params | gathered
 
     def units(self) -> dict[nn.Module, list[Tensor]]:
         """Returns FSDP2's units, and the parameters of each."""

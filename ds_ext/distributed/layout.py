@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -146,12 +146,8 @@ class Layout:
             for value in (*values, *module.buffers()):
                 broadcast(value.detach(), source, self.group)
 
-    def leaf(self, param: Tensor) -> Tensor:
-        """Returns the leaf of a parameter in graphs: itself, unless it is gathered."""
-        return param
-
-    def own_leaves(self, params: Container[Tensor]) -> Container[Tensor]:
-        """Returns the leaves of ``params`` in graphs."""
+    def own_leaves(self, params: set[Tensor]) -> set[Tensor]:
+        """Returns the leaves of ``params`` in graphs: themselves, unless they are gathered."""
         return params
 
     def leaves(self, module: nn.Module) -> dict[nn.Module, list[Tensor]]:
