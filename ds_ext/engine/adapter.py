@@ -10,7 +10,6 @@ import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.torch_autocast import get_comm_dtype
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import Tensor
 
 from ds_ext import logs
@@ -55,6 +54,8 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.module = engine.module
         self.layout = layout_of(engine)
         self.dp_process_group = self.layout.group  # DeepSpeed uses it in file names
+        if isinstance(self.layout, Zero3Layout):  # trainers remove its hooks during generation
+            self.parameter_offload = self.layout.offload
         share_time_limit()
         config = engine_settings.effective(engine)
         kept_for, overlap = pipeline.gradients_kept_for(engine), bool(engine.zero_overlap_comm())
@@ -145,21 +146,6 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
     def backward(self, loss: Tensor, **_: Any) -> None:
         """Raises RuntimeError. Call ``engine.backward`` instead."""
         raise RuntimeError("engine.optimizer.backward(loss): call engine.backward(loss).")
-
-    @property
-    def parameter_offload(self) -> DeepSpeedZeRoOffload:
-        """DeepSpeed's object that gathers parameters at stage 3.
-
-        Trainers remove its hooks during generation.
-
-        Raises:
-            AttributeError: at other stages, as in DeepSpeed's own optimizers.
-        """
-        if isinstance(self.layout, Zero3Layout):
-            return self.layout.offload
-        raise AttributeError(
-            "optimizer.parameter_offload exists only at zero_optimization.stage 3."
-        )
 
     def _comm_dtype(self, param: Tensor) -> torch.dtype:
         """The dtype in which the gradient of a parameter is reduced."""
