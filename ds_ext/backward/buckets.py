@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from types import MethodType
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +38,6 @@ LEFT, MEASURED, READ, ENDED = range(4)
 def has_room(elements: int, more: int, size: int) -> bool:
     """Returns whether a bucket with ``elements`` takes a parameter of ``more`` elements."""
     return elements + more <= size or elements < MIN_FILL * size
-
-
-class InFlightBucket(NamedTuple):
-    """A bucket that is being reduced."""
-
-    reducing: Reducing
-    in_parts: set[Tensor]  # parameters whose gradient may have further parts
 
 
 class Buckets:
@@ -79,7 +72,7 @@ class Buckets:
         self.has_followed = False  # edits of groups, since the last forward or backward pass began
         self.overlap = overlap
         self.streams = side_streams(layout.device, overlap)
-        self.sent: InFlightBucket | None = None  # the bucket that is being reduced
+        self.sent: Reducing | None = None  # the bucket that is being reduced
         self.receiver: Receiver | None = None  # the receiver of this backward pass
         self.waiting: dict[Tensor, Tensor | None] = {}  # flat and padded; None: no gradient
         self.elements = 0  # that no exchange of ready gradients covers yet
@@ -264,9 +257,9 @@ class Buckets:
         for piece in self.pieces(agreed.ready):
             voted_params = self._find_receiver().voted_params(piece)
             grads = [self.waiting.pop(p, None) for p in piece]  # None: not on this rank
-            reducing = self.reduction.begin(piece, grads, voted_params)
+            reducing = self.reduction.begin(piece, grads, voted_params, agreed.in_parts)
             self._receive()
-            self.sent = InFlightBucket(reducing, agreed.in_parts)
+            self.sent = reducing
             if not (self.overlap and reducing.blocks):
                 self._receive()
             if self.streams is not None:
@@ -279,7 +272,7 @@ class Buckets:
         if sent is None:
             return
         with nullcontext() if self.streams is None else self.streams.stepping():
-            grads = sent.reducing.arrived()
+            grads = sent.arrived()
             receiver = self._find_receiver()
             if sent.in_parts and not receiver.accepts_parts:
                 parts = [p for p in grads if p in sent.in_parts]  # in the order of all ranks
@@ -295,10 +288,10 @@ class Buckets:
         while not self.flush(ended=True):
             pass
         self._receive()
-        parts, self.parts = self.parts, {}
-        if parts:
-            with nullcontext() if self.streams is None else self.streams.stepping():
-                self._find_receiver().receive(parts)
+        if self.parts:
+            parts, self.parts = self.parts, {}
+            self.sent = Reducing(lambda: parts, blocks=False, in_parts=set())
+            self._receive()
         self.receiver, self.has_asked = None, False
         self.pass_of.clear()
         self.has_followed = False

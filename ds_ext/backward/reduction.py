@@ -1,6 +1,6 @@
 """Reduction of a bucket: gradients are summed over the ranks in place, and the ranks vote."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ class Reducing(NamedTuple):
 
     arrived: Callable[[], dict[Tensor, ReducedGrad]]  # waits for the reduction
     blocks: bool  # whether the host has to wait for it
+    in_parts: Set[Tensor]  # parameters whose gradient may have further parts
 
 
 class Reduction:
@@ -52,6 +53,7 @@ class Reduction:
         params: Sequence[Tensor],
         grads: Sequence[Tensor | None],
         voted_params: VotedParams,
+        in_parts: Set[Tensor],
     ) -> Reducing:
         """Begins to reduce gradients to this rank's runs.
 
@@ -63,6 +65,7 @@ class Reduction:
             params: the parameters of the bucket.
             grads: the gradient of each, flat and padded; None: this rank has none.
             voted_params: positions of ``params``.
+            in_parts: parameters whose gradient may have further parts.
         """
         flats = [self._zeros(p) if g is None else g for p, g in zip(params, grads, strict=True)]
         leaves: set[int] = set()
@@ -117,7 +120,8 @@ class Reduction:
                 if i not in unused
             }
 
-        return Reducing(arrived, self.layout.sums_gradients if streams is None else is_read)
+        blocks = self.layout.sums_gradients if streams is None else is_read
+        return Reducing(arrived, blocks, in_parts)
 
     def _votes(
         self, flats: dict[int, Tensor], bounds: list[float], has: list[bool]
