@@ -80,7 +80,6 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self._global_grad_norm: float | None = None
         self._entered = -1  # graph task id of the engine's last backward pass
         self._is_prepass = False
-        self.in_engine_step = False  # whether DeepSpeed is in the step of its engine
         self._disable_engine_handling()
         hook_cleanup.hide_from_copies(engine)
         safe_access.attach(self.fused)
@@ -306,7 +305,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
 
         DeepSpeed calls it after ``step``, which leaves nothing to discard unless backward failed.
         """
-        if not self.in_engine_step or self._backward_hook_state.backward_active_depth:
+        if self.fused.is_begun or self._backward_hook_state.backward_active_depth:
             self.optimizer.zero_grad(set_to_none)
             return
         self.fused.uses.forget(now=False)

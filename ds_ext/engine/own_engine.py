@@ -154,11 +154,7 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
     def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         if self.lr_scheduler is not None:  # DeepSpeed would pass the batch size as a metric
             engine_checks.check_metrics(self.lr_scheduler, lr_kwargs or {})
-        self.optimizer.in_engine_step = True
-        try:
-            super()._take_model_step(lr_kwargs)
-        finally:
-            self.optimizer.in_engine_step = False
+        super()._take_model_step(lr_kwargs)
 
     # Training.
 
