@@ -131,17 +131,12 @@ def _save(
     engine: DeepSpeedEngine, save_dir: str, path: Path, is_latest: bool, more: dict[str, Any]
 ) -> None:
     """Saves a checkpoint to ``path``, a folder in ``save_dir``."""
-    is_first = engine.global_rank == 0
-    draft = consensus.run_on_all_ranks(
-        lambda: folder.prepare(path) if is_first else None, CheckpointError
-    )
+    draft = folder.prepare(path) if engine.global_rank == 0 else None
 
     def fill() -> None:
         (aside,) = filter(None, consensus.gathered(draft.aside if draft else None))
         writer = _write(engine, save_dir, aside, more)
-        # ZeRO-3 then gathers weights: no rank may have failed.
-        entries = consensus.run_on_all_ranks(lambda: _entries(writer, engine.global_rank))
-        engine.optimizer.checkpoint_event_epilogue()
+        entries = _entries(writer, engine.global_rank)
         if draft is not None:  # on the first rank
             manifest = {
                 "ds_ext": manifests.VERSION,
@@ -156,7 +151,8 @@ def _save(
             folder.commit(draft, manifest, is_latest)
 
     try:
-        consensus.run_on_all_ranks(fill, CheckpointError)
+        consensus.run_on_all_ranks(fill)
+        engine.optimizer.checkpoint_event_epilogue()  # ZeRO-3 gathers weights: no rank has failed
     finally:
         if draft is not None:
             folder.close(draft)  # after all ranks have stopped writing
