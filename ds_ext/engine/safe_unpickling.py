@@ -16,7 +16,7 @@ import pickle
 import re
 import types
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +40,13 @@ _SAFE: list[Callable[..., Any]] = [
 ]
 
 
-@contextlib.contextmanager
-def _allowed() -> Iterator[None]:
+def _allowed() -> contextlib.AbstractContextManager[None]:
     """Context in which torch.load may create plain objects, NumPy arrays, and DeepSpeed's."""
     array, scalar = np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]
     kinds = {type(np.dtype(code)) for code in np.typecodes["All"]}
-    arrays = [np.ndarray, np.dtype, array, scalar, *kinds]
-    before = torch.serialization.get_safe_globals()
-    torch.serialization.add_safe_globals([*_SAFE, *arrays])
-    try:
-        yield
-    finally:  # torch's own context would also remove what the program has allowed
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(before)
+    allowed = [*_SAFE, np.ndarray, np.dtype, array, scalar, *kinds]
+    before = torch.serialization.get_safe_globals()  # which the context must not remove at its end
+    return torch.serialization.safe_globals([each for each in allowed if each not in before])
 
 
 def load(path: Path) -> Any:
