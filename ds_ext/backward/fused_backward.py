@@ -98,7 +98,7 @@ class FusedBackward:
         self._on_discarded, self._rerun_context = on_discarded, rerun_context
         torch_calls.install_patches()
         if grad_config.measure_updates:
-            self.measure_updates()
+            optimizer.measure_updates()
         try:
             self.buckets.attach()  # last, because other threads may then find this owner
         except BaseException:
@@ -111,10 +111,6 @@ class FusedBackward:
         self.buckets.remove()
         owners.release(self.layout.names, self)
         self.optimizer.detach(self.layout)
-
-    def measure_updates(self) -> None:
-        """Adds the RMS of updates and weights to ``metrics`` from the next step on."""
-        self.optimizer.measure_updates()
 
     def give_way(self) -> None:
         """Lets another owner take the parameters over: this one raises errors from now on."""
@@ -261,10 +257,6 @@ class FusedBackward:
         if self.state.projected:
             projected_grads.drop_unstepped(self.optimizer, self.state.projected)
         self.state = StepState(self.reader, dict(kept or {}))
-
-    def leave_pass(self) -> None:
-        """Notes that an error has ended a backward pass, perhaps not on all ranks."""
-        self.buckets.leave_pass()
 
     @torch.no_grad()
     def discard(self, params: Collection[Tensor]) -> None:

@@ -139,7 +139,7 @@ def _explaining(run: Callable[..., Any], ends_pass: bool) -> Callable[..., Any]:
         except BaseException as error:
             reached = _owners((args, kwargs)) if is_outermost else []
             for by in reached if ends_pass else []:
-                by.leave_pass()
+                by.buckets.leave_pass()
             is_own = str(error) == DIFFERENT_PASSES or "second gradient" in str(error)
             is_torchs = type(error) is RuntimeError and not is_own
             for by in reached if is_torchs else []:

@@ -283,7 +283,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
 
     def measure_updates(self) -> None:
         """Adds the RMS of updates and weights to ``metrics``, from the next step on."""
-        self.fused.measure_updates()
+        self.optimizer.measure_updates()
 
     def _write_events(self) -> None:
         """Sends the metrics to DeepSpeed's monitors (TensorBoard, W&B, CSV)."""
