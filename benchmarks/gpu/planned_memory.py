@@ -97,4 +97,4 @@ def planned(
         line += ["--weight-storage", storage] if storage else []
         found = options.read(parser.parse_args(line))
         plan = MemoryPlan(found)
-        return plan.total(next(iter(plan.rows.values())), found.batch).total / GIB
+        return plan.total(next(iter(plan.rows(found).values())), found.batch).total / GIB

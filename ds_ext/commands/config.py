@@ -10,7 +10,7 @@ from ds_ext.config import optimizer_names
 from ds_ext.config.parsing import edited
 from ds_ext.optimizer import named
 from ds_ext.planner import memory, models
-from ds_ext.planner.options import KEYS, PlanOptions
+from ds_ext.planner.options import BATCH, BUCKET, PlanOptions
 from ds_ext.rates import RATES, Rate
 from ds_ext.rules import REGISTRY
 
@@ -117,10 +117,10 @@ def of_plan(options: PlanOptions, parameters: int = 0, numbers: bool = True) -> 
     (kind,), (stage,) = options.optimizers, options.stages
     assert stage is not None
     made = make(kind.__name__, stage, numbers, parameters)
-    planned = edited(options.config, {KEYS["bucket"]: options.bucket})
+    planned = edited(options.config, {BUCKET: options.bucket})
     if not numbers:
         switches = {f"{key}.enabled": "auto" for key in ("bf16", "fp16") if key in planned}
-        planned = edited(planned, switches | {KEYS["batch"]: "auto"})
+        planned = edited(planned, switches | {BATCH: "auto"})
     made["optimizer"]["params"] |= planned.pop("optimizer")["params"]
     for key, value in planned.items():
         made[key] = made.get(key, {}) | value if isinstance(value, dict) else value

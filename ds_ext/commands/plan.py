@@ -55,7 +55,7 @@ def _fit(given: argparse.Namespace, path: Path, options: PlanOptions) -> None:
         path.write_text(config.as_text(written), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"--fit {path}: {error.strerror}") from None
-    print(f"{table.title(plan)}; {unit} per rank\n")
+    print(f"{table.title(taken[0].options, plan.n)}; {unit} per rank\n")
     print("\n".join(table.aligned(lines)))
     if on_host := taken[-1].use.host / table.UNITS[unit]:
         print(f"\nIn the memory of the host: {on_host:.2f} {unit} per rank.")
@@ -76,8 +76,6 @@ def _fit(given: argparse.Namespace, path: Path, options: PlanOptions) -> None:
     if given.checkpointing:
         print("The program must enable activation checkpointing, as the plan assumes.")
     if last.accumulates:
-        what = "Give --gradient_accumulation_steps" if given.hf else SET_STEPS
+        in_it = "Set gradient_accumulation_steps in it, now 1"
+        what = "Give --gradient_accumulation_steps" if given.hf else in_it
         print(f"{what}. The plan is the same for any number.")
-
-
-SET_STEPS = "Set gradient_accumulation_steps in it, now 1"

@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional
 
 from ds_ext.backward.buckets import has_room
 from ds_ext.forward.batch_splits import layers_of, split_batch
 from ds_ext.forward.chunked_loss import chunk_loss
 from ds_ext.planner import models
 from ds_ext.planner.live_memory import LiveMemory
-from ds_ext.planner.memory import GradientLifetime as GradientLifetime
+from ds_ext.planner.memory import GradientLifetime
 
 ATTENTION = "ds_ext_planned"
 
@@ -97,12 +96,14 @@ def peak(
     Raises:
         ValueError: the model cannot run on fake tensors.
     """
-    attention = _attention()
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, _attention)
     fake_tensor_logger = logging.getLogger("torch._subclasses.fake_tensor")
     fake_tensor_logger.disabled = True  # it logs tracebacks of errors that we report below
     try:
         with FakeTensorMode(), torch.device("cpu"):
-            model: Any = models.build(config, dtype=dtype, attn_implementation=attention).train()
+            model: Any = models.build(config, dtype=dtype, attn_implementation=ATTENTION).train()
             if batch.checkpointing:
                 _checkpoint(model)
             split_batch(model, batch.splits)
@@ -146,23 +147,11 @@ def _checkpoint(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
 
 
-def _attention() -> str:
-    """Registers causal attention without a mask in transformers, and returns its name."""
-    from transformers import AttentionInterface
+def _attention(*args: Any, softcap: float | None = None, **options: Any) -> Any:
+    """Transformers' attention by torch, without Gemma 2's ``softcap``, which torch does not have.
 
-    def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        scaling: float | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
-        found = functional.scaled_dot_product_attention(
-            query, key, value, scale=scaling, is_causal=True, enable_gqa=True
-        )
-        return found.transpose(1, 2).contiguous(), None
+    transformers makes no mask for an attention that it does not know.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    AttentionInterface.register(ATTENTION, attention)
-    return ATTENTION
+    return sdpa_attention_forward(*args, **options)

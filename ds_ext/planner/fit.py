@@ -6,14 +6,23 @@ from typing import Any, NamedTuple
 
 from ds_ext.backward.gradient_config import BUCKET_SIZE
 from ds_ext.config import optimizer_names
-from ds_ext.optimizer import named
+from ds_ext.config.parsing import lookup
 from ds_ext.planner.memory import MemoryUse
 from ds_ext.planner.memory_plan import GIB, MemoryPlan
-from ds_ext.planner.options import ALL, KEYS, PlanOptions
+from ds_ext.planner.options import (
+    ALL,
+    BUCKET,
+    CHUNKED_LOSS,
+    OFFLOADS,
+    SPLITS,
+    STAGE,
+    WEIGHT_STORAGE,
+    PlanOptions,
+)
 from ds_ext.rates import RATES, Rate
 
-# The optimizers to try in turn, and what each costs. The third has next to no state.
-OPTIMIZERS = {"AdamW": "", "FlashAdamW": "8-bit moments", "AdaLomo": "has its own learning rate"}
+# The optimizers to try after AdamW, and what each costs. The last one has next to no state.
+OPTIMIZERS = {"FlashAdamW": "8-bit moments", "AdaLomo": "has its own learning rate"}
 
 
 class MemoryStep(NamedTuple):
@@ -40,7 +49,7 @@ def check(options: PlanOptions) -> None:
         raise ValueError("--fit: add --seq TOKENS, and --memory with one number of GiB.")
     others = {
         "--plot": options.picture is not None,
-        "--stage none": options.get("stage", ALL) is None,
+        "--stage none": options.stages == [None],
         "--config": options.file is not None,
     }
     for option, is_given in others.items():
@@ -64,23 +73,19 @@ def cheapest_reductions(options: PlanOptions) -> tuple[MemoryPlan, list[Resource
         ValueError: no steps suffice, or the plan cannot be made.
     """
     card = options.cards[0] * GIB
-    (first,) = (
-        options.optimizers if not options.has_all_optimizers else [named(next(iter(OPTIMIZERS)))]
-    )
-    start = options.edited(
-        {"optimizer": _optimizer(first.__name__, options), KEYS["stage"]: options.get("stage", 3)}
-    )
+    first = "AdamW" if options.has_all_optimizers else options.optimizers[0].__name__
+    stage = lookup(options.config, STAGE, 3)
+    start = options.edited({"optimizer": _optimizer(first, options), STAGE: stage})
     plan = MemoryPlan(start)
 
     @functools.cache
     def after(*names: str) -> ResourceUse:
         """The plan after some of the steps."""
-        now, last = start, MemoryStep(next(iter(plan.rows)), "", {})
+        now, last = start, MemoryStep(next(iter(plan.rows(start))), "", {})
         for last in (steps[name] for name in names):
             now = now.edited(last.changes)
-        changed = plan.changed(now)
-        ours = next(iter(changed.rows.values()))  # AdamW's is the second row
-        return ResourceUse(last.name, last.cost, now, changed.total(ours, now.batch))
+        ours = next(iter(plan.rows(now).values()))  # AdamW's is the second row
+        return ResourceUse(last.name, last.cost, now, plan.total(ours, now.batch))
 
     steps = {step.name: step for step in _steps(options)}
     taken: tuple[str, ...] = ()
@@ -96,7 +101,11 @@ def cheapest_reductions(options: PlanOptions) -> tuple[MemoryPlan, list[Resource
         if smaller.use.total < least.use.total and (fits or not step.is_last):
             taken, least = (*taken, name), smaller
     if least.use.total > card:
-        raise ValueError(_nothing_fits(least))
+        raise ValueError(
+            f"--fit: nothing fits {options.cards[0]:g} GiB. The smallest total is "
+            f"{least.use.total / GIB:.3g} GiB per rank: give more --ranks, --stage 3, a smaller "
+            "--model or --seq, or fewer --batch rows."
+        )
     for name in reversed(taken[:-1]):
         fewer = tuple(other for other in taken if other != name)
         if after(*fewer).use.total <= card:
@@ -107,39 +116,29 @@ def cheapest_reductions(options: PlanOptions) -> tuple[MemoryPlan, list[Resource
 def _steps(options: PlanOptions) -> Iterator[MemoryStep]:
     """Yields the steps in the order in which they are tried."""
     assert options.batch is not None
-    rows, stage = options.batch.rows, options.get("stage", ALL)
-    yield MemoryStep("chunked loss", "the output head runs again", {KEYS["chunked_loss"]: True})
+    rows, stage = options.batch.rows, lookup(options.config, STAGE, ALL)
+    yield MemoryStep("chunked loss", "the output head runs again", {CHUNKED_LOSS: True})
     for n in sorted({*(2**k for k in range(1, rows.bit_length())), max(2, rows)}):
         # Two pieces of one row are one piece, which is checkpointed.
         name = "checkpointing" if rows == 1 else f"layers run {n} pieces of the batch"
-        yield MemoryStep(name, "layers run again", {KEYS["batch_splits"]: n})
-    if options.has_all_optimizers:
-        for name, cost in list(OPTIMIZERS.items())[1:]:
-            yield MemoryStep(name, cost, {"optimizer": _optimizer(name, options)})
-    if options.get("bucket") is None:
-        smaller = {KEYS["bucket"]: min(options.bucket, BUCKET_SIZE)}
+        yield MemoryStep(name, "layers run again", {SPLITS: n})
+    for name, cost in OPTIMIZERS.items() if options.has_all_optimizers else ():
+        yield MemoryStep(name, cost, {"optimizer": _optimizer(name, options)})
+    if lookup(options.config, BUCKET) is None:
+        smaller = {BUCKET: min(options.bucket, BUCKET_SIZE)}
         name = f"buckets of {BUCKET_SIZE:,} elements"
         yield MemoryStep(name, "more and smaller messages", smaller)
     if stage == ALL:
         least = 2 if options.ranks == 1 else 3
-        int8 = {KEYS["weight_storage"]: "int8", KEYS["stage"]: least}
+        int8 = {WEIGHT_STORAGE: "int8", STAGE: least}
         yield MemoryStep("weights in int8", "more noise in each update", int8, is_last=True)
-    moved = {"offload_optimizer": "optimizer states"}
-    moved |= {"offload_param": "weights"} if stage in (ALL, 3) else {}
-    for option, what in moved.items():
-        yield MemoryStep(f"{what} in host memory", "moved in each step", {KEYS[option]: "cpu"})
+    for what, name in {"optimizer": "optimizer states", "param": "weights"}.items():
+        if what == "optimizer" or stage in (ALL, 3):
+            to_cpu = {OFFLOADS[what]: "cpu"}
+            yield MemoryStep(f"{name} in host memory", "moved in each step", to_cpu)
 
 
 def _optimizer(name: str, options: PlanOptions) -> dict[str, Any]:
     """The section of an optimizer with its recommended params, and those of ``options``."""
     params = {**RATES.get(name.lower(), Rate(0.0)).params, **options.params}
     return {"type": optimizer_names.in_config(name), "params": params}
-
-
-def _nothing_fits(least: ResourceUse) -> str:
-    """The error if all steps together do not suffice."""
-    return (
-        f"--fit: nothing fits {least.options.cards[0]:g} GiB. The smallest total is "
-        f"{least.use.total / GIB:.3g} GiB per rank: give more --ranks, --stage 3, a smaller "
-        "--model or --seq, or fewer --batch rows."
-    )

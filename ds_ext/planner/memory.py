@@ -11,9 +11,9 @@ Gradients in flight are those of a GPU, where one more bucket than on a CPU is o
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,6 @@ class Stack(tuple[int, ...]):
 
 
 Shapes = Mapping[str, tuple[int, ...]]
-# Creates the state of a run. The flag says whether the run belongs to a stack of experts.
-Init = Callable[[Any, Tensor, Shard, bool], Any]
 
 # DeepSpeed's defaults, in elements.
 PERSIST = 10**5  # stage3_param_persistence_threshold: ZeRO-3 keeps smaller parameters gathered
@@ -105,41 +103,37 @@ def optimizer_memory(
     cut = ranks if stage in (1, 2, 3) else 1
     behind = IN_FLIGHT if stage == 3 else 0  # overlap_comm: earlier buckets are not stepped yet
     in_flight = elements(shapes) if stage is None else _in_flight(shapes, ranks, bucket, behind)
-    share = min(1.0, max(bucket, _largest(shapes)) / elements(shapes))
-    weights, moved = _weights(shapes, stage, ranks), 0
-    if "param" in offloads:
-        moved = sum(-(-math.prod(shape) // ranks) for shape in shapes.values())
-        weights += math.ceil(share * moved) - moved
-
     rules = rule if isinstance(rule, Mapping) else dict.fromkeys(shapes, rule)
     kept = 0 if stage is None else _kept(rules, shapes, cut, accumulates)
-
-    def held(init: Init) -> tuple[float, float]:
-        """Bytes on the device, and on the host."""
-        most, moved = _stored(init, rules, shapes, cut, dtype)
-        away = moved if "optimizer" in offloads else 0
-        return most - away + share * away, away
+    states, masters = _stored(rules, shapes, cut, dtype)
 
     # ZeRO-3 stores runs, and keeps small weights gathered in bf16.
     divided, persist = (ranks, PERSIST) if stage == 3 else (1, 0)
     fitting = [math.prod(shape) for shape in shapes.values() if int8.fits(shape, divided)]
-    stored = [n // divided for n in fitting if in_int8 and n > persist]
-    widest = max(stored, default=0)
+    coded = [n // divided for n in fitting if in_int8 and n > persist]
+    widest = max(coded, default=0)
     module = 0 if stage == 3 else widest
-    expanded = min(sum(stored), max(bucket // divided, widest) + module) if stored else 0
-    states, states_away = held(_state)
-    masters, masters_away = held(lambda rule, p, *_: sixteen_bit.master(p, rule))
+    expanded = min(sum(coded), max(bucket // divided, widest) + module) if coded else 0
     kept += expanded * dtype.itemsize
-    host = moved * dtype.itemsize + states_away + masters_away
+
+    # A bucket's share of what offload moves to the host is on the device.
+    share = min(1.0, max(bucket, _largest(shapes)) / elements(shapes))
+    runs = sum(-(-math.prod(shape) // ranks) for shape in shapes.values())
+    runs_away = runs if "param" in offloads else 0
+    states_away, masters_away = (
+        part.moved if "optimizer" in offloads else 0 for part in (states, masters)
+    )
+    weights = _weights(shapes, stage, ranks) - runs_away + math.ceil(share * runs_away)
+    host = runs_away * dtype.itemsize + states_away + masters_away
     # Kept gradients are stepped after backward.
     staged_bytes = 0.0 if accumulates else host / elements(shapes)
     return MemoryUse(
-        weights=(weights - sum(stored)) * dtype.itemsize + sum(map(int8.nbytes, stored)),
-        state=states,
+        weights=(weights - sum(coded)) * dtype.itemsize + sum(map(int8.nbytes, coded)),
+        state=states.total - states_away + share * states_away,
         gradients=in_flight * dtype.itemsize + kept,
-        master=masters,
+        master=masters.total - masters_away + share * masters_away,
         kept=kept,
-        staged=math.ceil(share * moved) * dtype.itemsize + share * (states_away + masters_away),
+        staged=math.ceil(share * runs_away) * dtype.itemsize + share * (states_away + masters_away),
         host=host,
         lifetime=GradientLifetime(
             None if stage is None else bucket, behind, staged_bytes, together=stage == 3
@@ -159,11 +153,6 @@ def _kept(rules: Mapping[str, Any], shapes: Shapes, cut: int, policy: str | None
             numel = expert_stacks.projected_numel(*of) or numel
         total += -(-numel // cut)
     return 4 * total
-
-
-def _state(rule: Any, p: Tensor, shard: Shard, stacked: bool) -> Any:
-    """The state tensors of a run. If ``stacked``, it belongs to a stack of experts."""
-    return zeros(expert_stacks.state_spec(rule, shard) if stacked else rule.state_spec(shard), p)
 
 
 def shapes_of(model: nn.Module) -> Shapes:
@@ -240,10 +229,17 @@ def _largest(shapes: Shapes) -> int:
     return max(map(math.prod, shapes.values()))
 
 
+class Stored(NamedTuple):
+    """Bytes of a kind of state."""
+
+    total: int
+    moved: int  # those that offload moves
+
+
 def _stored(
-    init: Init, rules: Mapping[str, Any], shapes: Shapes, cut: int, dtype: torch.dtype
-) -> tuple[int, int]:
-    """The bytes that ``init`` creates on the rank with the most, and those that offload moves.
+    rules: Mapping[str, Any], shapes: Shapes, cut: int, dtype: torch.dtype
+) -> tuple[Stored, Stored]:
+    """The states and the masters on the rank with the most.
 
     The first ranks have the longest runs. Which of these ranks has the most memory depends on rows
     that span two runs.
@@ -252,18 +248,24 @@ def _stored(
         (rules[name], tuple(shape), isinstance(shape, Stack)) for name, shape in shapes.items()
     )
 
-    def of_rank(rank: int) -> tuple[int, int]:
-        total = moved = 0
+    def of_rank(rank: int) -> tuple[Stored, Stored]:
+        states, masters = [], []
         for (rule, shape, stacked), count in counts.items():
             shard = Shard.of_rank(shape, rank, cut)
             run = torch.empty(len(shard), dtype=dtype, device="meta")
-            made = tree_leaves(init(rule, run, shard, stacked))
-            sizes = [x.nbytes for x in made if isinstance(x, Tensor)]
-            total += count * sum(sizes)
-            moved += count * sum(size for size in sizes if size >= host_offload.SMALL)
-        return total, moved
+            spec = expert_stacks.state_spec(rule, shard) if stacked else rule.state_spec(shard)
+            states += count * tree_leaves(zeros(spec, run))
+            masters += count * tree_leaves(sixteen_bit.master(run, rule))
+        return _bytes(states), _bytes(masters)
 
-    return max(map(of_rank, range(min(cut, FIRST))))
+    return max(
+        map(of_rank, range(min(cut, FIRST))), key=lambda stored: sum(x.total for x in stored)
+    )
+
+
+def _bytes(made: Sequence[Any]) -> Stored:
+    sizes = [x.nbytes for x in made if isinstance(x, Tensor)]
+    return Stored(sum(sizes), sum(size for size in sizes if size >= host_offload.SMALL))
 
 
 def rules_of(

@@ -1,7 +1,5 @@
 """The rows of a plan: the memory of each optimizer at each stage, for any micro-batch."""
 
-import copy
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -18,10 +16,9 @@ GIB = 2**30
 
 
 class MemoryPlan:
-    """The plan of one model."""
+    """The plans of one model in one dtype. They share the measured activations."""
 
     def __init__(self, options: PlanOptions) -> None:
-        self.options = options
         self.dtype = DTYPES[options.dtype]
         self.config = models.config(options.model)
         self.model: nn.Module = models.skeleton(self.config)
@@ -29,18 +26,10 @@ class MemoryPlan:
         self.n = memory.elements(self.shapes)
         self._peaks: dict[tuple[MicroBatch, GradientLifetime], int] = {}
 
-    @functools.cached_property
-    def rows(self) -> dict[str, MemoryUse]:
+    def rows(self, options: PlanOptions) -> dict[str, MemoryUse]:
         """Rows of ds_ext optimizers, and of DeepSpeed's AdamW, by label; without activations."""
-        ours = [row for optimizer in self.options.optimizers for row in self._ours(optimizer)]
-        return dict([*ours, *self._adamw()])
-
-    def changed(self, options: PlanOptions) -> "MemoryPlan":
-        """Returns the plan of the same model and dtype with other options. Reuses activations."""
-        other = copy.copy(self)
-        other.__dict__.pop("rows", None)
-        other.options = options
-        return other
+        ours = [row for optimizer in options.optimizers for row in self._ours(optimizer, options)]
+        return dict([*ours, *self._adamw(options)])
 
     def total(self, use: MemoryUse, batch: MicroBatch | None) -> MemoryUse:
         """Returns the memory of a row, with activations if a micro-batch is given."""
@@ -71,24 +60,23 @@ class MemoryPlan:
             return max(0, most)
         return self.largest_batch(use, replace(batch, splits=1), card)
 
-    def _ours(self, optimizer: type[RuleOptimizer]) -> Iterator[tuple[str, MemoryUse]]:
+    def _ours(
+        self, optimizer: type[RuleOptimizer], options: PlanOptions
+    ) -> Iterator[tuple[str, MemoryUse]]:
         """The rows of a ds_ext optimizer, one for each stage."""
-        options = self.options
         rules = memory.rules_of(optimizer, self.model, options.params)
         name = optimizer_names.in_config(optimizer.__name__)
-        offloads = [what for what in ("param", "optimizer") if options.offloads(what)]
         for stage in options.stages:
             label = f"{name}, {'plain step()' if stage is None else f'ZeRO-{stage}'}"
-            if offloads:
-                label += f", {' and '.join(offloads)} offloaded"
+            if options.offloads:
+                label += f", {' and '.join(options.offloads)} offloaded"
             of = (rules, self.shapes, stage, options.ranks, self.dtype)
             in_int8 = options.own.weight_storage == "int8"
-            how = (options.bucket, options.accumulates, offloads, in_int8)
+            how = (options.bucket, options.accumulates, options.offloads, in_int8)
             yield label, memory.optimizer_memory(*of, *how)
 
-    def _adamw(self) -> Iterator[tuple[str, MemoryUse]]:
+    def _adamw(self, options: PlanOptions) -> Iterator[tuple[str, MemoryUse]]:
         """Rows of DeepSpeed's AdamW, which partitions gradients from stage 2 on."""
-        options = self.options
         for stage in sorted({stage or 0 for stage in options.stages}):
             use = memory.adamw(self.shapes, stage, options.ranks, self.dtype, options.bucket)
             yield f"AdamW, DeepSpeed ZeRO-{stage}", use

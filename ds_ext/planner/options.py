@@ -7,7 +7,7 @@ that ``plan`` refuses what a run refuses, in the same sentences.
 import argparse
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +19,22 @@ from ds_ext.config.parsing import edited, lookup
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named
 from ds_ext.planner import models
 from ds_ext.planner.activations import MicroBatch
-from ds_ext.settings import Section
+from ds_ext.settings import SIZES, Section
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STAGES = {"none": None, "0": 0, "1": 1, "2": 2, "3": 3}
 ALL = "all"  # optimizers, or stages
-# The key of a config that each option sets.
-KEYS = {
-    "stage": "zero_optimization.stage",
-    "bucket": "zero_optimization.reduce_bucket_size",
-    "offload_param": "zero_optimization.offload_param.device",
-    "offload_optimizer": "zero_optimization.offload_optimizer.device",
-    "batch": "train_micro_batch_size_per_gpu",
-    "accumulate": "ds_ext.gradient_policy",
-    "weight_storage": "ds_ext.weight_storage",
-    "batch_splits": "ds_ext.batch_splits",
-    "chunked_loss": "ds_ext.chunked_loss",
-}
-OF_ACTIVATIONS = ("batch", "checkpointing", "batch_splits", "chunked_loss")
+# Keys of a config. Each option that sets one has it as its name in the parsed command line.
+STAGE = "zero_optimization.stage"
+BUCKET = "zero_optimization.reduce_bucket_size"
+OFFLOADS = {what: f"zero_optimization.offload_{what}.device" for what in ("param", "optimizer")}
+BATCH = SIZES[1]
+SPLITS, CHUNKED_LOSS = "ds_ext.batch_splits", "ds_ext.chunked_loss"
+WEIGHT_STORAGE = "ds_ext.weight_storage"
+OF_ACTIVATIONS = {BATCH, "checkpointing", SPLITS, CHUNKED_LOSS}
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlanOptions:
     """The options of a plan. ValueError if a run would refuse the config."""
 
@@ -53,26 +48,72 @@ class PlanOptions:
     cards: tuple[float, ...] = ()  # GiB
     picture: Path | None = None
     file: Path | None = None  # --config
+    # What ``config`` says.
+    own: Section = field(init=False)  # its section "ds_ext"
+    has_all_optimizers: bool = field(init=False)
+    optimizers: list[type[RuleOptimizer]] = field(init=False)
+    params: dict[str, Any] = field(init=False)  # optimizer.params
+    offloads: list[str] = field(init=False)  # "param" and "optimizer", if they are on the CPU
+    stages: list[int | None] = field(init=False)
+    dtype: str = field(init=False)  # of weights and gradients
+    bucket: int = field(init=False)  # by default of a GPU with the memory of the smallest card
+    batch: MicroBatch | None = field(init=False)  # of a rank; None: activations are not counted
+    accumulates: str | None = field(init=False)  # the gradient_policy, if gradients are kept
 
     def __post_init__(self) -> None:
         try:
+            self._read()
             self._check()
+            policy = parsing.gradients(self.config).policy
         except ValueError as error:
             raise ValueError(f"--config {self.file}: {error}" if self.file else error) from None
+        self.accumulates = None if policy == "fused" else policy
+
+    def _read(self) -> None:
+        """Reads what ``config`` says."""
+        config, kind = self.config, self.config["optimizer"]
+        self.own = parsing.section(config)
+        self.has_all_optimizers = kind["type"] == ALL
+        self.optimizers = [*OPTIMIZERS.values()] if kind["type"] == ALL else [named(kind["type"])]
+        self.params = kind.get("params") or {}
+        self.offloads = [what for what, key in OFFLOADS.items() if config_checks.is_on(config, key)]
+        self.stages = self._stages()
+        on = [key for key in ("bf16", "fp16") if lookup(config, f"{key}.enabled")]
+        self.dtype = on[0] if on else "fp32"
+        smallest = min(self.cards, default=float("inf")) * 2**30
+        default = gpu_bucket_size(DTYPES[self.dtype].itemsize, smallest)
+        self.bucket = int(lookup(config, BUCKET) or default)
+        self.batch = None
+        if self.tokens is not None:
+            how = self.checkpointing, self.own.batch_splits, bool(self.own.chunked_loss)
+            self.batch = MicroBatch(lookup(config, BATCH) or 1, self.tokens, *how)
+
+    def _stages(self) -> list[int | None]:
+        """The config's stage. By default all stages for one optimizer, and ZeRO-3 for several."""
+        stage = lookup(self.config, STAGE, ALL)
+        if stage != ALL:
+            return [stage]
+        if self.has_all_optimizers or "param" in self.offloads:
+            return [3]
+        return [s for s in STAGES.values() if s is not None or not self._needs_engine]
+
+    @property
+    def _needs_engine(self) -> bool:
+        return bool("optimizer" in self.offloads or self.own.weight_storage)
 
     def _check(self) -> None:
         """Raises ValueError for what a run refuses."""
         stage = self.stages[-1]  # the highest
-        config = edited(self.config, {KEYS["stage"]: stage or 0})
+        config = edited(self.config, {STAGE: stage or 0})
         if self.has_all_optimizers and self.own.weight_storage:  # excludes params of any optimizer
             config["optimizer"] = {"type": "AdaLomo", "params": self.params}
         elif self.has_all_optimizers:
             del config["optimizer"]
-        if stage is None and (self.own.weight_storage or self.offloads("optimizer")):
+        if stage is None and self._needs_engine:
             raise ValueError(
                 "--stage none has no int8 weights and no offload: choose another --stage."
             )
-        if lookup(self.config, "ds_ext.weight_storage") == "int8" and self.dtype == "fp32":
+        if self.own.weight_storage and self.dtype == "fp32":
             raise ValueError("--weight-storage int8 needs 16-bit weights: remove --dtype fp32.")
         config_checks.raise_first(config_checks.all_problems(config))
         config_checks.raise_first(config_checks.size_problems(config, self.ranks))
@@ -80,73 +121,6 @@ class PlanOptions:
     def edited(self, changes: Mapping[str, Any]) -> "PlanOptions":
         """Returns options with other values of dotted keys of the config."""
         return replace(self, config=edited(self.config, changes))
-
-    def get(self, option: str, default: Any = None) -> Any:
-        """Returns the value that the config has for an option of ``KEYS``."""
-        return lookup(self.config, KEYS[option], default)
-
-    def offloads(self, what: str) -> bool:
-        """Returns whether "param" or "optimizer" is offloaded to the CPU."""
-        return config_checks.is_on(self.config, KEYS[f"offload_{what}"])
-
-    @property
-    def has_all_optimizers(self) -> bool:
-        """Whether all optimizers are planned."""
-        return bool(self.config["optimizer"]["type"] == ALL)
-
-    @property
-    def optimizers(self) -> list[type[RuleOptimizer]]:
-        """The optimizers to plan."""
-        if self.has_all_optimizers:
-            return list(OPTIMIZERS.values())
-        return [named(self.config["optimizer"]["type"])]
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """The config's optimizer.params."""
-        return self.config["optimizer"].get("params") or {}
-
-    @property
-    def stages(self) -> list[int | None]:
-        """The config's stage. By default all stages for one optimizer, and ZeRO-3 for several."""
-        stage = self.get("stage", ALL)
-        if stage != ALL:
-            return [stage]
-        if self.has_all_optimizers or self.offloads("param"):
-            return [3]
-        in_engine = self.offloads("optimizer") or self.own.weight_storage
-        return [s for s in STAGES.values() if s is not None or not in_engine]
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of weights and gradients."""
-        on = [key for key in ("bf16", "fp16") if lookup(self.config, f"{key}.enabled")]
-        return on[0] if on else "fp32"
-
-    @property
-    def bucket(self) -> int:
-        """Elements of a bucket; by default those of a GPU with the memory of the smallest card."""
-        smallest = min(self.cards, default=float("inf")) * 2**30
-        return int(self.get("bucket") or gpu_bucket_size(DTYPES[self.dtype].itemsize, smallest))
-
-    @property
-    def accumulates(self) -> str | None:
-        """The gradient_policy, if gradients are kept."""
-        policy = parsing.gradients(self.config).policy
-        return None if policy == "fused" else policy
-
-    @property
-    def own(self) -> Section:
-        """The config's section "ds_ext"."""
-        return parsing.section(self.config)
-
-    @property
-    def batch(self) -> MicroBatch | None:
-        """A rank's micro-batch; None if activations are not counted."""
-        if self.tokens is None:
-            return None
-        how = self.checkpointing, self.own.batch_splits, bool(self.own.chunked_loss)
-        return MicroBatch(self.get("batch") or 1, self.tokens, *how)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -161,20 +135,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--params", metavar="JSON", help="optimizer.params of the DeepSpeed config")
     add(
         "--stage",
+        dest=STAGE,
         choices=STAGES,
         help="one ZeRO stage, or none for a plain step(); default: all of one --optimizer, else 3",
     )
     add("--dtype", choices=DTYPES, help="of weights and gradients (default bf16)")
-    add("--weight-storage", choices=["int8"], help="as ds_ext.weight_storage")
+    add("--weight-storage", dest=WEIGHT_STORAGE, choices=["int8"], help=f"as {WEIGHT_STORAGE}")
     add("--seq", type=_positive, metavar="TOKENS", help="count activations of rows of this length")
-    add("--batch", type=_positive, metavar="ROWS", help="rows a rank computes at once (default 1)")
+    rows = {"dest": BATCH, "type": _positive, "metavar": "ROWS"}
+    add("--batch", **rows, help="rows a rank computes at once (default 1)")
     add("--checkpointing", action="store_true", help="activation checkpointing of each layer")
-    add("--batch-splits", type=_positive, metavar="N", help="as ds_ext.batch_splits")
-    add("--chunked-loss", action="store_true", help="as ds_ext.chunked_loss")
+    add("--batch-splits", dest=SPLITS, type=_positive, metavar="N", help=f"as {SPLITS}")
+    add("--chunked-loss", dest=CHUNKED_LOSS, action="store_true", help=f"as {CHUNKED_LOSS}")
     size = f"{GPU_BUCKET_BYTES // 2**20} MiB, at most {GPU_SHARE} of the smallest --memory"
-    add("--bucket", type=_positive, help=f"reduce_bucket_size, in elements (default: {size})")
+    elements = {"dest": BUCKET, "type": _positive, "metavar": "BUCKET"}
+    add("--bucket", **elements, help=f"reduce_bucket_size, in elements (default: {size})")
     add(
         "--accumulate",
+        dest="ds_ext.gradient_policy",
         nargs="?",
         const="sharded",
         choices=["sharded", "projected"],
@@ -182,8 +160,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "gradient_accumulation_steps > 1",
     )
     to_cpu = {"action": "store_const", "const": "cpu"}
-    add("--offload-param", **to_cpu, help="offload_param to the CPU; needs ZeRO-3")
-    add("--offload-optimizer", **to_cpu, help="offload_optimizer to the CPU")
+    param, optimizer = OFFLOADS.values()
+    add("--offload-param", dest=param, **to_cpu, help="offload_param to the CPU; needs ZeRO-3")
+    add("--offload-optimizer", dest=optimizer, **to_cpu, help="offload_optimizer to the CPU")
     add("--memory", type=_sizes, default=(), metavar="24,48,80", help="GiB of cards to compare")
     add(
         "--fit",
@@ -208,20 +187,22 @@ def read(line: argparse.Namespace, file: dict[str, Any] | None = None) -> PlanOp
     Raises:
         ValueError: ``--params`` cannot be read, or a run would refuse the changed config.
     """
-    given = {name: value for name, value in vars(line).items() if value not in (None, False)}
     if line.model is None:
         raise ValueError(
             "--model is missing: give a folder, a Hub name, or a name that --help lists."
         )
     if line.hf and line.fit is None:
         raise ValueError("--hf is for the config that --fit writes: add --fit.")
+    given = {name: value for name, value in vars(line).items() if value not in (None, False)}
     if line.seq is None and not given.keys().isdisjoint(OF_ACTIVATIONS):
-        names = ", ".join("--" + name.replace("_", "-") for name in OF_ACTIVATIONS)
-        raise ValueError(f"{names} are for activations: add --seq TOKENS.")
+        raise ValueError(
+            "--batch, --checkpointing, --batch-splits and --chunked-loss are for activations: add "
+            "--seq TOKENS."
+        )
     config = {"bf16": {"enabled": True}} if file is None else _planned(file)
-    changes = {key: given[option] for option, key in KEYS.items() if option in given}
-    if line.stage is not None:
-        changes[KEYS["stage"]] = STAGES[line.stage]
+    changes = {key: value for key, value in given.items() if "." in key or key == BATCH}
+    if STAGE in changes:
+        changes[STAGE] = STAGES[changes[STAGE]]
     if line.dtype is not None:
         sections = {"bf16", line.dtype, *config} & {"bf16", "fp16"}
         changes |= {f"{section}.enabled": section == line.dtype for section in sections}
@@ -252,7 +233,7 @@ def _planned(file: dict[str, Any]) -> dict[str, Any]:
     sections = [config.get(key) for key in ("bf16", "fp16")]
     if {} in sections and not any(section and section.get("enabled") for section in sections):
         config = edited(config, {"bf16.enabled": True})  # a trainer will fill in "auto"
-    return edited(config, {KEYS["stage"]: lookup(config, KEYS["stage"]) or 0})
+    return edited(config, {STAGE: lookup(config, STAGE) or 0})
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -14,15 +14,15 @@ UNITS = {"GiB": GIB, "MiB": 2**20}
 def show(options: PlanOptions) -> None:
     """Prints the plan, and draws it if ``--plot`` is given."""
     plan = MemoryPlan(options)
-    table = {label: plan.total(use, options.batch) for label, use in plan.rows.items()}
+    rows = plan.rows(options)
+    table = {label: plan.total(use, options.batch) for label, use in rows.items()}
     unit = unit_of(use.total for use in table.values())
     if options.picture is not None:
-        _draw(plan, table, unit, options.picture)
-    print(f"{title(plan)}; {unit} per rank\n")
-    cells = _cells(plan, table, unit)
-    print("\n".join(aligned(cells)))
-    fits = [cell for line in cells[1:] for cell in line[len(line) - len(options.cards) :]]
-    if {*fits} == {"no"}:
+        _draw(options, plan.n, table, unit, options.picture)
+    print(f"{title(options, plan.n)}; {unit} per rank\n")
+    fits = {label: _fits(plan, options, use) for label, use in rows.items()}
+    print("\n".join(aligned(_cells(options, plan.n, table, unit, fits))))
+    if {cell for cells in fits.values() for cell in cells} == {"no"}:
         print(
             "\nNothing fits as it is. With --seq TOKENS and one size in --memory, --fit FILE takes "
             "the steps\nthat save memory, and writes a config."
@@ -37,10 +37,10 @@ def unit_of(sizes: Iterable[float]) -> str:
     return "GiB" if max(sizes) >= GIB else "MiB"
 
 
-def title(plan: MemoryPlan) -> str:
-    """Returns the model, dtype, ranks and batch of a plan in words."""
-    options, own, batch = plan.options, plan.options.own, plan.options.batch
-    where = f"{options.model}: {plan.n:,} parameters in {options.dtype}"
+def title(options: PlanOptions, n: int) -> str:
+    """Returns the model of ``n`` parameters, dtype, ranks and batch of a plan in words."""
+    own, batch = options.own, options.batch
+    where = f"{options.model}: {n:,} parameters in {options.dtype}"
     where += f", matrices stored in {own.weight_storage}," if own.weight_storage else ""
     where += f" on {options.ranks} data-parallel rank{'s'[: options.ranks > 1]}"
     if batch is None:
@@ -57,24 +57,30 @@ def _parts(options: PlanOptions) -> tuple[str, ...]:
     return (*found, "activations") if options.batch else found
 
 
-def _cells(plan: MemoryPlan, table: Mapping[str, MemoryUse], unit: str) -> list[list[str]]:
-    """The cells of the table, row by row. The last columns say which rows fit each card."""
-    options, size = plan.options, UNITS[unit]
+def _fits(plan: MemoryPlan, options: PlanOptions, use: MemoryUse) -> list[str]:
+    """Whether a row, without activations, fits each card; with a batch, the largest that does."""
+    if options.batch is None:
+        return ["fits" if use.total <= card * GIB else "no" for card in options.cards]
+    most = [plan.largest_batch(use, options.batch, card) for card in options.cards]
+    return [f"batch {rows}" if rows else "no" for rows in most]
+
+
+def _cells(
+    options: PlanOptions,
+    n: int,
+    table: Mapping[str, MemoryUse],
+    unit: str,
+    fits: Mapping[str, Sequence[str]],
+) -> list[list[str]]:
+    """The cells of the table, row by row. The last columns are ``fits``."""
     columns = (*_parts(options), "total")
     on_host = ["on the host"] if any(use.host for use in table.values()) else []
     cards = [f"in {card:g} GiB" for card in options.cards]
     lines = [["", *columns, "bytes/param", *on_host, *cards]]
     for label, use in table.items():
-        fits = []
-        for card in options.cards:
-            if options.batch is None:
-                fits.append("fits" if use.total <= card * GIB else "no")
-            else:
-                most = plan.largest_batch(plan.rows[label], options.batch, card)
-                fits.append(f"batch {most}" if most else "no")
-        sizes = [f"{getattr(use, part) / size:.2f}" for part in columns]
-        host = [f"{use.host / size:.2f}" for _ in on_host]
-        lines.append([label, *sizes, f"{use.total / plan.n:.2f}", *host, *fits])
+        sizes = [f"{getattr(use, part) / UNITS[unit]:.2f}" for part in columns]
+        host = [f"{use.host / UNITS[unit]:.2f}" for _ in on_host]
+        lines.append([label, *sizes, f"{use.total / n:.2f}", *host, *fits[label]])
     return lines
 
 
@@ -89,7 +95,7 @@ def aligned(lines: Sequence[Sequence[str]]) -> Iterable[str]:
 def not_counted(options: PlanOptions, n: int, unit: str) -> str:
     """Returns the text below the table: what is not counted, and the meaning of columns."""
     live = min(n, 10**9) * DTYPES[options.dtype].itemsize / UNITS[unit]
-    gathers = 3 in options.stages and (options.ranks > 1 or options.offloads("param"))
+    gathers = 3 in options.stages and (options.ranks > 1 or "param" in options.offloads)
     gathered = (
         f"the weights that ZeRO-3 gathers for computing, up to {live:.2f} {unit} "
         "(stage3_max_live_parameters, 10^9 by default); "
@@ -112,13 +118,15 @@ def not_counted(options: PlanOptions, n: int, unit: str) -> str:
     return textwrap.fill(" ".join(sentences), 90)
 
 
-def _draw(plan: MemoryPlan, table: Mapping[str, MemoryUse], unit: str, path: Path) -> None:
+def _draw(
+    options: PlanOptions, n: int, table: Mapping[str, MemoryUse], unit: str, path: Path
+) -> None:
     """Draws the table as stacked bars, with a line for each card. ValueError if it cannot."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("--plot: needs matplotlib (pip install ds-ext[plot]).") from None
-    options, size, parts = plan.options, UNITS[unit], _parts(plan.options)
+    size, parts = UNITS[unit], _parts(options)
     figure = Figure(figsize=(9, 1.4 + 0.32 * len(table)), layout="constrained")
     axes = figure.add_subplot()
     left = [0.0] * len(table)
@@ -137,7 +145,7 @@ def _draw(plan: MemoryPlan, table: Mapping[str, MemoryUse], unit: str, path: Pat
     axes.margins(x=0.1)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set(xlabel=f"{unit} per rank{'' if options.batch else ', without activations'}")
-    figure.suptitle(textwrap.fill(title(plan), 90), fontsize="medium", x=0.01, ha="left")
+    figure.suptitle(textwrap.fill(title(options, n), 90), fontsize="medium", x=0.01, ha="left")
     figure.legend(loc="outside lower center", ncols=len(parts), frameon=False)
     try:
         figure.savefig(path, dpi=150)

@@ -13,7 +13,8 @@ from ds_ext.commands.cli import main
 from ds_ext.config import optimizer_names
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import activations, memory, models
-from ds_ext.planner.activations import GradientLifetime, MicroBatch
+from ds_ext.planner.activations import MicroBatch
+from ds_ext.planner.memory import GradientLifetime
 from tests.common.choose import params
 from tests.common.cli import refused
 from tests.integration.test_cli import CONFIG, HEADS, SIZES, plan
