@@ -134,10 +134,20 @@ class FuseCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
         self, args: Any, state: Any, control: Any, model: Any = None, **given: Any
     ) -> None:
         """Fuses the model and optimizer that Trainer has prepared."""
-        policy: PolicyName = self.gradient_policy or (
-            "sharded" if _reason_to_keep_gradients(args, model) else "fused"
-        )
-        _check_trainer(args, model, policy)
+        if args.world_size > 1 and not fully_shard.uses_fsdp2(model):
+            raise ValueError(
+                "ds_ext.FuseCallback: several ranks train a model that FSDP2 has not cut. Set "
+                'fsdp_config={"version": 2, ...} of TrainingArguments or fsdp_version: 2 of '
+                "accelerate's config, or load the model with distributed_config=...; or use "
+                "DeepSpeed."
+            )
+        reason = _reason_to_keep_gradients(args, model)
+        policy: PolicyName = self.gradient_policy or ("sharded" if reason else "fused")
+        if reason and policy == "fused":
+            raise ValueError(
+                f'ds_ext.FuseCallback(gradient_policy="fused"): {reason}, or leave gradient_policy '
+                "out."
+            )
         self.fused = fuse_into_backward(
             model,
             given["optimizer"],
@@ -166,18 +176,3 @@ def _reason_to_keep_gradients(args: Any, model: Any) -> str:
             "gradient_accumulation_steps=1"
         )
     return ""
-
-
-def _check_trainer(args: Any, model: Any, policy: str) -> None:
-    """Raises ValueError if Trainer's arguments do not allow ``policy``."""
-    if args.world_size > 1 and not fully_shard.uses_fsdp2(model):
-        raise ValueError(
-            "ds_ext.FuseCallback: several ranks train a model that FSDP2 has not cut. Set "
-            'fsdp_config={"version": 2, ...} of TrainingArguments or fsdp_version: 2 of '
-            "accelerate's config, or load the model with distributed_config=...; or use DeepSpeed."
-        )
-    reason = _reason_to_keep_gradients(args, model)
-    if reason and policy == "fused":
-        raise ValueError(
-            f'ds_ext.FuseCallback(gradient_policy="fused"): {reason}, or leave gradient_policy out.'
-        )

@@ -100,17 +100,10 @@ def check(
             message has a line for each, with the key, the given and the allowed values, and the
             closest known key.
     """
-    checked, found = _checked(rule, given, where, beside)
-    if found:
-        raise ValueError("\n".join(found))
-    return checked
-
-
-def problems(
-    rule: type, given: Mapping[str, Any], where: str, beside: Sequence[str] = ()
-) -> list[str]:
-    """Returns the messages of ``check``'s error; [] if there is none."""
-    return _checked(rule, given, where, beside)[1]
+    values, problems = checked(rule, given, where, beside)
+    if problems:
+        raise ValueError("\n".join(problems))
+    return values
 
 
 def refuse_misspelt(rule: type, keys: Iterable[str], foreign: Container[str]) -> None:
@@ -144,24 +137,24 @@ def _meant(key: str, known: Sequence[str]) -> str | None:
     return None
 
 
-def _checked(
-    rule: type, given: Mapping[str, Any], where: str, beside: Sequence[str]
+def checked(
+    rule: type, given: Mapping[str, Any], where: str, beside: Sequence[str] = ()
 ) -> tuple[dict[str, Any], list[str]]:
-    """All hyper-parameters, or {} if a given value is invalid; and the error messages."""
+    """Returns what ``check`` does, or {} if a given value is invalid; and the error messages."""
     hints, adapters = _hints(rule), _adapters(rule)
     known = [*hints, *beside]
     wrong = [_unknown(rule, dotted(where, key), known) for key in given if key not in hints]
-    checked = {}
+    values = {}
     for key in (key for key in given if key in hints):
         try:
-            checked[key] = adapters[key].validate_python(given[key])
+            values[key] = adapters[key].validate_python(given[key])
         except ValidationError:
             allowed = describe(hints[key])
             wrong.append(_refused(rule, dotted(where, key), given[key], allowed))
     if wrong:
         return {}, wrong
     try:
-        whole = rule(**checked)
+        whole = rule(**values)
     except ValueError as error:
         return {}, [f"{rule.__name__}{f' ({where})' * bool(where)}: {error}"]
     return {name: getattr(whole, name) for name in hints}, []
@@ -181,7 +174,8 @@ def _hints(rule: type) -> dict[str, Any]:
 @functools.cache
 def _adapters(rule: type) -> dict[str, TypeAdapter[Any]]:
     """The validators of the fields."""
-    return {key: TypeAdapter(_strict_bool(hint)) for key, hint in _hints(rule).items()}
+    strict = {bool: Annotated[bool, Strict()]}
+    return {key: TypeAdapter(strict.get(hint, hint)) for key, hint in _hints(rule).items()}
 
 
 def unchecked(rule: type) -> list[str]:
@@ -215,10 +209,6 @@ def describe(hint: Any) -> str:
     return {bool: "true or false"}.get(hint, str(hint))
 
 
-def _strict_bool(hint: Any) -> Any:
-    return Annotated[bool, Strict()] if hint is bool else hint
-
-
 def _unknown(rule: type, key: str, known: list[str]) -> str:
     near = _meant(key.rpartition(".")[2], known)
     guess = f' Did you mean "{near}"?' if near else ""
@@ -230,12 +220,6 @@ def _whose(rule: type) -> str:
     return f"{rule.__name__}: " if hasattr(rule, "step") else ""
 
 
-_AUTO_SPLIT = (
-    '"auto" was removed in ds_ext 1.1: list the rows of each part in an entry of param_groups, as '
-    '{"match": "qkv_proj", "split": [4096, 1024, 1024]} for q, k and v.'
-)
-
-
 _FILLED_IN = ("lr", "betas", "eps", "weight_decay")
 
 
@@ -243,7 +227,11 @@ def _refused(rule: type, key: str, value: Any, allowed: str) -> str:
     message = f"{_whose(rule)}{key} is {value!r}; allowed: {allowed}."
     if value == "auto":
         if key.rpartition(".")[2] == "split":
-            return f"{message} {_AUTO_SPLIT}"
+            return (
+                f'{message} "auto" was removed in ds_ext 1.1: list the rows of each part in an '
+                'entry of param_groups, as {"match": "qkv_proj", "split": [4096, 1024, 1024]} for '
+                "q, k and v."
+            )
         is_filled = key.removeprefix("optimizer.params.") in _FILLED_IN
         who = "HF Trainer and accelerate only" if is_filled else "nobody"
         return f'{message} "auto" is filled in by {who}: write a value.'

@@ -8,7 +8,7 @@ here, and read its value where it is used.
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool
 
@@ -39,13 +39,7 @@ class Setting:
 _HPZ = "zero_optimization.zero_hpz_partition_size"
 _AUTO_TP = "tensor_parallel.autotp_size"
 _AUTO_EP = "expert_parallel.enabled"
-_OFFLOAD_PARAM = "zero_optimization.offload_param"
-_OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer"
-
-_OFFLOADS = (f"{_OFFLOAD_OPTIMIZER}.device", f"{_OFFLOAD_PARAM}.device")
-# Ranks exchange the tokens of each piece.
-_SPLITS = Setting(off=_at_most_one, excludes=(_AUTO_EP,))
-_INT8 = Setting(excludes=(*_OFFLOADS, _HPZ, _AUTO_TP, _AUTO_EP, "fp16.enabled"))
+_OFFLOADS = tuple(f"zero_optimization.offload_{what}.device" for what in ("optimizer", "param"))
 
 PolicyName = Literal["fused", "sharded", "projected"]
 ClipMode = Literal["exact", "previous"]
@@ -62,9 +56,9 @@ class Section:
     clip_mode: ClipMode = "exact"  # `previous`: clip by the previous step's norm, approximately
     clip_value: NonNegative = 0.0  # largest absolute value of a gradient element; 0: no limit
     measure_updates: bool | None = None  # RMS of updates and weights; null: if a monitor is on
-    batch_splits: Annotated[Count, _SPLITS] = 1  # pieces of a batch, which each layer runs in turn
+    batch_splits: Count = 1  # pieces of a batch, which each layer runs in turn
     chunked_loss: Chunks = False  # the loss in chunks of tokens: true, or their number
-    weight_storage: Annotated[Int8, _INT8] | None = None  # `int8`: stores large matrices in 8 bits
+    weight_storage: Int8 | None = None  # `int8`: stores large matrices in 8 bits
 
 
 # Types of DeepSpeed's values, for errors that name the key.
@@ -223,11 +217,9 @@ SETTINGS: dict[str, Setting] = {
         advice="delete it; results and checkpoints do not depend on it.",
         removed="1.1",
     ),
-    **{
-        f"ds_ext.{key}": extra
-        for key, hint in get_type_hints(Section, include_extras=True).items()
-        for option in (hint, *get_args(hint))
-        for extra in getattr(option, "__metadata__", ())
-        if isinstance(extra, Setting)
-    },
+    # Ranks exchange the tokens of each piece.
+    "ds_ext.batch_splits": Setting(off=_at_most_one, excludes=(_AUTO_EP,)),
+    "ds_ext.weight_storage": Setting(
+        excludes=(*_OFFLOADS, _HPZ, _AUTO_TP, _AUTO_EP, "fp16.enabled")
+    ),
 }

@@ -7,15 +7,14 @@ is made on the device "meta".
 import argparse
 import importlib.util
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
+from ds_ext.backward import startup_log
 from ds_ext.config import config_checks, parsing
-from ds_ext.config.config_checks import Named, named_optimizer
-from ds_ext.config.parsing import lookup, normalized
+from ds_ext.config.parsing import lookup
 from ds_ext.optimizer import param_groups
 from ds_ext.optimizer.model_view import ModelView, summary
 from ds_ext.optimizer.param_table import ParamGroup
@@ -30,14 +29,9 @@ DESCRIPTION = (
 )
 
 
-@dataclass
-class Report:
-    """The result of a check."""
-
-    problems: list[str] = field(default_factory=list)  # settings that a run would refuse or ignore
-    notes: list[str] = field(default_factory=list)  # facts about the run
-    unchecked: list[str] = field(default_factory=list)  # settings that need more information
-    autos: list[str] = field(default_factory=list)  # keys that HF Trainer and accelerate fill in
+# The lines of a report, by their kind.
+NOTE, UNCHECKED, ERROR = "note", "not checked", "error"
+Report: TypeAlias = dict[str, list[str]]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -52,16 +46,14 @@ def run(options: argparse.Namespace) -> int:
     if options.ranks is not None and options.ranks < 1:
         raise ValueError(f"--ranks is {options.ranks}; allowed: a whole number > 0.")
     model = None if options.model is None else models.skeleton(models.config(options.model))
-    report = examine(parsing.load(options.config), model, options.ranks)
-    for note in report.notes:
-        print(f"note: {note}")
-    for what in report.unchecked:
-        print(f"not checked: {what}")
-    for problem in report.problems:
-        print(f"error: {problem}")
-    n = len(report.problems)
-    right = "nothing is wrong" + " in what was checked" * bool(report.unchecked)
-    if report.autos:
+    given = parsing.load(options.config)
+    report = examine(given, model, options.ranks)
+    for kind, lines in report.items():
+        for line in lines:
+            print(f"{kind}: {line}")
+    n = len(report[ERROR])
+    right = "nothing is wrong" + " in what was checked" * bool(report[UNCHECKED])
+    if parsing.filled(given)[1]:
         right += (
             " for HF Trainer and accelerate; deepspeed.initialize needs numbers "
             "(python -m ds_ext config OPTIMIZER --numbers)"
@@ -77,60 +69,56 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
         config: a DeepSpeed config, in which HF may have to fill in "auto".
         model: the model on the device "meta"; None to skip the checks that need it.
         ranks: the number of data-parallel ranks; None if it is not known.
+
+    Returns:
+        Facts about the run, settings that need more information, and settings that a run would
+        refuse or ignore.
     """
-    report = Report()
+    notes: list[str] = []
+    unchecked: list[str] = []
     config, autos = parsing.filled(config)
-    report.autos = autos
     if "optimizer" not in config:
         without = '; without one, the section "ds_ext" has no effect' * ("ds_ext" in config)
-        report.notes.append(
+        notes.append(
             "no optimizer is named: name one of ds_ext in optimizer.type, or pass one in the "
             f"script{without}"
         )
-        report.unchecked.append("an optimizer that the script passes")
+        unchecked.append("an optimizer that the script passes")
     if autos:
-        report.notes.append(f'"auto", which HF Trainer and accelerate fill in: {", ".join(autos)}')
-    config, malformed = parsing.well_formed(config)
-    known = normalized(config)
-    named = _named(known, model, report)
-    if "optimizer.params.lr" not in autos:
-        report.notes += named.warnings
-    if named.other:
-        report.notes.append(
-            f"optimizer.type {named.other} is DeepSpeed's or torch's own; those of ds_ext can have "
+        notes.append(f'"auto", which HF Trainer and accelerate fill in: {", ".join(autos)}')
+    if model is not None and "lora_" in str(lookup(config, "optimizer.params.param_groups")):
+        unchecked.append("the names of LoRA's adapters, which only a run has")
+        model = None
+    view = None if model is None else ModelView(model)
+    read = config_checks.read(config, view)
+    if view is not None and read.ours is not None:
+        notes += _group_notes(read.groups, type(read.ours).__name__, view)
+    if read.ours is not None and "optimizer.params.lr" not in autos:
+        notes += startup_log.small_rates(read.ours)
+    if read.other:
+        notes.append(
+            f"optimizer.type {read.other} is DeepSpeed's or torch's own; those of ds_ext can have "
             'the prefix "ds_ext."'
         )
     else:
-        report.notes += config_checks.ignored(known, named.ours)
-    report.unchecked += _unchecked(known, model, ranks)
-    found = malformed + config_checks.all_problems(known, named)
+        notes += config_checks.ignored(read.values, read.ours)
+    unchecked += _unchecked(read.values, model, ranks)
+    found = read.problems
     has_deepspeed = importlib.util.find_spec("deepspeed") is not None
-    if has_deepspeed:
+    if not has_deepspeed:
+        notes.append("DeepSpeed is not installed here: its own keys are not checked")
+    else:
         from ds_ext.engine import deepspeed_config
 
-        found += deepspeed_config.scheduler_problems(known)
+        found += deepspeed_config.scheduler_problems(read.values)
         found += deepspeed_config.unknown(config)
-    else:
-        report.notes.append("DeepSpeed is not installed here: its own keys are not checked")
-    found += config_checks.unread(known, named.other) if named.other else []
+    found += config_checks.unread(read.values, read.other) if read.other else []
     if has_deepspeed and found:
-        report.unchecked.append("DeepSpeed's own errors; mend the others first")
+        unchecked.append("DeepSpeed's own errors; mend the others first")
     elif has_deepspeed:
         found += deepspeed_config.raised(config, ranks)
-    report.problems = found or [*config_checks.size_problems(known, ranks)]
-    return report
-
-
-def _named(config: dict[str, Any], model: nn.Module | None, report: Report) -> Named:
-    """The optimizer that a config names; notes which optimizer steps which parameters."""
-    if model is not None and "lora_" in str(lookup(config, "optimizer.params.param_groups")):
-        report.unchecked.append("the names of LoRA's adapters, which only a run has")
-        model = None
-    view = None if model is None else ModelView(model)
-    named = named_optimizer(config, view)
-    if view is not None and named.ours is not None:
-        report.notes += _group_notes(named.groups, type(named.ours).__name__, view)
-    return named
+    found = found or [*config_checks.size_problems(read.values, ranks)]
+    return {NOTE: notes, UNCHECKED: unchecked, ERROR: found}
 
 
 def _unchecked(config: dict[str, Any], model: nn.Module | None, ranks: int | None) -> Iterator[str]:

@@ -33,7 +33,7 @@ def _checked(path: Path, ranks: int) -> dict[str, Any]:
     try:
         config: dict[str, Any] = parsing.load(path)
         batch = {} if SIZES[0] in config else {SIZES[1]: 1}  # --batch may set it
-        config_checks.raise_first(check.examine(batch | config, None, ranks).problems)
+        config_checks.raise_first(check.examine(batch | config, None, ranks)[check.ERROR])
     except ValueError as error:
         raise ValueError(f"--config {path}: {error}") from None
     return config

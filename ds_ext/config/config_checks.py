@@ -3,14 +3,14 @@
 An engine and ``python -m ds_ext check`` call the same functions, so they say the same sentences.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ds_ext import hyperparams
-from ds_ext.backward import error_texts, int8_weights, projected_grads, startup_log
+from ds_ext.backward import error_texts, int8_weights, projected_grads
 from ds_ext.backward.gradient_config import CONFIG
 from ds_ext.config import optimizer_names, parsing
 from ds_ext.config.parsing import lookup, normalized
@@ -33,21 +33,36 @@ def raise_first(problems: Iterable[str]) -> None:
         raise ValueError(problem)
 
 
-def all_problems(config: dict[str, Any], named: "Named | None" = None) -> list[str]:
-    """Returns the messages with which a run refuses a config, for any number of ranks.
+@dataclass
+class Reading:
+    """What a run reads from a config."""
+
+    values: dict[str, Any]  # as DeepSpeed reads them, without the sections of wrong ones
+    problems: list[str]  # the messages with which a run refuses it, for any number of ranks
+    ours: RuleOptimizer | None = None  # the optimizer that it names, if it is of ds_ext
+    groups: Sequence[ParamGroup] = ()  # of that, with the hyper-parameters of each only
+    other: str = ""  # the type of an optimizer of another library
+
+
+def read(config: dict[str, Any], model: ModelView | None = None) -> Reading:
+    """Reads a config and makes the optimizer that it names.
 
     Args:
-        config: a DeepSpeed config without "auto".
-        named: the optimizer that it names, if it is already made.
+        config: a DeepSpeed config: see ``parsing.filled``.
+        model: the model whose parameters it steps; by default, each group has one matrix.
     """
-    named = named or named_optimizer(config)
+    config, found = parsing.well_formed(config)
+    made = Reading(normalized(config), found)
     meant = optimizer_names.misspelt_sections(config)
-    found = [f'unknown key {key}. Did you mean "{meant[key]}"?' for key in meant]
-    found += named.problems
-    return found if named.other else found + list(problems(config))
+    found += [f'unknown key {key}. Did you mean "{meant[key]}"?' for key in meant]
+    try:
+        _make_optimizer(made, model)
+    except ValueError as error:
+        found += str(error).splitlines()
+    if not made.other:
+        found += problems(config)
+    return made
 
-
-NO_TYPE = 'optimizer.type is missing or "auto": name an optimizer, such as "AdaLomo".'
 
 # The settings.
 
@@ -94,12 +109,6 @@ def _refused(config: dict[str, Any], key: str) -> Iterator[str]:
             f"{shown} is not supported together with {other} = {lookup(config, other)!r}: remove "
             "one of them."
         )
-
-
-def int8_problems(config: dict[str, Any]) -> Iterator[str]:
-    """Yields a message for each setting that excludes weights in 8 bits."""
-    own = {"ds_ext": {"weight_storage": "int8"}}
-    yield from _refused(normalized(config) | own, "ds_ext.weight_storage")
 
 
 def ignored(config: dict[str, Any], optimizer: RuleOptimizer | None) -> Iterator[str]:
@@ -157,51 +166,36 @@ def group_keys(config: dict[str, Any]) -> list[str]:
 # The optimizer.
 
 
-@dataclass
-class Named:
-    """What a config's section "optimizer" names."""
-
-    ours: RuleOptimizer | None = None  # of ds_ext
-    other: str = ""  # the type of another library
-    problems: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    groups: tuple[ParamGroup, ...] = ()  # of our optimizer, with the hyper-parameters of each only
-
-
-def named_optimizer(config: dict[str, Any], model: ModelView | None = None) -> Named:
-    """Returns the optimizer that a config names, and problems of its section.
-
-    Args:
-        config: a ``well_formed`` DeepSpeed config without "auto".
-        model: the model whose parameters it steps; by default, each group has one matrix.
-    """
+def _make_optimizer(made: Reading, model: ModelView | None) -> None:
+    """Makes the optimizer that a config names. ValueError with a line for each wrong key."""
+    config = made.values
     section = config.get("optimizer")
     if section is None:
-        return Named()
+        return
     if "type" not in section:
-        return Named(problems=(NO_TYPE,))
-    try:
-        optimizer_names.refuse_unknown(section["type"])
-        key, params = optimizer_names.registry_key(section["type"]), section.get("params") or {}
-        if key is None:
-            return Named(other=section["type"])
-        own = hyperparams.names(hypers_of(REGISTRY[key].rule))
-        moved = parsing.misplaced(config, param_groups.SECTION)
-        moved = {name: message for name, message in moved.items() if name not in own}
-        rest = {name: value for name, value in params.items() if name not in moved}
-        found = [*_unread_keys(config["optimizer"]), *moved.values()]
-        if found := [*found, *param_groups.problems(REGISTRY[key], rest)]:
-            return Named(problems=tuple(found))
-        if model is None:
-            made = param_groups.stand_ins(REGISTRY[key], params)
-        else:
-            trained = [p for p in model.module.parameters() if p.requires_grad]
-            made = param_groups.of_config(REGISTRY[key], params, model, trained)
-        ours = OPTIMIZERS[key](made.groups, **made.hypers)
-    except ValueError as error:
-        return Named(problems=tuple(str(error).splitlines()))
-    warnings = tuple(startup_log.small_rates(ours))
-    return Named(ours, "", tuple(_unsupported(config, ours)), warnings, tuple(made.groups))
+        raise ValueError(
+            'optimizer.type is missing or "auto": name an optimizer, such as "AdaLomo".'
+        )
+    optimizer_names.refuse_unknown(section["type"])
+    key, params = optimizer_names.registry_key(section["type"]), section.get("params") or {}
+    if key is None:
+        made.other = section["type"]
+        return
+    own = hyperparams.names(hypers_of(REGISTRY[key].rule))
+    moved = parsing.misplaced(config, param_groups.SECTION)
+    moved = {name: message for name, message in moved.items() if name not in own}
+    rest = {name: value for name, value in params.items() if name not in moved}
+    found = [*_unread_keys(section), *moved.values()]
+    if found := [*found, *param_groups.problems(REGISTRY[key], rest)]:
+        raise ValueError("\n".join(found))
+    if model is None:
+        grouped = param_groups.stand_ins(REGISTRY[key], params)
+    else:
+        trained = [p for p in model.module.parameters() if p.requires_grad]
+        grouped = param_groups.of_config(REGISTRY[key], params, model, trained)
+    made.groups = grouped.groups
+    made.ours = OPTIMIZERS[key](grouped.groups, **grouped.hypers)
+    made.problems += _unsupported(config, made.ours)
 
 
 def _unread_keys(section: dict[str, Any]) -> Iterator[str]:
@@ -216,7 +210,7 @@ def _unread_keys(section: dict[str, Any]) -> Iterator[str]:
 def unread(config: dict[str, Any], optimizer: str) -> Iterator[str]:
     """Yields a message for each setting of ds_ext under an ``optimizer`` that is not its own."""
     ours = {"param_groups", "nbits", *hyperparams.names(sixteen_bit.RoundingConfig)}
-    for key in ours & (lookup(config, "optimizer.params") or {}).keys():
+    for key in sorted(ours & (lookup(config, "optimizer.params") or {}).keys()):
         yield (
             f"optimizer.params.{key} is a key of ds_ext, and optimizer.type {optimizer} is not a "
             'ds_ext optimizer: remove it, or name one, such as "ds_ext.AdamW".'

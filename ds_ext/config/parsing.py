@@ -265,10 +265,10 @@ def section(config: dict[str, Any]) -> Section:
         raise ValueError(f'ds_ext is {values!r}; allowed: a section, {{"gradient_policy": ...}}.')
     moved = misplaced(config, "ds_ext")
     present = {k: v for k, v in values.items() if f"ds_ext.{k}" not in _REMOVED and k not in moved}
-    found = [*moved.values(), *hyperparams.problems(Section, present, "ds_ext")]
-    if found:
-        raise ValueError("\n".join(found))
-    return Section(**hyperparams.check(Section, present, "ds_ext"))
+    read, problems = hyperparams.checked(Section, present, "ds_ext")
+    if moved or problems:
+        raise ValueError("\n".join([*moved.values(), *problems]))
+    return Section(**read)
 
 
 def gradients(

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from ds_ext.config import config_checks
 from ds_ext.config.config_checks import raise_first
 from ds_ext.config.optimizer_names import did_you_mean, misspelt_sections
-from ds_ext.config.parsing import filled, lookup, normalized, place_of, well_formed
+from ds_ext.config.parsing import filled, lookup, normalized, place_of
 from ds_ext.engine import rank_logging
 from ds_ext.hyperparams import dotted
 from ds_ext.settings import SETTINGS, SIZES
@@ -43,18 +43,16 @@ def read(make: Callable[[], None], config: dict[str, Any]) -> None:
         for key in (*SIZES, "zero_optimization.stage")
         if lookup(config, key) == "auto"
     ]
-    given, malformed = well_formed(filled(config)[0])
-    values = normalized(given)
-    found += malformed
-    found += config_checks.all_problems(values)
-    found += scheduler_problems(values)
+    given = filled(config)[0]
+    reading = config_checks.read(given)
+    found += [*reading.problems, *scheduler_problems(reading.values)]
     if found:
         raise ValueError("\n".join([*found, *unknown(given)]))
     try:
         with translated():
             make()
     except ValueError as error:
-        size = values.get("sequence_parallel_size", 1)
+        size = reading.values.get("sequence_parallel_size", 1)
         if size == 1:
             raise
         raise ValueError(
@@ -90,7 +88,7 @@ def raised(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
             yield str(error)
             return
     if is_implied:
-        yield from config_checks.all_problems(own)
+        yield from config_checks.read(own).problems
 
 
 def unknown(config: dict[str, Any]) -> Iterator[str]:
@@ -102,7 +100,8 @@ def unknown(config: dict[str, Any]) -> Iterator[str]:
     known -= {"max_grad_norm"}  # of "params" of DeepSpeed's optimizers
     known |= misspelt_sections(config).keys()  # which is refused
     for where in ("", *_DICTIONARIES):
-        for key in lookup(config, where, {}) if where else config:
+        section = lookup(config, where) if where else config
+        for key in section if isinstance(section, dict) else ():
             if key not in known and dotted(where, key) not in SETTINGS:
                 place = place_of(key)
                 guess = f' Did you mean "{place}"?' if place else did_you_mean(key, known)

@@ -71,7 +71,7 @@ def problems(entry: RuleEntry, given: Keys) -> list[str]:
     entries = rest.pop("param_groups", None)
     others = rest.pop("others", None) if entry.roles else None
     targets = rest.pop("target_modules", "all-linear") if entry.roles else "all-linear"
-    found = hyperparams.problems(hypers_of(entry.rule), rest, SECTION, _beside(entry))
+    _, found = hyperparams.checked(hypers_of(entry.rule), rest, SECTION, _beside(entry))
 
     def note(check: Callable[..., object], *args: Any) -> None:
         try:

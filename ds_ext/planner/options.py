@@ -115,7 +115,7 @@ class PlanOptions:
             )
         if self.own.weight_storage and self.dtype == "fp32":
             raise ValueError("--weight-storage int8 needs 16-bit weights: remove --dtype fp32.")
-        config_checks.raise_first(config_checks.all_problems(config))
+        config_checks.raise_first(config_checks.read(config).problems)
         config_checks.raise_first(config_checks.size_problems(config, self.ranks))
 
     def edited(self, changes: Mapping[str, Any]) -> "PlanOptions":
