@@ -12,14 +12,14 @@ from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import REGISTRY
 from tests import worlds
-from tests.common import by_role, engines, models
+from tests.common import models
 from tests.common.authors import INDEPENDENT
 from tests.common.by_role import MATRICES
 from tests.common.choose import params
 from tests.common.hypers import CLOSE
 from tests.common.states import same
 from tests.common.updates import check
-from tests.distributed import zero_jobs
+from tests.distributed import training_jobs, zero_jobs
 from tests.distributed.zero_jobs import CASES, RULES, STEPS, is_used
 from tests.tools.support import of
 
@@ -34,7 +34,7 @@ ON_ONE = re.compile(r"^(adalomo|came)-|^[a-z]+(-plain|-stage0)?$")
 ALL = [(2, name) for name in CASES]
 ALL += [(1, name) for name in CASES if ON_ONE.search(name)]
 ALL += [(3, name) for name in CASES if ON_THREE.search(name)]
-EXACT = [c for c in ALL if CASES[c[1]].dtype == "fp32"]
+EXACT = [c for c in ALL if not CASES[c[1]].extra]
 RANKS = (1, 2, 3)
 FACTORED = ("adalomo", "adafactor", "came")  # rounds of matrices begin with sums of g²
 WITHOUT_SUMS = ("lomo", "adamw", "lamb", "lion")  # states or weights change before, if any travel
@@ -76,7 +76,7 @@ def shown(name: str) -> list[str]:
         "fp32, each optimizer against its authors' code": usual and has_authors,
         "tied, shared, unused weights; 0 to 4 dimensions": usual,
         "models built under `zero.Init`": case.zero_init,
-        "weight decay set in the JSON config": not case.client,
+        "weight decay set in the JSON config": case.is_json,
         "reentrant activation checkpointing": case.checkpointing == "reentrant",
         "non-reentrant activation checkpointing": case.checkpointing == "nonreentrant",
     }
@@ -89,13 +89,7 @@ def test_equals_the_authors(ranks, name):
     got, case = worlds.once(ranks, zero_jobs.train, name)[0], CASES[name]
     if case.rule in MATRICES:
         check_roles(got, case)
-    model = models.make()
-    optimizer = by_role.as_told(case.rule, case.hypers, got, dict(model.named_parameters()))
-
-    def loss_of(model, step, rank):
-        return model(models.batch(step, ranks)[rank], step)
-
-    before, after, norms = engines.alone(model, optimizer, loss_of, STEPS, ranks)
+    before, after, norms = training_jobs.alone(case, ranks, got)
     assert same(got["before"], before)
     check(got["after"], after, before, STEPS, CLOSE.get(case.rule, 1e-5))
     assert got["norms"] == pytest.approx(norms, rel=1e-4)

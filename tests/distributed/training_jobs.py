@@ -36,6 +36,12 @@ class Training:
     checkpointing: str | None = None
     how: str = "engine"
     extra: dict[str, Any] = field(default_factory=dict)  # further parts of the config
+    own: dict[str, Any] = field(default_factory=dict)  # hyper-parameters
+    is_json: bool = False  # the config names the optimizer; else it is an object
+    zero_init: bool = False
+    dropout: float = 0.3
+    bucket: int = BUCKET
+    persist: int = 30
 
     @property
     def section(self) -> dict[str, Any]:
@@ -44,7 +50,7 @@ class Training:
 
     @property
     def hypers(self) -> dict[str, Any]:
-        return HYPERS[self.rule] | {"weight_decay": 0.1}
+        return HYPERS[self.rule] | {"weight_decay": 0.1} | self.own
 
 
 def _runs() -> dict[str, Training]:
@@ -113,9 +119,15 @@ def config(run: Training) -> dict[str, Any]:
     usual = {
         "gradient_accumulation_steps": run.accumulation if told else 1,
         "gradient_clipping": run.max_norm,
-        "zero": {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 30},
+        "zero": {
+            "reduce_bucket_size": run.bucket,
+            "stage3_param_persistence_threshold": run.persist,
+        },
         "ds_ext": run.section,
     }
+    if run.is_json:
+        kind = f"ds_ext.{run.rule}" if run.rule in by_role.MATRICES else run.rule.upper()
+        usual["optimizer"] = {"type": kind, "params": run.hypers}
     return engines.config(run.stage, **usual | run.extra)
 
 
@@ -126,13 +138,13 @@ def loss_of(model, run: Training, step: int, part: int, rank: int, world: int) -
 
 
 def start(run: Training, model: torch.nn.Module):
-    optimizer = by_role.made(run.rule, model, run.hypers)
+    optimizer = None if run.is_json else by_role.made(run.rule, model, run.hypers)
     if run.stage is None:
         return engines.Fused(
             model,
             optimizer,
             run.accumulation,
-            bucket_size=BUCKET,
+            bucket_size=run.bucket,
             max_grad_norm=run.max_norm,
             clip_value=run.clip_value,
             clip_mode=run.clip_mode,
@@ -163,7 +175,7 @@ def backward(engine, run: Training, loss: torch.Tensor, part: int) -> None:
 def train(run: Training) -> dict[str, Any]:
     """Runs on this rank -> initial and final weights, norms, and the metrics of the last step."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    model = models.make(run.checkpointing, dropout=0.3)
+    model = models.make(run.checkpointing, dropout=run.dropout)
     engine = start(run, model)
     before = whole(model)
     norms = []
@@ -184,7 +196,7 @@ def alone(
     run: Training, world: int, told: by_role.Told, model: nn.Module | None = None
 ) -> engines.Alone:
     """One process with the whole model and the batches of all ranks, and torch's clipping."""
-    model = model or models.make(dropout=0.3)
+    model = model or models.make(dropout=run.dropout)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     optimizer = by_role.as_told(run.rule, run.hypers, told, dict(model.named_parameters()))
     parts, norms = range(run.accumulation), []

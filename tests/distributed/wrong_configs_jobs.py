@@ -31,6 +31,8 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
 PROJECTED = {"ds_ext": {"gradient_policy": "projected"}}
 INT8 = {"ds_ext": {"weight_storage": "int8"}}
 KEPT = {"ds_ext": {"gradient_policy": "sharded"}}
+PREVIOUS = {"ds_ext": {"clip_mode": "previous"}}
+USUAL = {"overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
 
 
 def _zero(stage: Any, **keys: Any) -> dict[str, Any]:
@@ -44,6 +46,7 @@ def _ours(params: Any) -> dict[str, Any]:
 # Changes of a right config, by the key that ``check`` and a run must name; None: both accept it.
 JUDGED: list[tuple[str | None, dict[str, Any]]] = [
     (None, {}),
+    (None, _zero(3, offload_param={"device": "none"}, **USUAL)),
     # Numbers and booleans as text, which DeepSpeed converts.
     (None, _zero("3")),
     (None, _zero(3.0)),
@@ -66,6 +69,7 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
     ("zero_optimization.reduce_bucket_size", _zero(2, reduce_bucket_size="5e3")),
     ("zero_optimization.reduce_bucket_size", _zero(2, reduce_bucket_size=0.5)),
     ("DeepSpeedZeroConfig: reduce_bucket_size", _zero(2, reduce_bucket_size="0")),
+    ("zero_optimization.reduce_bucket_size is -1", _zero(2, reduce_bucket_size=-1)),
     ("remove it; engine.compile() compiles the model", {"compile": {"deepcompile": "true"}}),
     ("bf16.enabled", {"bf16": {"enabled": 2}}),
     # Sections.
@@ -145,7 +149,17 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
     ),
     ("keeps none", {"ds_ext": {"gradient_policy": "fused"}, "gradient_accumulation_steps": 2}),
     ("keeps none", {"ds_ext": {"gradient_policy": "fused"}, "train_batch_size": 2}),
+    (
+        "keeps none",
+        {"ds_ext": {"gradient_policy": "fused"}, "managed_gradient_accumulation": False},
+    ),
     ("clip the same", {"ds_ext": {"clip_value": 1.0}, "gradient_clipping": 1.0}),
+    ("gradient_clipping > 0", PREVIOUS),
+    (
+        "exactly at no cost",
+        {"gradient_clipping": 1.0, "gradient_accumulation_steps": 2} | PREVIOUS,
+    ),
+    ("sharded", {"data_types": {"grad_accum_dtype": "fp32"}}),
     ("DeepSpeed refuses the config", {"wall_clock_breakdown": "x"}),
     ("prescale_gradients", {"prescale_gradients": True, "nebula": {"enabled": True}}),
     # Keys in the wrong section, and keys that DeepSpeed would ignore.

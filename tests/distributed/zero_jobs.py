@@ -2,7 +2,6 @@
 
 import contextlib
 import time
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -14,30 +13,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import ds_ext
 from ds_ext.backward import buckets, reduction
 from ds_ext.distributed import placement
-from ds_ext.optimizer import OPTIMIZERS
 from tests.common import by_role, engines, models
 from tests.common.by_role import MATRICES
 from tests.common.hypers import FOR_ALL, TRAINED, changed
-from tests.common.plain import FusedEngine
 from tests.common.ranks import identical, whole
-
-STEPS = 4
-
-
-@dataclass
-class Case:
-    """One training run under ZeRO-3, compared by the test with a reference in one process."""
-
-    rule: str
-    hypers: dict[str, Any]
-    stage: int | None = 3  # None: fuse_into_backward, no engine
-    checkpointing: str | None = None
-    zero_init: bool = False
-    client: bool = True  # an optimizer object, all parameters in one group; else the JSON config
-    bucket: int = 500
-    persist: int = 30
-    plain_backward: bool = False
-    dtype: str = "fp32"
+from tests.distributed import training_jobs
+from tests.distributed.training_jobs import STEPS, Training, config
 
 
 def is_used(name: str) -> bool:
@@ -58,66 +39,49 @@ HYPERS = changed(
     muon={"lr": 0.02},
 )
 RULES = tuple(FOR_ALL)
-CASES: dict[str, Case] = {}
+CASES: dict[str, Training] = {}
+
+
+def case(rule: str, at: str = "", stage: int | None = 3, kind: str | None = None, **how: Any):
+    """Adds a training run, which is compared with one process."""
+    own = HYPERS[rule] | how.pop("own", {})
+    CASES[rule + at] = Training(rule, stage, checkpointing=kind, own=own, dropout=0.0, **how)
+
+
+LOSS: dict[str, Any] = {"how": "tensor"}  # backward is called of the loss itself
+NO_DECAY: dict[str, Any] = {"own": {"weight_decay": 0.0}}
 for _rule in RULES:
-    _hypers = HYPERS[_rule]
-    _decay = _hypers | {"weight_decay": 0.1}
-    CASES[_rule] = Case(_rule, _hypers)
-    CASES[f"{_rule}-plain"] = Case(_rule, _decay, stage=None, plain_backward=True)
+    case(_rule, **NO_DECAY)
+    case(_rule, "-plain", None, **LOSS)
     for _stage in (0, 1, 2):
-        is_json = _stage == 1 and _rule in FOUR
-        CASES[f"{_rule}-stage{_stage}"] = Case(_rule, _decay, stage=_stage, client=not is_json)
+        case(_rule, f"-stage{_stage}", _stage, is_json=_stage == 1 and _rule in FOUR)
 for _rule in FOUR:
-    _hypers = HYPERS[_rule]
-    _decay = _hypers | {"weight_decay": 0.1}
-    CASES[f"{_rule}-partitioned"] = Case(_rule, _decay, persist=0, plain_backward=True)
-    CASES[f"{_rule}-decay-json"] = Case(_rule, _decay, client=False, bucket=10**6)
-    CASES[f"{_rule}-reentrant"] = Case(
-        _rule, _decay, checkpointing="reentrant", plain_backward=True
-    )
-    CASES[f"{_rule}-nonreentrant"] = Case(_rule, _decay, checkpointing="nonreentrant", bucket=1)
-    CASES[f"{_rule}-zero-init"] = Case(_rule, _decay, zero_init=True, bucket=1)
-    CASES[f"{_rule}-zero-init-reentrant"] = Case(
-        _rule, _hypers, checkpointing="reentrant", zero_init=True, bucket=1
-    )
-    CASES[f"{_rule}-plain-reentrant"] = Case(
-        _rule, _decay, stage=None, checkpointing="reentrant", bucket=1, plain_backward=True
-    )
+    case(_rule, "-partitioned", persist=0, **LOSS)
+    case(_rule, "-decay-json", is_json=True, bucket=10**6)
+    case(_rule, "-reentrant", 3, "reentrant", **LOSS)
+    case(_rule, "-nonreentrant", 3, "nonreentrant", bucket=1)
+    case(_rule, "-zero-init", zero_init=True, bucket=1)
+    case(_rule, "-zero-init-reentrant", 3, "reentrant", zero_init=True, bucket=1, **NO_DECAY)
+    case(_rule, "-plain-reentrant", None, "reentrant", bucket=1, **LOSS)
     for _stage in (0, 1, 2):
-        CASES[f"{_rule}-stage{_stage}-reentrant"] = Case(
-            _rule, _decay, stage=_stage, checkpointing="reentrant", bucket=1, plain_backward=True
-        )
+        case(_rule, f"-stage{_stage}-reentrant", _stage, "reentrant", bucket=1, **LOSS)
 for _stage in range(4):
-    CASES[f"adalomo-bf16-stage{_stage}"] = Case(
-        "adalomo", HYPERS["adalomo"], stage=_stage, dtype="bf16"
-    )
+    case("adalomo", f"-bf16-stage{_stage}", _stage, extra={"bf16": {"enabled": True}}, **NO_DECAY)
 for _rule in MATRICES:  # by the roles of parameters, as a JSON config says
-    _decay = HYPERS[_rule] | {"weight_decay": 0.1}
-    CASES[f"{_rule}-plain"] = Case(_rule, _decay, stage=None, plain_backward=True)
+    case(_rule, "-plain", None, **LOSS)
     for _stage in range(4):
-        CASES[f"{_rule}-stage{_stage}"] = Case(_rule, _decay, _stage, client=False)
-        CASES[f"{_rule}-stage{_stage}-reentrant"] = Case(
-            _rule, _decay, _stage, "reentrant", client=False
-        )
-    CASES[f"{_rule}-nonreentrant"] = Case(_rule, _decay, 3, "nonreentrant", client=False)
-    CASES[f"{_rule}-zero-init"] = Case(_rule, _decay, zero_init=True, client=False)
+        case(_rule, f"-stage{_stage}", _stage, is_json=True)
+        case(_rule, f"-stage{_stage}-reentrant", _stage, "reentrant", is_json=True)
+    case(_rule, "-nonreentrant", 3, "nonreentrant", is_json=True)
+    case(_rule, "-zero-init", zero_init=True, is_json=True)
 
 
-def config(case: Case) -> dict[str, Any]:
-    zero = {"reduce_bucket_size": case.bucket, "stage3_param_persistence_threshold": case.persist}
-    made = engines.config(case.stage or 0, zero=zero, bf16={"enabled": case.dtype == "bf16"})
-    if not case.client:
-        kind = case.rule.upper() if case.rule in FOUR else f"ds_ext.{case.rule}"
-        made["optimizer"] = {"type": kind, "params": case.hypers}
-    return made
-
-
-def build(case: Case) -> models.Zoo:
+def build(case: Training) -> models.Zoo:
     """The case's model with the seed's weights, whichever way it is built."""
     weights = models.make(case.checkpointing)
     if not case.zero_init:
         return weights
-    with deepspeed.zero.Init(config_dict_or_path=config(case) | {"ds_ext": {}}):
+    with deepspeed.zero.Init(config_dict_or_path=config(case)):
         model = models.Zoo(case.checkpointing)
     for p, w in zip(model.parameters(), weights.parameters(), strict=True):
         with deepspeed.zero.GatheredParameters([p], modifier_rank=0), torch.no_grad():
@@ -125,7 +89,7 @@ def build(case: Case) -> models.Zoo:
     return model
 
 
-def most_alive(case: Case, ranks: int) -> int:
+def most_alive(case: Training, ranks: int) -> int:
     """Gradient elements that may be alive at once: those of one bucket and of one parameter."""
     parameters = models.make().parameters()
     largest = max(-(-p.numel() // ranks) * ranks for p in parameters)
@@ -204,41 +168,22 @@ class Watch:
             yield
 
 
-class Plain(FusedEngine):
-    """What a script without DeepSpeed does, under the names of an engine."""
-
-    def __init__(self, model: torch.nn.Module, optimizer, bucket: int) -> None:
-        if dist.get_rank():
-            torch.nn.init.zeros_(model.row)  # to be mended by rank 0's
-        super().__init__(model, optimizer, bucket_size=bucket)
-        self.param_names = {p: n for n, p in model.named_parameters()}
-
-
 def train(name: str) -> dict[str, Any]:
     """Runs a case of ``CASES`` -> initial and final weights, norms, and what was watched."""
     case, rank, world = CASES[name], dist.get_rank(), dist.get_world_size()
     model = build(case)
-    optimizer = None
-    if case.client and case.rule in MATRICES:
-        optimizer = by_role.made(case.rule, model, case.hypers)
-    elif case.client:
-        optimizer = OPTIMIZERS[case.rule](model.parameters(), **case.hypers)
+    if case.stage is None and rank:
+        torch.nn.init.zeros_(model.row)  # to be mended by rank 0's
     watch = Watch(most_alive(case, world))
     with watch.hook():
-        if case.stage is None:
-            engine = Plain(model, optimizer, case.bucket)
-        else:
-            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config(case))
+        engine = training_jobs.start(case, model)
     before = whole(model)
     norms, kept, sent = [], 0, []
     for step in range(STEPS):
         watch.sent = []
         with watch.collectives():
-            loss = engine(models.batch(step, world)[rank], step=step)
-            if case.plain_backward:
-                loss.backward()
-            else:
-                engine.backward(loss)
+            loss = training_jobs.loss_of(engine, case, step, 0, rank, world)
+            loss.backward() if case.how == "tensor" else engine.backward(loss)
             kept += sum(p.grad.numel() for p in model.parameters() if p.grad is not None)
             if case.stage is None:
                 engine.step()  # the last bucket waits for it
@@ -249,6 +194,7 @@ def train(name: str) -> dict[str, Any]:
                 engine.step()  # accelerate may call it again
         norms.append(engine.get_global_grad_norm())
     after = whole(model)
+    names = {p: n for n, p in model.named_parameters()}
     result = {
         "before": before,
         "after": after,
@@ -257,9 +203,7 @@ def train(name: str) -> dict[str, Any]:
         "kept": kept,
         "alive": watch.alive,
         "sent": sent,
-        "steps": {
-            engine.param_names[p]: state["step"] for p, state in engine.optimizer.state.items()
-        },
+        "steps": {names[p]: state["step"] for p, state in engine.optimizer.state.items()},
     }
     result |= by_role.told(engine.optimizer, model)
     engine.destroy()
@@ -270,9 +214,7 @@ def outside() -> dict[str, Any]:
     """An optimizer over a part of the trainable parameters."""
     model = torch.nn.Linear(6, 5)
     optimizer = ds_ext.AdaLomo([model.weight])
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=config(CASES["adalomo"])
-    )
+    engine = engines.start(model, optimizer, 3)
     before = whole(model)
     engine.backward(engine(torch.randn(2, 6)).square().sum())
     kept = sum(p.grad is not None for p in model.parameters())

@@ -3,8 +3,6 @@
 That the first round of a step tells which gradients are bad is in test_nonfinite.py.
 """
 
-import functools
-import itertools
 import math
 from unittest import mock
 
@@ -17,93 +15,12 @@ from ds_ext.backward import startup_log
 from ds_ext.ops.executors.native import native_table as native_table
 from ds_ext.ops.executors.triton import devices, launch_memory, launches
 from ds_ext.ops.state import mapped
-from ds_ext.optimizer.nonfinite import BAD_VOTE, DeviceGradFlags, GradCheck
+from ds_ext.optimizer.nonfinite import DeviceGradFlags
 from tests.common import needs, paths, table
-from tests.common.choose import params, spread
-from tests.common.hypers import SIMULATED, changed
-from tests.unit import test_nonfinite
+from tests.common.hypers import SIMULATED
 from tests.unit.test_native import BATCHED
-from tests.unit.test_nonfinite import BAD, WAYS, same, simulate
 
 pytestmark = needs.triton
-SHAPES = ((20, 32), (12, 20), (9,), (6, 32))
-SETTINGS = changed(SIMULATED, lomo={"lr": 0.5})
-
-
-class Member(test_nonfinite.Member):
-    """One of the ranks, whose votes are those that all ranks would have cast."""
-
-    DEVICE = paths.DEVICE
-
-    def begin(self, grads, without):
-        bucket = [u for i, u in enumerate(self.updates(grads)) if i not in without]
-        shards = {u.param: u.shard for u in bucket}
-        first = self.checked(shards)
-        votes = {
-            p: torch.tensor(1.0 if g.double().square().sum() < 3e38 / g.numel() else BAD_VOTE)
-            for p, g in zip(self.params, grads, strict=True)
-            if p in shards and p not in first
-        }
-        check = GradCheck(first, votes, DeviceGradFlags())
-        return self.optimizer.begin(bucket, check), check
-
-
-class Simulated(test_nonfinite.Simulated):
-    MEMBER, SETTINGS = Member, SETTINGS
-
-    @torch.no_grad()
-    def step(self, grads, without=()):
-        begun = [rank.begin(grads, without) for rank in self.ranks]
-        simulate([step.generators for step, _ in begun])
-        found = []
-        for rank, (step, check) in zip(self.ranks, begun, strict=True):
-            step.end()
-            rank.optimizer.commit_weight_norms()
-            skipped, square, _ = check.flags.read()
-            rank.optimizer.rollback_step(skipped)
-            bad = set(skipped)
-            found.append(([i for i, p in enumerate(rank.params) if p in bad], square))
-        assert all(one == found[0] for one in found)
-        bad, self.square = found[0]
-        return bad
-
-
-CASES = spread(BATCHED, [(world, way) for world in (1, 2, 5) for way in WAYS])
-# a group of 8-bit moments that a cut goes through is stepped alone
-CASES = [(name, 1 if name == "flashadamw" else world, way) for name, world, way in CASES]
-CASES += [("adamw", 1, WAYS[0])]
-CASES += [("lomo", 2, WAYS[0])]
-QUICK = [*CASES[-2:], ("adalomo", 1, WAYS[1])]  # by votes; by sums, beside norms that are known
-
-
-@pytest.mark.parametrize("name, world, way", params(CASES, QUICK.__contains__))
-def test_a_bad_gradient_is_as_if_it_had_not_come(name, world, way, monkeypatch):
-    """To the last bit and step number, also of weights that were edited before it.
-
-    RMS(p) that is known is added up in another order than that of a bucket with other parameters.
-    """
-    paths.use(monkeypatch, "kernels")
-    dtype, how = way
-    rtol = 1e-5 if dtype == torch.float32 else 1e-2
-    knows = name in ("adalomo", "adafactor")
-    alike = functools.partial(torch.allclose, rtol=rtol, atol=rtol) if knows else torch.equal
-    shapes = SHAPES if name != "scale" else SHAPES[:2]
-    values = itertools.cycle([math.nan, 1e19])
-    ranks, others = (Simulated(name, world, shapes, dtype, **how) for _ in range(2))
-    for step, grads in enumerate(table.gradients(4, shapes, dtype)):
-        if step in (0, 2):
-            for rank in (*ranks.ranks, *others.ranks):
-                rank.runs[BAD][1:].mul_(1.5)  # what was known of it holds no more
-            before = ranks.contents()[BAD : BAD + 1]
-            others.step(grads, without=[BAD])
-            grads[BAD].view(-1)[(step * 7919) % grads[BAD].numel()] = next(values)
-            assert ranks.step(grads) == [BAD]
-            assert same(ranks.contents()[BAD : BAD + 1], before)
-        else:
-            assert ranks.step(grads) == others.step(grads) == []
-            assert ranks.square == pytest.approx(ranks.judged_square(grads), rel=1e-5)
-        assert same(ranks.contents(), others.contents(), alike), step
-    assert ranks.ranks[0].optimizer.state[ranks.ranks[0].params[BAD]]["step"] == 2
 
 
 @pytest.mark.parametrize("ends", ["stepped", "dropped", "let go"])

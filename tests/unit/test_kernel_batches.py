@@ -1,6 +1,6 @@
-"""Batches by kernels: a parameter's bits are its own, and the host copies once and reads nothing.
+"""Batches by kernels: the host copies once and reads nothing. The statistics of runs by kernels.
 
-That they step as the ops do is in test_kernels.py. The statistics of runs by kernels.
+That they step as the ops do is in test_kernels.py; that bits are a parameter's own: test_native.py.
 """
 
 import math
@@ -21,60 +21,13 @@ from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
 from ds_ext.optimizer.update_stats import UpdateStats
-from ds_ext.optimizer.updates import RunUpdate
 from tests.common import needs, paths, table
-from tests.common.choose import params, spread
-from tests.common.hypers import SIMULATED
 from tests.common.simulated import cut
 from tests.unit import test_kernels
-from tests.unit.test_native import BATCHED, optimizers_of
+from tests.unit.test_native import BATCHED, updates_of
 
 pytestmark = needs.triton
 DEVICE, kernels, launched = test_kernels.DEVICE, test_kernels.kernels, test_kernels.launched
-# Vectors and matrices, of which some have aligned rows, and rows of two widths of tiles.
-SHAPES = ((48,), (5,), (20, 32), (9, 30), (3, 1040))
-HALVES = ((20, 32), (9, 30), (5,))  # of which a rank holds a half that cuts rows
-WAYS = [(torch.float32, "nearest"), (torch.bfloat16, "stochastic"), (torch.bfloat16, "master")]
-MODES = [*WAYS, (torch.float16, "nearest"), (torch.bfloat16, "master24"), (torch.float16, "master")]
-CUTS = [(SHAPES, 1), (HALVES, 2)]
-CASES = spread(BATCHED, [(way, cut) for way in WAYS for cut in CUTS])
-QUICK = [case for case in CASES if case[0] in ("adalomo", "came")]
-
-
-def updates_of(weights, grads, world):
-    """Rank 0's runs of parameters, and of their gradients."""
-    made = []
-    for p, g in zip(weights, grads, strict=True):
-        s = Shard.of_rank(tuple(p.shape), 0, world)
-        made.append(RunUpdate(p, p.detach().view(-1)[: len(s)], g.view(-1)[: len(s)], s))
-    return made
-
-
-def stepped(name, way, together, shapes, world, steps=1):
-    """Bits of the weights after some steps, of all parameters in one optimizer or each in its."""
-    dtype, mode = way
-    weights = [nn.Parameter(p) for p in table.weights(shapes, dtype)]
-    optimizers = optimizers_of(name, weights, together, **SIMULATED[name], weight_update=mode)
-    for grads in table.gradients(steps, shapes, dtype):
-        updates = updates_of(weights, grads, world)
-        for optimizer, some in zip(optimizers, [updates] if together else updates, strict=True):
-            optimizer.update(some if together else [some], lambda total: None)
-    return [p.detach() for p in weights], optimizers
-
-
-@pytest.mark.parametrize("name, way, cut", params(CASES, QUICK))
-def test_bits_are_those_of_the_parameter_alone(name, way, cut, monkeypatch):
-    paths.use(monkeypatch, "kernels")
-    shapes, world = cut
-    both, (optimizer,) = stepped(name, way, True, shapes, world)
-    alone, _ = stepped(name, way, False, shapes, world)
-    (plan,) = optimizer._plans.values()
-    # a group of 8-bit moments that a cut goes through is stepped alone
-    assert plan.batched if name == "flashadamw" else not plan.alone
-    assert all(a.equal(b) for a, b in zip(both, alone, strict=True))
-    before = table.weights(shapes, way[0])
-    assert sum(a.equal(w) for a, w in zip(both, before, strict=True)) <= 1  # of few elements
-
 
 # Launches of a step of matrices of several widths and a vector, and operations of torch, of which
 # three allocate memory; then those of a step that also judges the gradients.
