@@ -15,7 +15,7 @@ from ds_ext.forward.chunked_loss import chunk_loss
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.registration import register
 
-__version__ = "1.0.0"
+__version__ = "1.1.0.dev0"
 __all__ = [
     *(optimizer.__name__ for optimizer in OPTIMIZERS.values()),
     "RuleOptimizer",

@@ -130,9 +130,13 @@ def test_metadata_say_what_is_true(wheel):
     (info,) = wheel.glob("*.dist-info")
     metadata = Parser().parsestr((info / "METADATA").read_text())
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert metadata["Version"] == ds_ext.__version__ == citation["version"]
+    version, is_dev = ds_ext.__version__.removesuffix(".dev0"), ".dev" in ds_ext.__version__
+    assert metadata["Version"] == ds_ext.__version__
     changelog = (ROOT / "CHANGELOG.md").read_text()
-    assert f"## {ds_ext.__version__} – {citation['date-released']}" in changelog
+    assert f"## {citation['version']} – {citation['date-released']}" in changelog
+    newest = re.search("(?m)^## (.+)", changelog)[1]
+    assert newest.startswith(version) and newest.endswith("(unreleased)") == is_dev
+    assert is_dev or citation["version"] == version
     assert "Apache-2.0" == metadata["License-Expression"] == citation["license"]
     assert "Apache License" in next(info.rglob("LICENSE")).read_text()
     for name in ("LOMO", "AdaLomo", "Adafactor", "CAME", "LAMB", "GaLore"):
