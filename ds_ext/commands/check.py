@@ -6,7 +6,7 @@ is made on the device "meta".
 
 import argparse
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,8 +16,7 @@ from ds_ext.backward import startup_log
 from ds_ext.config import config_checks, parsing
 from ds_ext.config.parsing import lookup
 from ds_ext.optimizer import param_groups
-from ds_ext.optimizer.model_view import ModelView, summary
-from ds_ext.optimizer.param_table import ParamGroup
+from ds_ext.optimizer.model_view import ModelView
 from ds_ext.planner import models
 from ds_ext.settings import SETTINGS, SIZES
 
@@ -92,7 +91,8 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
     view = None if model is None else ModelView(model)
     read = config_checks.read(config, view)
     if view is not None and read.ours is not None:
-        notes += _group_notes(read.groups, type(read.ours).__name__, view)
+        names = {p: name for p, (name, _) in view.owners.items()}
+        notes += param_groups.described(read.groups, type(read.ours).__name__, names)
     if read.ours is not None and "optimizer.params.lr" not in autos:
         notes += startup_log.small_rates(read.ours)
     if read.other:
@@ -138,13 +138,3 @@ def _unchecked(config: dict[str, Any], model: nn.Module | None, ranks: int | Non
     for key in config_checks.group_keys(config):
         if ranks is None and key not in in_a_run:
             yield f"{key}: whether it divides the ranks; give --ranks to check it"
-
-
-def _group_notes(groups: Iterable[ParamGroup], name: str, view: ModelView) -> Iterator[str]:
-    """Yields which optimizer steps which parameters."""
-    kinds: dict[str, list[str]] = {}
-    for group in groups:
-        names = [view.owners[p][0] for p in group["params"]]
-        kinds.setdefault(param_groups.described(group, name), []).extend(names)
-    for kind, names in kinds.items():
-        yield f"{kind} on {summary(names)}"

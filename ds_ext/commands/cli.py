@@ -26,15 +26,12 @@ class Parser(argparse.ArgumentParser):
         """Ends the process with code 2."""
         self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help)\n")
 
-    def options(self) -> list[str]:
-        """Returns all long options."""
-        return [option for option in self._option_string_actions if option.startswith("--")]
-
 
 def _unknown(arguments: list[str], parser: Parser) -> str:
     """The message about arguments that a command does not have, with the nearest known option."""
     unknown = next((word for word in arguments if word.startswith("-")), arguments[0])
-    guess = did_you_mean(unknown.partition("=")[0], parser.options())
+    options = [option for option in parser._option_string_actions if option.startswith("--")]
+    guess = did_you_mean(unknown.partition("=")[0], options)
     return f"unknown {'option' if unknown.startswith('-') else 'argument'} {unknown}.{guess}"
 
 

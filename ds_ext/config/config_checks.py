@@ -13,7 +13,7 @@ from ds_ext import hyperparams
 from ds_ext.backward import error_texts, int8_weights, projected_grads
 from ds_ext.backward.gradient_config import CONFIG
 from ds_ext.config import optimizer_names, parsing
-from ds_ext.config.parsing import lookup, normalized
+from ds_ext.config.parsing import lookup
 from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
@@ -51,16 +51,16 @@ def read(config: dict[str, Any], model: ModelView | None = None) -> Reading:
         config: a DeepSpeed config: see ``parsing.filled``.
         model: the model whose parameters it steps; by default, each group has one matrix.
     """
-    config, found = parsing.well_formed(config)
-    made = Reading(normalized(config), found)
-    meant = optimizer_names.misspelt_sections(config)
+    values, found = parsing.well_formed(config)
+    made = Reading(values, found)
+    meant = optimizer_names.misspelt_sections(values)
     found += [f'unknown key {key}. Did you mean "{meant[key]}"?' for key in meant]
     try:
         _make_optimizer(made, model)
     except ValueError as error:
         found += str(error).splitlines()
     if not made.other:
-        found += problems(config)
+        found += problems(values)
     return made
 
 
@@ -71,12 +71,9 @@ def problems(config: dict[str, Any], kept_for: str = "") -> Iterator[str]:
     """Yields a message for each setting that ds_ext cannot honour. All ranks yield the same.
 
     Args:
-        config: a DeepSpeed config.
+        config: a ``normalized`` DeepSpeed config.
         kept_for: see ``parsing.gradients``.
     """
-    config, malformed = parsing.well_formed(config)
-    yield from malformed
-    config = normalized(config)
     for key in (key for key in SETTINGS if is_on(config, key)):
         yield from _refused(config, key)
     try:
@@ -115,10 +112,9 @@ def ignored(config: dict[str, Any], optimizer: RuleOptimizer | None) -> Iterator
     """Yields a message for each setting that is accepted but has no effect, or almost none.
 
     Args:
-        config: a DeepSpeed config.
+        config: a ``normalized`` DeepSpeed config.
         optimizer: the optimizer, if it is known.
     """
-    config = normalized(config)
     for key, setting in SETTINGS.items():
         if setting.no_effect and is_on(config, key):
             yield f"{key} = {lookup(config, key)!r} has no effect: {setting.no_effect}."
@@ -144,13 +140,10 @@ def size_problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
     """Yields messages about group sizes that a run refuses.
 
     Args:
-        config: a DeepSpeed config.
+        config: a ``normalized`` DeepSpeed config.
         ranks: the number of data-parallel ranks; None if unknown.
     """
-    if ranks is None:
-        return
-    config = normalized(config)
-    for key in group_keys(config):
+    for key in group_keys(config) if ranks is not None else ():
         size = lookup(config, key)
         means_all = SETTINGS[key].may_exceed_ranks and size >= ranks
         if ranks % size and not means_all:
@@ -159,7 +152,6 @@ def size_problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
 
 def group_keys(config: dict[str, Any]) -> list[str]:
     """Returns the keys of a config that set a group size. It must divide the number of ranks."""
-    config = normalized(config)
     return [key for key in SETTINGS if SETTINGS[key].divides_ranks and is_on(config, key)]
 
 

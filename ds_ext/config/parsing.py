@@ -5,11 +5,10 @@ The engine and the commands ``check`` and ``plan`` share these functions.
 
 import base64
 import binascii
-import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -153,74 +152,59 @@ def edited(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 
 
 def well_formed(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Finds the values that do not have the type of their key.
-
-    For some of them, DeepSpeed itself would fail with an error that does not name the key.
-
-    Args:
-        config: a DeepSpeed config as written, in which values may be "auto".
-
-    Returns:
-        The config without the sections and keys of these values, and a message for each of them.
-    """
-    found = dict(_malformed(config))
-    wrong = {key.partition(".")[0] for key in found}
-    return {key: config[key] for key in config if key not in wrong}, list(found.values())
-
-
-def _malformed(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields the key and a message for each value that does not have the type of its key."""
-    for key, setting in SETTINGS.items():
-        value = lookup(config, key)
-        is_old_format = key == "zero_optimization" and isinstance(value, bool)
-        is_section = setting.type is SECTION and key in config
-        if is_old_format or (value in (None, "auto") and not is_section):
-            continue
-        try:
-            _adapter(key).validate_python(value)
-        except ValidationError:
-            yield key, f"{key} is {value!r}; allowed: {hyperparams.describe(setting.type)}."
-    for key in ("optimizer", "scheduler"):
-        value = config.get(key, {"type": "", "params": {}})
-        without = "" if key == "optimizer" else None  # ``named_optimizer`` reports it
-        if not isinstance(value, dict) or not isinstance(value.get("type", without), str):
-            yield key, f'{key} is {value!r}; allowed: {{"type": ..., "params": ...}}.'
-            continue
-        params = value.get("params")
-        is_default = key == "optimizer" and params is None
-        if not isinstance(params, dict) and not is_default:
-            yield f"{key}.params", f"{key}.params is {params!r}; allowed: an object such as {{}}."
-
-
-@functools.cache
-def _adapter(key: str) -> TypeAdapter[Any]:
-    return TypeAdapter(SETTINGS[key].type)
-
-
-def normalized(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config with the values that DeepSpeed reads. Every reader calls this first.
+    """Reads the values of a config as DeepSpeed does, and finds those of another type.
 
     Leaves out keys whose value is "auto": like DeepSpeed, ds_ext uses defaults for them. HF Trainer
     and accelerate have already replaced every "auto" that they support. Leaves other
-    hyper-parameters and the section "ds_ext" as they are, and values that are not ``well_formed``.
+    hyper-parameters and the section "ds_ext" as they are.
+
+    Returns:
+        The values, without the sections of wrong ones, and a message for each wrong one. For some
+        of these, DeepSpeed itself would fail with an error that does not name the key.
     """
     read: dict[str, Any] = _copied(config, without="auto")
     if "ds_ext" in config:
         read["ds_ext"] = _copied(config["ds_ext"])
     if isinstance(params := lookup(config, "optimizer.params"), dict):
-        unset = {key for key in params if params[key] == "auto"}
-        unset = {key for key in unset if f"optimizer.params.{key}" in _FILLED}
-        kept = {key: value for key, value in params.items() if key not in unset}
+        filled_in = {key for key in params if f"optimizer.params.{key}" in _FILLED}
+        kept = {k: v for k, v in params.items() if v != "auto" or k not in filled_in}
         read["optimizer"]["params"] = _copied(kept)
     if isinstance(zero := read.get("zero_optimization"), bool):  # DeepSpeed's old format
         read["zero_optimization"] = {"stage": int(zero)}
-    for key in SETTINGS:
+    wrong = {}
+    for key, setting in SETTINGS.items():
         path, _, last = key.rpartition(".")
-        section = lookup(read, path) if path else read
-        if isinstance(section, dict) and isinstance(section.get(last), str | int | float):
-            with contextlib.suppress(ValidationError):
-                section[last] = _adapter(key).validate_python(section[last])
-    return read
+        is_section = setting.type is SECTION
+        section = lookup(read, path) if path else config | read if is_section else read
+        value = lookup(section, last)
+        if value is None and not (is_section and last in section):
+            continue
+        try:
+            section[last] = _adapter(key).validate_python(value)
+        except ValidationError:
+            wrong[key] = f"{key} is {value!r}; allowed: {hyperparams.describe(setting.type)}."
+    for key in ("optimizer", "scheduler"):
+        value = config.get(key, {"type": "", "params": {}})
+        without = "" if key == "optimizer" else None  # ``config_checks.read`` reports it
+        if not isinstance(value, dict) or not isinstance(value.get("type", without), str):
+            wrong[key] = f'{key} is {value!r}; allowed: {{"type": ..., "params": ...}}.'
+            continue
+        params = value.get("params")
+        is_default = key == "optimizer" and params is None
+        if not isinstance(params, dict) and not is_default:
+            wrong[f"{key}.params"] = f"{key}.params is {params!r}; allowed: an object such as {{}}."
+    sections = {key.partition(".")[0] for key in wrong}
+    return {key: read[key] for key in read if key not in sections}, list(wrong.values())
+
+
+def normalized(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of a config that ``well_formed`` reads."""
+    return well_formed(config)[0]
+
+
+@functools.cache
+def _adapter(key: str) -> TypeAdapter[Any]:
+    return TypeAdapter(SETTINGS[key].type)
 
 
 def _copied(value: Any, without: Any = None) -> Any:
@@ -258,7 +242,7 @@ def section(config: dict[str, Any]) -> Section:
     Raises:
         ValueError: a key is unknown or its value is invalid. The message has a line for each.
     """
-    values = normalized(config).get("ds_ext")
+    values = config.get("ds_ext")
     if values is None:
         values = {}
     if not isinstance(values, dict):
@@ -277,14 +261,14 @@ def gradients(
     """Returns a DeepSpeed config's settings for reducing, keeping and clipping gradients.
 
     Args:
-        config: a ``well_formed`` DeepSpeed config.
+        config: a ``normalized`` DeepSpeed config.
         monitored: whether a DeepSpeed monitor is enabled.
         kept_for: a feature without a config key that needs kept gradients; "" if there is none.
 
     Raises:
         ValueError: a value is invalid, or two keys contradict each other.
     """
-    own, config = section(config), normalized(config)
+    own = section(config)
     for key, not_kept in (
         ("gradient_accumulation_steps", 1),
         ("managed_gradient_accumulation", True),
@@ -309,9 +293,9 @@ def gradients(
 
 
 def log_lines(grad_config: GradientConfig, bucket_size: int, config: dict[str, Any]) -> list[str]:
-    """Returns log lines about bucket size and clipping."""
+    """Returns log lines about bucket size and clipping of a ``normalized`` config."""
     lines = [f"buckets of {bucket_size:,} gradient elements (zero_optimization.reduce_bucket_size)"]
-    if normalized(config).get("gradient_clipping") is None:
+    if config.get("gradient_clipping") is None:
         lines.append(
             "gradient_clipping is not set: nothing is clipped (DeepSpeed's own optimizers would "
             'clip at its default, 1.0). Write "gradient_clipping": 0 to say so.'

@@ -61,7 +61,7 @@ def read(make: Callable[[], None], config: dict[str, Any]) -> None:
         ) from None
     # Not of DeepSpeed's ``world_size``, which it has divided by sequence_parallel_size.
     ranks = dist.get_world_size() if dist.is_initialized() else None
-    raise_first(config_checks.size_problems(config, ranks))
+    raise_first(config_checks.size_problems(reading.values, ranks))
 
 
 def raised(config: dict[str, Any], ranks: int | None) -> Iterator[str]:

@@ -32,8 +32,8 @@ _LOCAL = {
 }
 
 
-def sequence_ranks(mpu: Any) -> int:
-    """Returns how many ranks share a sequence according to an ``mpu``, which may be None."""
+def _sequence_ranks(mpu: Any) -> int:
+    """How many ranks share a sequence according to an ``mpu``, which may be None."""
     return int(getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)())
 
 
@@ -46,7 +46,7 @@ def check_sequences(config: DeepSpeedConfig, mpu: Any) -> None:
         ValueError: there is no such mpu, AutoTP would drop it, or DeepSpeed would use that of an
             earlier engine.
     """
-    if mpu is None and (left := sequence_ranks(groups.mpu)) > 1:
+    if mpu is None and (left := _sequence_ranks(groups.mpu)) > 1:
         raise ValueError(
             "DeepSpeed keeps the mpu of an earlier engine of this process, whose sequences have "
             f"{left} ranks, for this engine too: pass it to deepspeed.initialize as mpu, or set "
@@ -54,7 +54,7 @@ def check_sequences(config: DeepSpeedConfig, mpu: Any) -> None:
         )
     values = normalized(config._param_dict)
     asked = values.get("sequence_parallel_size", 1)
-    size = sequence_ranks(mpu)
+    size = _sequence_ranks(mpu)
     if asked not in (1, size):
         raise ValueError(
             f"sequence_parallel_size = {asked}, but the sequences of mpu have {size} "
@@ -80,7 +80,15 @@ def check_ranks(model: Any, client: Any, config: DeepSpeedConfig) -> None:
     Raises:
         ValueError: on all ranks. The message names the difference.
     """
-    facts = _facts(model, client, config)
+    given = client if isinstance(client, Optimizer) else None
+    counted = trainer_checks.num_processes() or 0
+    facts = {  # their ``repr`` is the same in every process
+        "optimizer": type(client).__name__ if client is not None else config.optimizer_name,
+        "config": {k: v for k, v in config._param_dict.items() if k not in _LOCAL},
+        # See refuse_same_data.
+        "accelerate process count": counted if 0 < counted < dist.get_world_size() else None,
+        **consensus.facts(model, given, parameters.whole_shape),
+    }
     if not isinstance(model, PipelineModule):
         consensus.require_equal(facts)
         return
@@ -89,19 +97,6 @@ def check_ranks(model: Any, client: Any, config: DeepSpeedConfig) -> None:
     consensus.require_equal(facts)
     group = model.mpu().get_data_parallel_group()
     consensus.run_on_all_ranks(lambda: consensus.require_equal(of_stage, group), ValueError)
-
-
-def _facts(model: Any, client: Any, config: DeepSpeedConfig) -> dict[str, Any]:
-    """Values that must be equal on all ranks. Their ``repr`` is the same in every process."""
-    given = client if isinstance(client, Optimizer) else None
-    counted = trainer_checks.num_processes() or 0
-    return {
-        "optimizer": type(client).__name__ if client is not None else config.optimizer_name,
-        "config": {k: v for k, v in config._param_dict.items() if k not in _LOCAL},
-        # See refuse_same_data.
-        "accelerate process count": counted if 0 < counted < dist.get_world_size() else None,
-        **consensus.facts(model, given, parameters.whole_shape),
-    }
 
 
 def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
@@ -132,7 +127,7 @@ def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     if engine.has_moe_layers:
         _refuse_experts(engine)
     if engine.client_lr_scheduler is not None or engine.scheduler_name() is not None:
-        refuse_own_rate(optimizer)
+        _refuse_own_rate(optimizer)
 
 
 def _refuse_experts(engine: DeepSpeedEngine) -> None:
@@ -163,12 +158,8 @@ def _refuse_experts(engine: DeepSpeedEngine) -> None:
 # Learning-rate schedulers.
 
 
-def refuse_own_rate(optimizer: RuleOptimizer) -> None:
-    """Checks that the optimizer has a learning rate that a scheduler can set.
-
-    Raises:
-        ValueError: the optimizer computes its own step size.
-    """
+def _refuse_own_rate(optimizer: RuleOptimizer) -> None:
+    """Raises an error if the optimizer computes its own step size, which no scheduler can set."""
     if any(group["lr"] is None for group in optimizer.param_groups):
         raise ValueError(
             "Adafactor: optimizer.params.relative_step=true computes its own step size, so there "

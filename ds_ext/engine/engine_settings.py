@@ -6,12 +6,18 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScalerBase
 
-from ds_ext.config.parsing import normalized
+from ds_ext.config.config_checks import raise_first
+from ds_ext.config.parsing import well_formed
 
 
 def effective(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """Returns an engine's config, plus values that DeepSpeed derives or can spell in two ways."""
-    config: dict[str, Any] = normalized(engine._config._param_dict)
+    """Returns an engine's config, plus values that DeepSpeed derives or can spell in two ways.
+
+    Raises:
+        ValueError: a value does not have the type of its key.
+    """
+    config, malformed = well_formed(engine._config._param_dict)
+    raise_first(malformed)
     zero = config.get("zero_optimization", {})
     return config | {
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),

@@ -88,11 +88,9 @@ def _log_lines(names: Names, optimizer: str, made: Grouped) -> Iterator[str]:
         decayed = _summary(names, (g for g in made.groups if g.get("weight_decay", decay)))
         others = _summary(names, (g for g in made.groups if not g.get("weight_decay", decay)))
         yield f"weight decay {decay} on: {decayed}; no weight decay on: {others}"
-    kinds = [param_groups.described(group, optimizer) for group in made.groups]
-    if len({*kinds}) > 1:
-        for kind in dict.fromkeys(kinds):
-            alike = (g for g, other in zip(made.groups, kinds, strict=True) if other == kind)
-            yield f"{kind} on: {_summary(names, alike)}"
+    kinds = param_groups.described(made.groups, optimizer, names)
+    if len(kinds) > 1:
+        yield from kinds
 
 
 def _summary(names: Names, groups: Iterable[ParamGroup]) -> str:

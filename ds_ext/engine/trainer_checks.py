@@ -17,11 +17,12 @@ from torch import nn
 from ds_ext.engine.rank_logging import warn
 from ds_ext.optimizer import RuleOptimizer
 
-_ADVICE = {
+_REMEDIES = {  # of arguments
     "optim": 'remove it: the config\'s "optimizer" names the optimizer.',
     "optim_args": "remove it, and set its values in optimizer.params of the config.",
     "optim_target_modules": "remove it, and set target_modules in optimizer.params of the config.",
 }
+_REMEDY = 'remove it: the config\'s "optimizer" and "scheduler" define both.'  # of objects
 _DEFAULTS = (None, "adamw_torch", "adamw_torch_fused")  # in all versions of transformers
 
 
@@ -34,17 +35,20 @@ def refuse_ignored(scheduler: Callable[..., Any] | None) -> None:
         ValueError: Trainer was given an optimizer, or settings of one.
     """
     trainer = _trainer_of(scheduler)
-    for name, advice in _ADVICE.items():
+    found: dict[str, str] = {}
+    for name, remedy in _REMEDIES.items():
         value = getattr(getattr(trainer, "args", None), name, None)
         value = getattr(value, "value", value)  # it may be an enum
         if value not in _DEFAULTS:
-            _refuse_ignored(f"TrainingArguments.{name} = {value!r}", advice)
-    advice = 'remove it: the config\'s "optimizer" and "scheduler" define both.'
+            found[f"TrainingArguments.{name} = {value!r}"] = remedy
     optimizer = _passed(trainer, "optimizer")
     if optimizer or _passed(trainer, "lr_scheduler"):
-        _refuse_ignored(f"Trainer(optimizers=...): {type(optimizer).__name__}", advice)
+        found[f"Trainer(optimizers=...): {type(optimizer).__name__}"] = _REMEDY
     if getattr(trainer, "optimizer_cls_and_kwargs", None) is not None:
-        _refuse_ignored("Trainer(optimizer_cls_and_kwargs=...)", advice)
+        found["Trainer(optimizer_cls_and_kwargs=...)"] = _REMEDY
+    if found:
+        why = "would be ignored, because the DeepSpeed config names an optimizer of ds_ext"
+        raise ValueError("\n".join(f"{what} {why}: {remedy}" for what, remedy in found.items()))
 
 
 def warn_unclipped(scheduler: Callable[..., Any] | None, clipped_by: float) -> None:
@@ -103,13 +107,6 @@ def refuse_same_data(data_parallel_size: int) -> None:
             "machine without GPUs call accelerate.PartialState(cpu=True) before everything else of "
             "accelerate, or set TrainingArguments(use_cpu=True)."
         )
-
-
-def _refuse_ignored(what: str, advice: str) -> None:
-    raise ValueError(
-        f"{what} would be ignored, because the DeepSpeed config names an optimizer of ds_ext: "
-        f"{advice}"
-    )
 
 
 def _passed(trainer: Any, what: str) -> Any:

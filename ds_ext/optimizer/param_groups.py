@@ -24,6 +24,7 @@ from ds_ext.rules import RuleEntry, named
 
 Keys: TypeAlias = Mapping[str, Any]  # of a group: a "type" and hyper-parameters of that
 SECTION = "optimizer.params"
+_NOT_SHOWN = ("params", "name", "type", "weight_decay")
 
 
 class Grouped(NamedTuple):
@@ -114,10 +115,17 @@ def stand_ins(entry: RuleEntry, given: Keys) -> Grouped:
     return Grouped([{"params": [p], **own} for p, own in zip(matrices, keys, strict=True)], hypers)
 
 
-def described(group: ParamGroup, optimizer: str) -> str:
-    """Returns a group's optimizer type and its own hyper-parameters: "AdamW, lr=1e-4"."""
-    own = {k: v for k, v in group.items() if k not in ("params", "name", "type", "weight_decay")}
-    return ", ".join([group.get("type", optimizer), *(f"{k}={v}" for k, v in own.items())])
+def described(
+    groups: Sequence[ParamGroup], optimizer: str, names: Mapping[Tensor, str]
+) -> list[str]:
+    """Returns lines such as "AdamW, lr=1e-4 on: h.*.weight (2)", for groups that are not alike."""
+    kinds: dict[str, list[str]] = {}
+    for group in groups:
+        own = {k: v for k, v in group.items() if k not in _NOT_SHOWN}
+        kind = ", ".join([group.get("type", optimizer), *(f"{k}={v}" for k, v in own.items())])
+        trained = (names[p] for p in group["params"] if p.requires_grad)
+        kinds.setdefault(kind, []).extend(trained)
+    return [f"{kind} on: {summary(found)}" for kind, found in kinds.items()]
 
 
 def _named(entry: RuleEntry, groups: Sequence[ParamGroup], decay: float) -> list[ParamGroup]:

@@ -267,8 +267,8 @@ def honoured_or_refused(given_):
                 return
         inner[last] = value
     try:
-        config_checks.raise_first(config_checks.problems(config))
-        how = parsing.gradients(config)
+        config_checks.raise_first(config_checks.read(config).problems)
+        how = parsing.gradients(parsing.normalized(config))
     except ValueError as error:
         assert any(part in str(error) for key in given_ for part in key.split("."))
         return

@@ -9,8 +9,8 @@ from ds_ext.backward import gradient_config
 from ds_ext.config import config_checks, parsing
 
 
-def refuse(*given):
-    config_checks.raise_first(config_checks.problems(*given))
+def refuse(given):
+    config_checks.raise_first(config_checks.read(given).problems)
 
 
 # (setting, values that are refused, values that are honoured, what the message must advise)
@@ -126,8 +126,9 @@ OF_DEEPSPEED = {k: s for k, s in settings.SETTINGS.items() if not k.startswith("
 def test_auto_is_as_if_the_key_were_absent(key):
     given, absent = config(key, "auto"), parsing.gradients({})
     refuse(given)
-    assert parsing.gradients(given) == absent and absent.bucket_size is None
-    assert parsing.log_lines(absent, 7, given) == parsing.log_lines(absent, 7, {})
+    read = parsing.normalized(given)
+    assert parsing.gradients(read) == absent and absent.bucket_size is None
+    assert parsing.log_lines(absent, 7, read) == parsing.log_lines(absent, 7, {})
 
 
 def test_a_config_is_read_as_deepspeed_reads_it():
@@ -149,7 +150,8 @@ def test_a_config_is_read_as_deepspeed_reads_it():
 
 
 def bucket_size(size):
-    return parsing.gradients(config("zero_optimization.reduce_bucket_size", size)).bucket_size
+    given = parsing.normalized(config("zero_optimization.reduce_bucket_size", size))
+    return parsing.gradients(given).bucket_size
 
 
 def test_bucket_size():
