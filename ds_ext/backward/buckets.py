@@ -21,6 +21,7 @@ from ds_ext.backward.partial_grads import ModuleCalls
 from ds_ext.backward.reduced_grad import Receiver, ReducedGrad, add_up, has_other_users
 from ds_ext.backward.reduction import Reducing, Reduction
 from ds_ext.backward.streams import IN_FLIGHT, side_streams
+from ds_ext.distributed.consensus import tell_error
 from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.logs import logger
 
@@ -80,6 +81,9 @@ class Buckets:
         self.asked: Callable[[], Agreement] | None = None  # waits for their answer
         self.has_asked = False  # whether this pass has sent a question to other ranks
         self.history = 0  # a hash of events, in order: see ``note``
+        # An error of this rank, which the next question to the others raises on all of them. If
+        # all have one, or there is one rank, what has found it raises it, after the question.
+        self.error: Exception | None = None
         self.unread: Callable[[], Agreement] | None = None  # an answer to a pass that was dropped
         self.asks_ahead = self.streams is not None and not layout.agrees_at_once
         self.parts: dict[Tensor, ReducedGrad] = {}  # of parameters whose gradient comes in parts
@@ -174,7 +178,11 @@ class Buckets:
         if not size:
             return
         pass_before = self.pass_of.setdefault(param, self.uses.passes)
-        if not self._find_receiver().accepts_parts and pass_before != self.uses.passes:
+        try:
+            accepts_parts = self._find_receiver().accepts_parts
+        except (RuntimeError, ValueError) as error:
+            accepts_parts, self.error = True, error
+        if not accepts_parts and pass_before != self.uses.passes:
             self.flush(second=param)
         if param not in self.waiting:
             if not has_room(self.elements, size, self.size):
@@ -241,7 +249,10 @@ class Buckets:
             self.deferred, elements = {}, 0
         sent = [p for p in self.waiting if p not in self.deferred]
         in_parts = self.uses.in_parts(sent)
-        self.asked = self.layout.agree(sent, in_parts, ended, self.history, second)
+        failed, self.error = self.error, None
+        history = tell_error(self.history, failed) if failed else self.history
+        # ZeRO-3 reads an answer at once if backward has ended.
+        self.asked = self.layout.agree(sent, in_parts, ended or bool(failed), history, second)
         self.has_asked = True
         self.elements = elements
         is_read_now = ended or second is not None or not self.asks_ahead
@@ -249,9 +260,10 @@ class Buckets:
 
     def _reduce_ready(self) -> bool:
         """Reduces gradients that the ranks agree on; returns whether backward ended on all."""
-        if self.asked is None:
+        asked, self.asked = self.asked, None
+        if asked is None:
             return False
-        agreed, self.asked = self.asked(), None
+        agreed = asked()
         if agreed.second is not None:
             raise self.owner.state.second_gradient(agreed.second)
         for piece in self.pieces(agreed.ready):
@@ -325,7 +337,7 @@ class Buckets:
         if self.has_asked:  # and perhaps other ranks have asked more often
             self.leave_pass()
         self.sent, self.receiver, self.has_asked = None, None, False
-        self.asked, self.unread = None, self.asked or self.unread
+        self.asked, self.unread, self.error = None, self.asked or self.unread, None
         self.waiting, self.elements, self.parts = {}, 0, {}
         self.deferred, self.pass_of = {}, {}
 

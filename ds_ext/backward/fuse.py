@@ -130,10 +130,9 @@ def fuse_into_backward(
 
     def end_step() -> None:
         fused.check_owner()
-        fused.refuse_written_gradients()
         if layout.has_kept():
             raise RuntimeError(_NOT_REDUCED)
-        fused.finish()
+        fused.finish(ends_step=True)
         fused.end_step()
 
     def before_load() -> None:

@@ -133,11 +133,17 @@ class FusedBackward:
             raise RuntimeError(error_texts.REPLACED)
         self.optimizer.refuse_exchanged()
 
-    def refuse_written_gradients(self) -> None:
-        """Raises RuntimeError for a gradient that no hook took, and that was not reduced."""
+    def _error_of_step(self) -> Exception | None:
+        """The error of a gradient that no hook took, or of an invalid edit of a group."""
         for param in self.optimizer.params():  # of the groups as they are now
             if param.grad is not None:
-                raise RuntimeError(error_texts.WRITTEN % self.layout.name(param))
+                return RuntimeError(error_texts.WRITTEN % self.layout.name(param))
+        try:
+            if self.state.keeps or self.buckets.holds() or self.layout.is_pipeline_stage:
+                self.optimizer.check_param_groups()
+        except ValueError as error:
+            return error
+        return None
 
     def ema(self) -> AbstractContextManager[None]:
         """Context, of all ranks, in which the model has the moving averages of its weights.
@@ -219,10 +225,17 @@ class FusedBackward:
             yield
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Ends a backward pass: reduces and delivers the gradients that wait in the bucket."""
+    def finish(self, ends_step: bool = False) -> None:
+        """Ends a backward pass: reduces and delivers the gradients that wait in the bucket.
+
+        If it ``ends_step``, an error of the step is raised before anything is stepped.
+        """
         self.check_owner()
+        error = self._error_of_step() if ends_step else None
+        self.buckets.error = error or self.buckets.error
         self.buckets.finish()
+        if error is not None:
+            raise error
         self.buckets.uses.clear()
         self.own_loss_is_running = False
 
@@ -235,7 +248,6 @@ class FusedBackward:
             if rules != state.rules and self.layout.is_first:
                 logger.warning(error_texts.EDITED, self.grad_config.setting_names.sharded)
         if state.keeps or self.layout.is_pipeline_stage:
-            self.optimizer.check_param_groups()
             taken_out = [p for p in state.keeps if p not in self.optimizer.group_of]
             state.drop(taken_out)
             projected_grads.refuse_replaced(self.optimizer, state.projected)

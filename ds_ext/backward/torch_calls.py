@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from ds_ext.backward import error_texts, foreign_grads, owners
 from ds_ext.backward.autograd_graph import nodes
-from ds_ext.distributed.consensus import DIFFERENT_PASSES
 
 _lock = threading.Lock()
 
@@ -140,8 +139,7 @@ def _explaining(run: Callable[..., Any], ends_pass: bool) -> Callable[..., Any]:
             reached = _owners((args, kwargs)) if is_outermost else []
             for by in reached if ends_pass else []:
                 by.buckets.leave_pass()
-            is_own = str(error) == DIFFERENT_PASSES or "second gradient" in str(error)
-            is_torchs = type(error) is RuntimeError and not is_own
+            is_torchs = type(error) is RuntimeError and "second gradient" not in str(error)
             for by in reached if is_torchs else []:
                 if by in updated:
                     text = error_texts.second_backward(by.grad_config.setting_names)

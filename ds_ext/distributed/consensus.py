@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ds_ext import logs
-from ds_ext.distributed.groups import Group, explained
+from ds_ext.distributed.groups import Group, explained, tell, told
 from ds_ext.errors import CheckpointError, LostRankError
 
 T = TypeVar("T")
@@ -67,12 +67,15 @@ def announced(function: str, group: Group = None) -> Iterator[None]:
         if not in_time and store.add(f"{calls}/{own} have waited", 1) == 1:
             absent = [r for r, count in counts.items() if store.add(count, 0) < own]
     if absent:
-        logs.logger.warning(
+        late = (
             f"rank {rank} has waited in {function} for {PATIENCE:g} s: "
             f"{_named(absent)} {'have' if len(absent) > 1 else 'has'} not called it. All ranks "
-            f'must call {function}, not only rank 0 (remove "if rank == 0"). It goes on if their '
-            "next call is this one, and else ends with an error, at the latest at the process "
-            "group's time limit."
+            f'must call {function}, not only rank 0 (remove "if rank == 0"). '
+        )
+        tell("late", late)
+        logs.logger.warning(
+            f"{late}It goes on if their next call is this one, and else ends with an error, at the "
+            "latest at the process group's time limit."
         )
     try:
         yield
@@ -88,6 +91,7 @@ def _all_have_called(store: Any, calls: str, own: int, size: int) -> bool:
     if store.add(calls, 1) == own * size:
         store.set(key.format(own), "")
         store.delete_key(key.format(own - 1))  # which all have seen
+        tell("late", "")
         return True
     try:
         store.wait([key.format(own)], timedelta(seconds=PATIENCE))
@@ -259,6 +263,28 @@ DIFFERENT_PASSES = (
 DROPPED = -1  # instead of a history
 
 
+class RanksDifferError(RuntimeError):
+    """Ranks whose histories differ: in different passes, or one of them by ``tell_error``.
+
+    Args:
+        history: this rank's; that of the others or, on a rank with an error, its complement.
+    """
+
+    def __init__(self, history: int) -> None:
+        super().__init__(told(_error_key(history)) or DIFFERENT_PASSES)
+
+
+def tell_error(history: int, error: Exception) -> int:
+    """Returns the history to send instead, so that all ranks raise this rank's ``error``."""
+    if dist.is_initialized():
+        tell(_error_key(history), f"rank {dist.get_rank()}: {error}")
+    return ~history
+
+
+def _error_key(history: int) -> str:
+    return f"error {max(history, ~history)}"
+
+
 class OrderCheck:
     """Compares the order in which ZeRO-3 ranks use modules; raises RuntimeError if it differs.
 
@@ -352,7 +378,7 @@ class OrderCheck:
             return
         histories, told = zip(*gathered((history, words()), self.group), strict=True)
         if len({*histories} - {None}) > 1:
-            raise RuntimeError(DIFFERENT_PASSES)
+            raise RanksDifferError(history or 0)
         other = next(rank for rank, said in enumerate(told) if said != told[0])
         pairs = zip_longest(told[0], told[other], fillvalue="nothing")
         first, second = next(pair for pair in pairs if pair[0] != pair[1])

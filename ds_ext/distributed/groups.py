@@ -206,8 +206,24 @@ def explained() -> Iterator[None]:
             "another rank has ended, or did not respond within the time limit of the process group "
             "(deepspeed.init_distributed(timeout=...)). The first error in the other ranks' output "
             "shows the cause. Saved checkpoints are unchanged: restart from the newest complete "
-            f"one. The error of the connection: {str(error).partition(chr(10))[0]}"
+            f"one. {told('late')}The error of the connection: {str(error).partition(chr(10))[0]}"
         ) from error
+
+
+def tell(key: str, text: str) -> None:
+    """Leaves a text for other ranks in the store of the default process group, if there is one."""
+    if dist.is_initialized():
+        dist.distributed_c10d._get_default_store().set(f"ds_ext/told/{key}", text)
+
+
+def told(key: str) -> str:
+    """Returns the text that a rank has left, "" if none has or the store has ended."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        store = dist.distributed_c10d._get_default_store()
+        if store.check([f"ds_ext/told/{key}"]):
+            text: bytes = store.get(f"ds_ext/told/{key}")
+            return text.decode()
+    return ""
 
 
 def wait_for(waits: Iterable[Callable[[], object]]) -> Callable[[], None]:

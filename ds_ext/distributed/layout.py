@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_ext.distributed import groups
-from ds_ext.distributed.consensus import DIFFERENT_PASSES, OrderCheck
+from ds_ext.distributed.consensus import OrderCheck, RanksDifferError
 from ds_ext.distributed.groups import Group, communicates, everyone, explained, size_of, wait_for
 from ds_ext.distributed.placement import Placement, Summed, broadcast
 from ds_ext.ops import int8, turns
@@ -215,7 +215,7 @@ class Layout:
         def answer() -> Agreement:
             wait()
             if int(counts[1, -1]) != own_history * self.world:
-                raise RuntimeError(DIFFERENT_PASSES)
+                raise RanksDifferError(history)
             all_ended = int(counts[0, -1]) == self.world
             found, more = counts[:, :-1]
             again = [self.params[i] for i in (more < 0).nonzero().flatten().tolist()]

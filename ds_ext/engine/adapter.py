@@ -256,10 +256,9 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         """
         if closure is not None:
             raise ValueError("engine.step() takes no closure: the update happens in backward.")
-        self.fused.refuse_written_gradients()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
         self.fused.buckets.note(ENDED)  # a rank that has skipped backward is here before others
-        self.fused.finish()
+        self.fused.finish(ends_step=True)
         result = self.fused.end_step()
         self.overflow = result is not None and result.skipped
         if result is None:

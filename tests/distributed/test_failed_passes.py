@@ -137,6 +137,39 @@ def train(case: Case) -> tuple[list[tuple[int, str]], dict[str, Tensor]]:
     return errors, whole(model)
 
 
+def mistake(stage: int | None, policy: str, bucket: int, what: str) -> list[str]:
+    """What each of three steps says; before the end of the second, one rank makes a mistake.
+
+    Args:
+        stage: None: ``fuse_into_backward``; -1: the same, asking as on a GPU.
+        policy, bucket: the gradient policy, and the elements of a bucket.
+        what: "gradient": it writes to ``grad``; "rate", "late rate": it sets a wrong learning rate
+            before or after backward.
+    """
+    model, rank, told = make(Model), dist.get_rank(), []
+    optimizer = ds_ext.LOMO(model.parameters(), lr=LR)
+    if stage == -1:
+        engine = asking_ahead(model, optimizer, bucket_size=bucket, gradient_policy=policy)
+    else:
+        zero = {"reduce_bucket_size": bucket}
+        engine = engines.start(model, optimizer, stage, policy, zero=zero)
+    (group,), param = optimizer.param_groups, next(model.parameters())
+    for step in range(STEPS):
+        is_wrong = step == 1 and rank == 1
+        try:
+            group["lr"] = "x" if is_wrong and what == "rate" else LR
+            engine.backward(loss_of(engine, step, rank))
+            group["lr"] = "x" if is_wrong and what == "late rate" else group["lr"]
+            param.grad = torch.zeros_like(param) if is_wrong and what == "gradient" else None
+            engine.step()
+            told.append("")
+        except RuntimeError as error:
+            told.append(str(error))
+            param.grad = None
+            model.zero_grad()
+    return told
+
+
 def legal(how: str) -> list[str]:
     """What becomes of three steps under ``fuse_into_backward``, the second of which is unusual.
 
@@ -266,6 +299,21 @@ def test_a_pass_that_fails_at_the_same_layer_of_all_ranks_leaves_no_trace(case):
 )
 def test_what_asks_other_ranks_nothing_is_no_error(how, first, last):
     assert worlds.run(2, legal, how, limit=20) == [first, last]
+
+
+MISTAKES = [(3, "fused", "gradient"), (1, "sharded", "gradient"), (None, "fused", "gradient")]
+MISTAKES += [(stage, "fused", "rate") for stage in (0, 3, None, -1)]
+MISTAKES += [(stage, "sharded", "late rate") for stage in (2, 3, -1)]
+
+
+@pytest.mark.parametrize("bucket", [40, 10**6])
+@pytest.mark.parametrize("stage, policy, what", MISTAKES)
+def test_a_mistake_of_one_rank_is_named_at_once_on_all_ranks(stage, policy, what, bucket):
+    told = worlds.run(2, mistake, stage, policy, bucket, what, limit=20)
+    error = "layers.0.weight has a gradient" if what == "gradient" else "LOMO: param_groups[0].lr"
+    first, second, third = told[0]
+    assert second.startswith(f"rank 1: {error}")
+    assert told[1] == told[0] and not first and not third
 
 
 AGAIN = (("trunk", "trunk"),) * 2

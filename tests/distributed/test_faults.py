@@ -154,6 +154,13 @@ def test_ranks_that_differ_are_told_so_at_once(case):
         assert seconds < 10
 
 
+def test_a_rank_that_trains_while_another_saves_reads_that_all_must_save(tmp_path):
+    training, _ = worlds.fresh(2, faults_jobs.save_alone, str(tmp_path), timeout=5)
+    assert re.search(LOST, training.output)
+    assert "one. rank 1 has waited in save_checkpoint" in training.output
+    assert "All ranks must call save_checkpoint" in training.output
+
+
 @pytest.mark.slow
 def test_a_thousand_steps_take_no_memory():
     for rank in worlds.fresh(1, faults_jobs.endure, 1000, timeout=60):
