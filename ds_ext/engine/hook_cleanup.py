@@ -3,6 +3,7 @@
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
+from ds_ext.backward import owners
 from ds_ext.backward.module_hooks import Hook
 from ds_ext.engine import expert_parallel
 
@@ -49,11 +50,13 @@ def refuse_partitions(engine: DeepSpeedEngine) -> None:
 def refuse_without_engine(model: nn.Module) -> None:
     """Raises ValueError if only an engine can train the model of ``fuse_into_backward``."""
     if _is_partitioned(model):
-        raise ValueError(
-            "fuse_into_backward: ZeRO-3 has partitioned this model, which only a DeepSpeed engine "
-            "can train: pass the optimizer to deepspeed.initialize, or load the model anew without "
-            "ZeRO-3."
+        todo = (
+            "which only a DeepSpeed engine can train: pass the optimizer to deepspeed.initialize, "
+            "or load the model anew without ZeRO-3."
         )
+        if owners.of(model.parameters()):
+            todo = "and its engine steps inside backward already: remove the call."
+        raise ValueError(f"fuse_into_backward: ZeRO-3 has partitioned this model, {todo}")
     if any(map(expert_parallel.is_expert, model.parameters())):
         raise ValueError(
             "fuse_into_backward: the model has experts that DeepSpeed spreads over ranks. Only its "

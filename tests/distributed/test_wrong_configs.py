@@ -22,6 +22,7 @@ def test_groups_that_do_not_divide_the_ranks_are_refused_on_all_ranks():
 FROZEN = "ValueError: AdaLomo: all its parameters have requires_grad=False"
 BESIDE = 'optimizer.type "AdaLomo" in the config has no effect, because the program passes'
 FUNCTION = "ValueError: deepspeed.initialize: the optimizer is a function"
+PARTITIONED = "ValueError: fuse_into_backward: ZeRO-3 has partitioned this model,"
 MISTAKES = {  # the error; or "" and the one warning
     "frozen": (FROZEN, ""),
     "fused_frozen": (FROZEN, ""),
@@ -31,7 +32,8 @@ MISTAKES = {  # the error; or "" and the one warning
     "own_beside_the_type": ("", f"{BESIDE} Lion to deepspeed.initialize"),
     "function": (FUNCTION, ""),
     "function_with_section": (FUNCTION, ""),
-    "fused_at_stage_3": ("ValueError: fuse_into_backward: ZeRO-3 has partitioned", ""),
+    "fused_at_stage_3": (f"{PARTITIONED} and its engine steps inside backward already: rem", ""),
+    "fused_after_an_engine": (f"{PARTITIONED} which only a DeepSpeed engine can train", ""),
     "compiled": ("ValueError: zero_optimization.stage = 3 cannot partition what torch.compile", ""),
     "compiled_backward": ("ValueError: engine.compile(compiled_autograd_enabled=True)", ""),
     "wrapped": ("ValueError: the model is wrapped by DistributedDataParallel: pass the model", ""),

@@ -314,6 +314,12 @@ class Mistakes:
         assert engine.module is model
         ds_ext.fuse_into_backward(model, ds_ext.AdaLomo(model.parameters()))
 
+    def fused_after_an_engine(self) -> None:
+        """The same, after its engine has ended."""
+        model = nn.Linear(4, 4)
+        _engine(model, _zero(3)).destroy()
+        ds_ext.fuse_into_backward(model, ds_ext.AdaLomo(model.parameters()))
+
     def compiled(self) -> None:
         """A model that torch.compile has wrapped, at stage 3."""
         _engine(torch.compile(nn.Linear(4, 4), backend="eager"), _zero(3))
