@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ds_ext import rules
 from ds_ext.logs import logger
-from ds_ext.ops.executors import table_passes, unbatched
+from ds_ext.ops.executors import tables, unbatched
 from ds_ext.ops.executors.native import bf16_products, library
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.shard import Shard
@@ -60,7 +60,7 @@ SMALL: dict[str, Any] = {"lr": 0.01, "rank": 4, "update_proj_gap": 2}
 LEFT_OUT = {f.name for kind in (EmaConfig, SectionConfig) for f in dataclasses.fields(kind)}
 OTHERS = {"relative_step": False, "weight_decay": 0.1, "beta1": 0.9, "momentum": 0.9, "nbits": 32}
 OF_OTHERS = "weights of other ranks"
-CHILD = "DS_EXT_SELFTEST_CHILD"  # environment variable of processes that report to another
+REPORT = "selftest: "  # begins each line that a process prints for the one that has started it
 LATE = "it took longer than"
 # Signals by which a user, a scheduler, or a host without memory ends a process.
 STOPPED = {signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM}
@@ -191,24 +191,14 @@ def check(kind: type[Any], case: Case, ranks: Sequence[int], device: torch.devic
     A second run must have the bits of the first. A NaN must change no bit of its parameter, and
     keep no other from its step.
     """
-    passes, entry = dict[str, None](), rules.entry_of(kind.rule)
-
-    def note(name: str) -> None:
-        if name not in passes:
-            passes[name] = None
-            _tell("pass", name)
-
-    table_passes.observers.append(note)
-    try:
-        tested, again = (Stepped(kind, case, ranks, device).run() for _ in range(2))
-        found = tested.all()
-        wrong = {
-            "native code and kernels are disabled or missing": not passes,
-            "other bits in a second run": not _same(found, again.all()),
-            "a NaN in a gradient": tested.is_checked and not _skips_nan(tested, again),
-        }
-    finally:
-        table_passes.observers.remove(note)
+    entry = rules.entry_of(kind.rule)
+    tested, again = (Stepped(kind, case, ranks, device).run() for _ in range(2))
+    found = tested.all()
+    wrong = {
+        "native code and kernels are disabled or missing": not tables.supports(device),
+        "other bits in a second run": not _same(found, again.all()),
+        "a NaN in a gradient": tested.is_checked and not _skips_nan(tested, again),
+    }
     with unbatched.reference_only():
         judge = Stepped(kind, case, ranks, device)
         before = judge.all()
@@ -227,7 +217,7 @@ def check(kind: type[Any], case: Case, ranks: Sequence[int], device: torch.devic
         wrong[key] = len(a) != len(b) or not _is_near(a, b, scale, limit)
     named = [key for key, is_wrong in wrong.items() if is_wrong]
     verdict = f"{WRONG}: {', '.join(named)}" if named else RIGHT
-    return row | {"error": error, "verdict": verdict, "passes": [*passes]}
+    return row | {"error": error, "verdict": verdict}
 
 
 def row_of(case: Case, ranks: Sequence[int]) -> Row:
@@ -273,21 +263,12 @@ def _norm(a: Tensor, b: Tensor | float = 0.0) -> float:
     return float((a.double() - b).norm())
 
 
-def _tell(kind: str, what: object) -> None:
-    """Prints a line of JSON for the process that has started this one, if one has."""
-    if os.environ.get(CHILD):
-        print(json.dumps([kind, what]), flush=True)
-
-
 def check_all(kinds: Mapping[str, type[Any]], cases: Iterable[Case], device: torch.device) -> None:
     """Checks cases in this process, and prints rows for the process in ``in_child``."""
-    try:
-        for case, ranks in itertools.product(cases, RANKS):
-            _tell("row", check(kinds[case[0]], case, ranks, device))
-    except RuntimeError as error:
-        if "out of memory" not in str(error):
-            raise
-        _tell("unavailable", str(error).partition("\n")[0])
+    torch.ones(1, dtype=torch.float32, device=device).item()  # fails if it serves no other process
+    print(REPORT, flush=True)
+    for case, ranks in itertools.product(cases, RANKS):
+        print(REPORT + json.dumps(check(kinds[case[0]], case, ranks, device)), flush=True)
 
 
 def in_child(cases: Sequence[Case], device: torch.device, imports: Sequence[str] = ()) -> list[Row]:
@@ -302,8 +283,8 @@ def in_child(cases: Sequence[Case], device: torch.device, imports: Sequence[str]
         Unavailable: a new process cannot use the device.
     """
     paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {"PYTHONPATH": os.pathsep.join(paths), CHILD: "1"}
-    env["CUDA_LAUNCH_BLOCKING"] = "1"  # the last pass that began is the one that failed
+    env = {"PYTHONPATH": os.pathsep.join(paths)}
+    env["CUDA_LAUNCH_BLOCKING"] = "1"  # an error is that of the case in progress
     options = ["--device", str(device), "--cases", json.dumps(cases, default=str)]
     options += [f"--import={module}" for module in imports]
     command = [sys.executable, "-m", "ds_ext", "selftest", *options]
@@ -319,27 +300,19 @@ def in_child(cases: Sequence[Case], device: torch.device, imports: Sequence[str]
         out, why = error.stdout or b"", f"{LATE} {SECONDS} s"
     except OSError as error:
         raise Unavailable(str(error)) from None
-    rows, passes = list[Row](), list[str]()
-    for line in out.decode(errors="replace").splitlines():
-        with suppress(json.JSONDecodeError):  # other lines, and one that was cut short
-            kind, what = json.loads(line if line.startswith('["') else "")
-            if kind == "unavailable":
-                stopped = what
-            elif kind == "pass":
-                passes.append(what)
-            elif kind == "row":
-                rows.append(what)
-                passes.clear()
+    if "out of memory" in why:
+        stopped = why
+    printed = out.decode(errors="replace").splitlines()
+    reports = [line.removeprefix(REPORT) for line in printed if line.startswith(REPORT)]
+    rows: list[Row] = [json.loads(report) for report in reports[1:]]
     if len(rows) < len(cases) * len(RANKS):
-        if not passes:  # the GPU serves one process only, or Python's environment differs
+        if not reports:  # the GPU serves one process only, or Python's environment differs
             stopped = stopped or why
         if stopped and all(row["verdict"] == RIGHT for row in rows):
             raise Unavailable(stopped)
-        if stopped:  # what was found wrong counts
-            return rows
-        last = f"{WRONG}: in {passes[-1]}, {why}"
-        case, ranks = [*itertools.product(cases, RANKS)][len(rows)]
-        rows.append(row_of(case, ranks) | {"error": math.inf, "verdict": last, "passes": passes})
+        if not stopped:  # else what was found wrong counts
+            case, ranks = [*itertools.product(cases, RANKS)][len(rows)]
+            rows.append(row_of(case, ranks) | {"error": math.inf, "verdict": f"{WRONG}: {why}"})
     return rows
 
 
@@ -393,7 +366,7 @@ def failure(table: ParamTable, device: torch.device) -> str:
     return (
         f"the kernels of {row['optimizer']} are not right on this GPU, so PyTorch's operations "
         f"step all parameters on all ranks, slower: {row['dtype']}, {row['weight_update']!r}, rank "
-        f"{row['rank']}: {row['verdict']} (passes: {', '.join(row['passes'])}). {software}. Please "
+        f"{row['rank']}: {row['verdict']}. {software}. Please "
         "open an issue of ds_ext with this line and the table of `python -m ds_ext selftest`. To "
         f"check again, delete {path}."
     )

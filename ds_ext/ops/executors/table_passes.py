@@ -48,8 +48,6 @@ from ds_ext.ops.shard import Shard
 P = ParamSpec("P")
 T = TypeVar("T")
 Method = Callable[Concatenate["TablePasses", P], T]
-# Called with the name of each pass before tables run it, if a self-test asks for them.
-observers: list[Callable[[str], None]] = []
 MAX_REPEATED = 8  # numbers of equal runs for which a run keeps a batch
 
 
@@ -61,8 +59,6 @@ def _or_reference(method: Method[P, T]) -> Method[P, T]:
 
     @functools.wraps(method)
     def run(self: "TablePasses", *args: P.args, **kwargs: P.kwargs) -> T:
-        for observer in observers:
-            observer(method.__name__)
         try:
             return method(self, *args, **kwargs)
         except Unsupported:
