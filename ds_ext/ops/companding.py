@@ -29,6 +29,7 @@ from torch.nn.functional import pad
 
 from ds_ext.ops import expressions
 from ds_ext.ops.expressions import root
+from ds_ext.ops.formats import PLAIN, Format
 from ds_ext.ops.schema import (
     MAX_SCALE,
     MIN_MOMENT,
@@ -149,3 +150,8 @@ class Companded:
 
 
 MOMENT, SQUARES = Companded(signed=True), Companded(signed=False)
+
+
+def of_bits(nbits: int) -> Format:
+    """Returns the storage format of a moment with 32 or 8 bits per element."""
+    return MOMENT if nbits == 8 else PLAIN

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.hyperparams import Bits, Fraction, Negative, NonNegative, Positive
-from ds_ext.ops import companding, formats
-from ds_ext.ops.formats import Format
+from ds_ext.ops import formats
+from ds_ext.ops.companding import of_bits
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts
 from ds_ext.rules import factored
@@ -66,7 +66,9 @@ class Adafactor:
 
     def state_spec(self, shard: Shard) -> Parts:
         s: dict[str, Part | Parts] = {"v": factored.state_spec(shard)}
-        return s if self.beta1 is None else s | {"m": formats.state_spec(self.moment, shard)}
+        if self.beta1 is not None:
+            s["m"] = formats.state_spec(of_bits(self.nbits), shard)
+        return s
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         eps1, eps2 = self.eps
@@ -81,13 +83,8 @@ class Adafactor:
             ops.apply_(p, u, shard, lr=alpha, weight_decay=self.weight_decay)
         else:  # m averages updates that are already multiplied by alpha
             x, weight = u.times(alpha), 1 - self.beta1
-            m = yield from formats.lerp_(self.moment, s["m"], x, weight, shard, g)
+            m = yield from formats.lerp_(of_bits(self.nbits), s["m"], x, weight, shard, g)
             ops.apply_(p, m, shard, lr=1, weight_decay=alpha * self.weight_decay)
-
-    @property
-    def moment(self) -> Format:
-        """The storage format of the momentum."""
-        return companding.MOMENT if self.nbits == 8 else formats.PLAIN
 
     def step_size(self, t: int) -> float:
         """Returns ``lr``, or with ``relative_step`` min(1e-2, 1 / sqrt(t))."""

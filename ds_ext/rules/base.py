@@ -24,7 +24,7 @@ from ds_ext.ops.state import State as State
 
 Sums: TypeAlias = tuple[Tensor, ...]  # fp32 (fp64 for fp64 parameters), of any shapes
 Rounds: TypeAlias = Generator[Sums, Sums, None]  # yields partial sums, receives their totals
-Condition: TypeAlias = Callable[[Any, Shard], bool] | bool  # of a rule and a shard
+Condition: TypeAlias = Callable[[Any, Shard], bool]  # of a rule and a shard
 GroupKeys: TypeAlias = Mapping[str, Any]  # of a param group
 
 
@@ -64,35 +64,19 @@ class RuleEntry:
     paper: str  # arXiv number
     state: str  # bytes per parameter of a matrix [R, C] on each of d ranks
     rounds: str  # all-reduces of a bucket's partial sums
-    batched_if: Condition  # see ``is_batched`` of ``register``
-    sums_first_if: Condition  # see ``sums_first`` of ``register``
+    # Whether a rule steps a run in a batch, and whether it yields a run's sums before it writes
+    # weights or state; equal on all ranks.
+    batches: Condition
+    sums_first: Condition
+    is_batched: bool  # whether ``step`` accepts batches, at least of some parameters
     is_flat: bool  # whether ``step`` takes any parameter as a vector
     # By role, the param group's keys for parameters that this rule does not step.
     roles: Mapping[str, GroupKeys]
-    any_shape: bool = True  # whether ``step`` is defined for more than matrices
-    relative: Callable[[Any], bool] | bool = False  # see ``relative`` of ``register``
-    spelling: str = ""  # the name as papers and configs spell it
-    has_sections: bool = False  # see ``register``
-    shared_work: Callable[[Any, Shard], float] | None = None  # see ``register``
-
-    @property
-    def is_batched(self) -> bool:
-        """Whether ``step`` accepts batches, at least of some parameters."""
-        return bool(self.batched_if)
-
-    def batches(self, rule: Rule, shard: Shard) -> bool:
-        """Returns whether ``rule`` steps a run in a batch. The result is equal on all ranks."""
-        given = self.batched_if
-        return given(rule, shard) if callable(given) else given
-
-    def sums_first(self, rule: Rule, shard: Shard) -> bool:
-        """Returns whether ``rule`` yields a run's sums before it writes weights or state."""
-        given = self.sums_first_if
-        return given(rule, shard) if callable(given) else given
-
-    def is_relative(self, rule: Rule) -> bool:
-        """Returns whether the updates of ``rule`` are proportional to the size of the weights."""
-        return self.relative(rule) if callable(self.relative) else self.relative
+    any_shape: bool  # whether ``step`` is defined for more than matrices
+    is_relative: Callable[[Any], bool]  # whether a rule's updates are proportional to the weights
+    spelling: str  # the name as papers and configs spell it
+    has_sections: bool  # see ``register``
+    shared_work: Callable[[Any, Shard], float] | None  # see ``register``
 
     @property
     def is_own(self) -> bool:
@@ -131,8 +115,8 @@ def register(
     paper: str,
     state: str,
     rounds: str,
-    is_batched: Condition = False,
-    sums_first: Condition = False,
+    is_batched: Condition | bool = False,
+    sums_first: Condition | bool = False,
     is_flat: bool = False,
     others: GroupKeys | None = None,
     embedding: GroupKeys | None = None,
@@ -196,14 +180,19 @@ def register(
         if others is not None:
             roles = {"other": others, "embedding": embedding or others, "head": head or others}
         is_for_all = "type" not in (others or {}) if any_shape is None else any_shape
-        spelled = spelling or rule.__name__
+        conditions = _condition(is_batched), _condition(sums_first), bool(is_batched)
         REGISTRY[name] = RuleEntry(
-            *(rule, paper, state, rounds, is_batched, sums_first, is_flat, roles, is_for_all),
-            *(relative, spelled, has_sections, shared_work),
+            *(rule, paper, state, rounds, *conditions, is_flat, roles, is_for_all),
+            *(_condition(relative), spelling or rule.__name__, has_sections, shared_work),
         )
         return rule
 
     return decorate
+
+
+def _condition(given: Callable[..., bool] | bool) -> Callable[..., bool]:
+    """Returns a condition as a function; a value is one of all rules and shards."""
+    return given if callable(given) else lambda *of: given
 
 
 def _refuse_incomplete(rule: type) -> None:

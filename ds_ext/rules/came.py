@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from ds_ext import ops
 from ds_ext.hyperparams import Bits, Fraction, NonNegative, Positive
-from ds_ext.ops import companding, formats
-from ds_ext.ops.formats import Format
+from ds_ext.ops import formats
+from ds_ext.ops.companding import of_bits
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts
 from ds_ext.rules import factored
@@ -48,7 +48,7 @@ class CAME:
     nbits: Bits = 32  # bits of a moment's element
 
     def state_spec(self, shard: Shard) -> Parts:
-        m = formats.state_spec(self.moment, shard)
+        m = formats.state_spec(of_bits(self.nbits), shard)
         s: dict[str, Part | Parts] = {"v": factored.state_spec(shard), "m": m}
         return s | {"r": factored.state_spec(shard)} if shard.is_matrix else s
 
@@ -60,14 +60,9 @@ class CAME:
         if shard.is_matrix and self.nbits == 32:
             residual: ops.Readable = ops.Residual(u, s["m"], 1 - beta1)  # advances m
         else:
-            m = yield from formats.lerp_(self.moment, s["m"], u, 1 - beta1, shard, g)
+            m = yield from formats.lerp_(of_bits(self.nbits), s["m"], u, 1 - beta1, shard, g)
             residual = ops.plus(u, m, -1.0)
         if shard.is_matrix:
-            sums = yield factored.sums(residual, shard, g)
+            sums = yield ops.row_col_square_sums(residual, shard, g)
             m = factored.divide_(m, s["r"], sums, eps2, beta3, shard)
         ops.apply_(p, m, shard, lr=self.lr, weight_decay=self.weight_decay)
-
-    @property
-    def moment(self) -> Format:
-        """The storage format of the momentum."""
-        return companding.MOMENT if self.nbits == 8 else formats.PLAIN

@@ -20,8 +20,6 @@ from ds_ext.rules.base import Sums
 
 Moment = dict[str, Tensor]
 Update: TypeAlias = ops.Quotient | ops.RunQuotient
-# An update, the sum of its squares over all ranks, and the totals of ``more``.
-Unbounded: TypeAlias = Generator[Sums, Sums, tuple[Update, Tensor, Sums]]
 
 
 def sums_first(rule: object, shard: Shard) -> bool:
@@ -36,11 +34,6 @@ def state_spec(shard: Shard) -> dict[str, Part]:
     return {"row": Part.whole(shard.mats, shard.rows), "col": Part.whole(shard.mats, shard.cols)}
 
 
-def sums(x: ops.Readable, shard: Shard, like: ops.Gradient) -> tuple[Tensor, ...]:
-    """Returns the partial sums that ``divide_`` needs: row and column sums of x²."""
-    return ops.row_col_square_sums(x, shard, like) if shard.is_matrix else ()
-
-
 def divide_(
     x: ops.Readable,
     v: Moment,
@@ -52,7 +45,8 @@ def divide_(
 ) -> Update:
     """Advances a matrix's v by ``sums``; returns x / sqrt(v), which is evaluated block by block.
 
-    If ``sums`` has a third tensor, from ``weighted_square_sums``, ``clip`` bounds the RMS.
+    ``sums`` are row and column sums of x². If there is a third tensor, from
+    ``weighted_square_sums``, ``clip`` bounds the RMS.
     """
     factors = ops.factors_(v["row"], v["col"], sums, eps, beta, clip, shard)
     return ops.Quotient(x, *factors)
@@ -64,48 +58,25 @@ def normalize(
     """Updates ``v`` with g; returns u = g / sqrt(v), with its RMS bounded by ``clip``.
 
     The first round also sums the partial sums ``more``, and their totals are returned after u.
-    AdaLomo, Adafactor and CAME share this function.
-    """
-    if shard.is_matrix and shard.holds_rows:
-        return (yield from _normalize_whole_rows(g, v, eps, beta, clip, shard, *more))
-    elif shard.is_matrix:
-        u, u_sq, totals = yield from _normalize_cut_rows(g, v, eps, beta, shard, *more)
-    else:
-        u, u_sq, totals = yield from _normalize_vector(g, v, eps, beta, shard, *more)
-    return u.times((clip / shard.rms(u_sq)).clamp(max=1)), totals
-
-
-def _normalize_vector(
-    g: ops.Gradient, v: Moment, eps: float, beta: float, shard: Shard, *more: Tensor
-) -> Unbounded:
-    """u of a vector, whose v is a run like g. Takes one round, for the sum of u²."""
-    ops.square_lerp_(v["full"], g, eps, 1 - beta, shard)
-    u = ops.RunQuotient(g, v["full"])
-    u_sq, *totals = yield (ops.square_sum(u, shard, g), *more)
-    return u, u_sq, tuple(totals)
-
-
-def _normalize_cut_rows(
-    g: ops.Gradient, v: Moment, eps: float, beta: float, shard: Shard, *more: Tensor
-) -> Unbounded:
-    """u of a matrix whose rows are cut between ranks. Takes two rounds: statistics, and u²."""
-    row, col, *totals = yield (*sums(g, shard, g), *more)
-    u = divide_(g, v, (row, col), eps, beta, shard)
-    (u_sq,) = yield (ops.square_sum(u, shard, g),)
-    return u, u_sq, tuple(totals)
-
-
-def _normalize_whole_rows(
-    g: ops.Gradient, v: Moment, eps: float, beta: float, clip: float, shard: Shard, *more: Tensor
-) -> Generator[Sums, Sums, tuple[Update, Sums]]:
-    """Bounded u of a matrix whose ranks hold whole rows. Takes one round.
-
-    The new statistic of a whole row is known before the reduction, and
+    Whole rows and vectors take one round, rows that are cut between ranks two. The new statistic of
+    a whole row is known before the reduction, and
 
         sum of u² = mean(row) · sum over columns (1 / col · sum over rows (g² / row)).
 
-    The inner sums, one for each column, are reduced together with the statistics.
+    The inner sums, one for each column, are reduced together with the statistics. AdaLomo,
+    Adafactor and CAME share this function.
     """
-    mine = ops.weighted_square_sums(g, v["row"], eps, beta, shard, g)
-    row, col, weighted, *totals = yield (*mine, *more)
-    return divide_(g, v, (row, col, weighted), eps, beta, shard, clip), tuple(totals)
+    if shard.is_matrix and shard.holds_rows:
+        mine = ops.weighted_square_sums(g, v["row"], eps, beta, shard, g)
+        row, col, weighted, *totals = yield (*mine, *more)
+        return divide_(g, v, (row, col, weighted), eps, beta, shard, clip), tuple(totals)
+    u: Update
+    if shard.is_matrix:
+        row, col, *totals = yield (*ops.row_col_square_sums(g, shard, g), *more)
+        u = divide_(g, v, (row, col), eps, beta, shard)
+        (u_sq,) = yield (ops.square_sum(u, shard, g),)
+    else:
+        ops.square_lerp_(v["full"], g, eps, 1 - beta, shard)
+        u = ops.RunQuotient(g, v["full"])
+        u_sq, *totals = yield (ops.square_sum(u, shard, g), *more)
+    return u.times((clip / shard.rms(u_sq)).clamp(max=1)), tuple(totals)

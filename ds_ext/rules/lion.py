@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from ds_ext import ops
 from ds_ext.hyperparams import Bits, Fraction, NonNegative
-from ds_ext.ops import companding, formats
-from ds_ext.ops.formats import Format
+from ds_ext.ops import formats
+from ds_ext.ops.companding import of_bits
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
 from ds_ext.rules.base import Rounds, State, register
@@ -22,7 +22,7 @@ from ds_ext.rules.base import Rounds, State, register
     paper="2302.06675",
     state="4/d; 1.06/d with 8-bit momentum",
     rounds="0; 1 if a cut goes through 32 elements of 8-bit momentum",
-    is_batched=lambda rule, shard: not formats.splits_groups(shard, rule.moment.size),
+    is_batched=lambda rule, shard: not formats.splits_groups(shard, of_bits(rule.nbits).size),
     is_flat=True,
 )
 @dataclass(frozen=True)
@@ -35,14 +35,9 @@ class Lion:
     nbits: Bits = 32  # bits of a moment's element
 
     def state_spec(self, shard: Shard) -> Parts:
-        return {"m": formats.state_spec(self.moment, shard)}
+        return {"m": formats.state_spec(of_bits(self.nbits), shard)}
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
-        p, x, shard = yield from formats.whole_groups(p, g, shard, self.moment.size)
-        u = ops.SignStep(self.moment.opened(s["m"]), x, *self.betas)
+        p, x, shard = yield from formats.whole_groups(p, g, shard, of_bits(self.nbits).size)
+        u = ops.SignStep(of_bits(self.nbits).opened(s["m"]), x, *self.betas)
         ops.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
-
-    @property
-    def moment(self) -> Format:
-        """The storage format of the momentum."""
-        return companding.MOMENT if self.nbits == 8 else formats.PLAIN

@@ -53,8 +53,8 @@ from ds_ext.hyperparams import (
     Positive,
     Precision,
 )
-from ds_ext.ops import companding, formats, joint
-from ds_ext.ops.formats import Format
+from ds_ext.ops import formats, joint
+from ds_ext.ops.companding import of_bits
 from ds_ext.ops.joint import Joint, Operation
 from ds_ext.ops.products import Product, product, symmetric_product
 from ds_ext.ops.shard import BLOCK, Block, Shard, outward
@@ -97,7 +97,7 @@ class Muon:
     nbits: Bits = 32  # bits of a moment's element
 
     def state_spec(self, shard: Shard) -> Parts:
-        m = formats.state_spec(self.moment, shard)
+        m = formats.state_spec(of_bits(self.nbits), shard)
         return {"m": m} if self.beta2 is None else {"m": m, "v": Part.whole(shard.rows)}
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
@@ -119,9 +119,10 @@ class Muon:
             x = yield from joint.momentum(s["m"], g, shard, self.momentum, self.nesterov)
             if x is not None:
                 return x
-        size, start = self.moment.size, shard.start
+        stored, start = of_bits(self.nbits), shard.start
+        size = stored.size
         _, runs, whole = yield from formats.whole_groups(p, g, shard, size)
-        momentum = _Momentum(self.moment.opened(s["m"]), runs, self.momentum, self.nesterov)
+        momentum = _Momentum(stored.opened(s["m"]), runs, self.momentum, self.nesterov)
         x = ops.evaluate(momentum, whole, g)
         before = start - outward(start, shard.stop, size, shard.numel).start
         return x[before : before + len(shard)]
@@ -218,11 +219,6 @@ class Muon:
     def coefficients(self) -> list[tuple[float, float, float]]:
         """The coefficients of each step of the iteration."""
         return steps_of(self.ns_coefficients, self.ns_steps)
-
-    @property
-    def moment(self) -> Format:
-        """The storage format of the momentum."""
-        return companding.MOMENT if self.nbits == 8 else formats.PLAIN
 
     def scale(self, shard: Shard) -> float:
         """Returns the factor of an update for the shape of its matrix."""

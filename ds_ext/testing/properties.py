@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ds_ext import rules
 from ds_ext.distributed import lockstep
 from ds_ext.hyperparams import NonNegative
-from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves, mapped, saved
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
@@ -152,17 +151,13 @@ def works_in(rule: Any, dtype: torch.dtype, shapes: Sequence[Shape], most: float
         for shape, p in zip(shapes, params, strict=True):
             finite = bool(p.isfinite().all())
             _require(finite, rule, f"works with {dtype} weights: shape {shape}, not finite")
-    found = [_values(p, optimizer) for p in params]
+    found = [
+        optimizer.weights(p, p.detach().view(-1), optimizer.shard(p)).to(p.device).view(p.shape)
+        for p in params
+    ]
     for shape, error in zip(shapes, errors(found, wide, before), strict=True):
         what = f"works with {dtype} weights as with fp32: shape {shape}, error {error:.1e}"
         _require(error <= most, rule, what)
-
-
-def _values(p: Tensor, optimizer: RuleOptimizer) -> Tensor:
-    """The values of a weight with its master, on the weight's device."""
-    flat = Shard.whole((p.numel(),))
-    values = sixteen_bit.values(p.detach().view(-1), optimizer.state[p], flat)
-    return values.to(p.device).view(p.shape)
 
 
 def endures_zeros(rule: Any, shapes: Sequence[Shape]) -> None:
@@ -184,8 +179,8 @@ def equals_itself_in_a_batch(rule: Any, shapes: Sequence[Shape]) -> None:
     """Compares a batch with parameters that are stepped one by one, in fp32."""
     before, found = weights(shapes, torch.float32), list[list[Tensor]]()
     entry = rules.entry_of(type(rule))
-    for batched_if in (entry.batched_if, False):
-        with _registered(dataclasses.replace(entry, batched_if=batched_if)):
+    for batches in (entry.batches, lambda rule, shard: False):
+        with _registered(dataclasses.replace(entry, batches=batches)):
             params, optimizer = _optimizer(rule, before)
             _step(optimizer, params, gradients(4, shapes, torch.float32))
             found.append([p.detach() for p in params])
@@ -226,15 +221,8 @@ def shrunk(x: Tensor) -> Tensor:
 
 def tensors(state: Any) -> list[Tensor]:
     """Returns the floating point tensors of a state, nested in dicts."""
-    found: list[Tensor] = []
-
-    def add(x: Tensor) -> Tensor:
-        if x.is_floating_point():
-            found.append(x)
-        return x
-
-    mapped(state, add)
-    return found
+    found = [x for _, x in leaves(state) if isinstance(x, Tensor)]
+    return [x for x in found if x.is_floating_point()]
 
 
 def _optimizer(
