@@ -30,7 +30,7 @@ from ds_ext.ops.executors.triton.launches import KernelConstants, Launch
 from ds_ext.ops.schema import AT
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
+from ds_ext.optimizer.nonfinite import GradCheck, GradFlags
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 
@@ -196,7 +196,7 @@ def launches_of_step(name: str, model: str = "7B") -> list[Launch]:
         votes = {p: torch.ones((), device="meta") for p in weights if p not in first}
         for _ in range(3):
             found.clear()
-            flags = DeviceGradFlags()
+            flags = GradFlags()
             for bucket in _buckets(weights):
                 updates = []
                 for p in bucket:

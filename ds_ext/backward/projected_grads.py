@@ -18,8 +18,8 @@ from ds_ext.distributed.lockstep import StepGenerator
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import RuleOptimizer, expert_stacks, host_offload, state_checks
 from ds_ext.optimizer.bucket_optimizer import by_device
-from ds_ext.optimizer.bucket_step import with_turns
 from ds_ext.optimizer.host_offload import HostOffload
+from ds_ext.optimizer.plans import with_turns
 from ds_ext.optimizer.updates import ProjectedGrads, RunUpdate
 
 

@@ -21,9 +21,8 @@ from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement
 from ds_ext.logs import logger
 from ds_ext.ops import int8
-from ds_ext.ops.executors.triton import devices
 from ds_ext.optimizer import RuleOptimizer
-from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
+from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.plans import MAX_PLANS
 from ds_ext.optimizer.updates import ProjectedGrads, RunUpdate
 
@@ -41,7 +40,6 @@ class Stepper:
         self._voted: dict[tuple[Any, ...], VotedParams] = {}  # by bucket, for ``_version``
         self._version: Any = None  # of the optimizer
         self._has_logged = False  # the cost of kept gradients
-        self._by_kernels = devices.supports(layout.device)  # whether they check gradients
 
     def step(
         self,
@@ -55,35 +53,30 @@ class Stepper:
         Args:
             grads: the gradients.
             state: of the step in progress.
-            checked: parameters whose gradients are checked by the sums of the first round: on a
-                CPU by the host, on a GPU by kernels.
-            votes: votes by which kernels check other gradients.
+            checked: parameters whose gradients are checked by the sums of the first round.
+            votes: votes by which passes check other gradients.
         """
         state.use_up(grads.keys())
-        if self._by_kernels and state.flags is None:
-            state.flags = DeviceGradFlags()
-        check = GradCheck(checked, votes, state.flags)
+        check = GradCheck(checked, votes or {}, state.flags)
         with int8.expanded(grads) as in_int8:
             for all_reduce, found in self._by_statistics_group(grads):
                 updates: list[RunUpdate] = []
                 for placement, params in found:
                     updates += self._updates(placement, params, grads, state)
                 self.optimizer.update(updates, all_reduce, check)
-            state.add(check)
-            stepped = [p for p in grads if p not in check.bad] if check.bad else grads
-            self.layout.publish(stepped)
+            self.layout.publish(grads)
             self.optimizer.commit_weight_norms()
             for param in in_int8:
                 int8.update(param, step_key(self.optimizer, param))
-        state.stepped += len(stepped)
+        state.stepped += len(grads)
 
     def voted_params(self, params: Sequence[Tensor]) -> VotedParams:
         """Returns the parameters that need votes, because the first round cannot check them.
 
         They are the same on all ranks. All parameters need votes in two cases: elements are bounded
         before rules read them, or parameters have different placements, because ranks without a
-        parameter take no part in its round. On a GPU, the host reads votes only for parameters that
-        no kernel steps. A check in a round would make the host wait for every round.
+        parameter take no part in its round. The host reads votes only for parameters that are
+        stepped alone. A check in a round would make it wait for a GPU in every round.
         """
         for i in range(len(self.optimizer.index.groups)):
             self.optimizer.rule_at(i)  # follows an edit of the group
@@ -101,11 +94,10 @@ class Stepper:
         if layout.is_uniform and not self.has_bounds:
             some = {p: shards[p] for p in in_batches}
             by_sums = self.optimizer.first_round_checks(some)
-        in_kernels = in_batches if self._by_kernels else set()
-        found: tuple[set[int], set[int]] = set(), set()  # read by the host, by kernels
+        found: tuple[set[int], set[int]] = set(), set()  # read by the host, by passes
         for i, p in enumerate(params):
             if p not in by_sums:
-                found[p in in_kernels].add(i)
+                found[p in in_batches].add(i)
         self._voted[key] = VotedParams(*found)
         return self._voted[key]
 

@@ -25,7 +25,7 @@ class ReducedGrad(NamedTuple):
     g: Tensor
     bad: Tensor | None = None  # [] bool on the host; None if the host reads no votes
     square: Tensor | None = None  # [], the sum of its squares if that is known
-    votes: Tensor | None = None  # [] on the device, for kernels; the host does not read them
+    votes: Tensor | None = None  # [] on the device, for passes; the host does not read them
 
     def plus(self, other: "ReducedGrad") -> "ReducedGrad":
         """Adds another part of the gradient in place, and returns the sum."""
@@ -43,7 +43,7 @@ class VotedParams(NamedTuple):
     """The positions in a bucket of gradients that the ranks vote on, by the reader of the votes."""
 
     host: Set[int] = frozenset()  # the host reads the votes before the step
-    device: Set[int] = frozenset()  # kernels read the votes
+    device: Set[int] = frozenset()  # passes read the votes
 
 
 class Receiver(abc.ABC):

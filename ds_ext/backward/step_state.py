@@ -14,7 +14,7 @@ from ds_ext.backward.reduced_grad import GradientReader, ReducedGrad, ReducedGra
 from ds_ext.backward.streams import from_host
 from ds_ext.distributed.layout import Layout
 from ds_ext.optimizer import RuleOptimizer, update_stats
-from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
+from ds_ext.optimizer.nonfinite import GradFlags
 from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.optimizer.updates import ProjectedGrads
 
@@ -62,8 +62,8 @@ class StepState:
     stepped: int = 0  # number of parameters
     bad: list[str] = field(default_factory=list)  # names of the parameters of bad gradients
     suspects: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameter, is bad []
-    flags: DeviceGradFlags | None = None  # what kernels have found and the host has not read
-    flagged_square: float = 0.0  # over all ranks, of gradients that kernels have checked
+    flags: GradFlags = field(default_factory=GradFlags)  # what passes have found since a read
+    flagged_square: float = 0.0  # over all ranks, of gradients that passes have checked
 
     @property
     def is_empty(self) -> bool:
@@ -147,17 +147,6 @@ class StepState:
             share = reader.unscale(placement) ** 2 / layout.num_replicas[placement]
             yield params, reader.squares([(p, grads[p]) for p in params]) * share
 
-    def add(self, check: GradCheck) -> None:
-        """Adds gradients to the norm that the host has checked during the step.
-
-        Their sum of squares contains ``coefficient``, because rules read clipped gradients.
-        """
-        if check.square is not None:
-            square = torch.tensor(check.square, dtype=torch.float64, device="cpu")
-            self._add(square.div_(self.coefficient**2).to(self.reader.layout.device))
-        if check.bad:
-            self._flag(map(self.reader.layout.name, check.bad))
-
     def _flag(self, names: Iterable[str]) -> None:
         """Records parameters with bad gradients, each once."""
         self.bad = [*dict.fromkeys((*self.bad, *names))]
@@ -215,7 +204,7 @@ class StepState:
         """Synchronizes with the device and computes the norm over all ranks; all ranks call it.
 
         Returns:
-            Parameters that kernels have skipped.
+            Parameters that passes have skipped.
         """
         wanted = []
         if self.norm is None and self.square is not None:
@@ -227,8 +216,12 @@ class StepState:
         return skipped
 
     def read_flags(self, squares: Sequence[Tensor] = ()) -> tuple[list[Tensor], float]:
-        """Synchronizes with the device; returns what kernels have skipped, and Σ ``squares``."""
-        flags, self.flags = self.flags, None
+        """Synchronizes with the device; returns what passes have skipped, and Σ ``squares``.
+
+        The sums of squares that passes check contain ``coefficient``, because rules read clipped
+        gradients.
+        """
+        flags, self.flags = self.flags, GradFlags()
         if not flags:
             return [], sum(map(Tensor.item, squares))
         bad, square, numbers = flags.read(*squares)

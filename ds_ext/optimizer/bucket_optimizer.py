@@ -15,7 +15,7 @@ from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import State, mapped
 from ds_ext.optimizer import param_checks, sections, state_checks
-from ds_ext.optimizer.bucket_step import BucketStep, WeightNorms, rollback
+from ds_ext.optimizer.bucket_step import BucketStep, WeightNorms
 from ds_ext.optimizer.host_offload import OffloadedBucket
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import GroupIndex, ParamTable
@@ -118,8 +118,9 @@ class BucketOptimizer(ParamTable):
             updates: runs, in the same order on all ranks.
             all_reduce: adds up a flat tensor of partial sums over the ranks, in place; None if
                 this process holds the parameters whole.
-            check: which gradients to check during the step; it also receives the result. Bad
-                gradients change nothing. None: all gradients are known to be good.
+            check: which gradients to check during the step. Those that are bad change nothing but
+                the step number of their parameter, which ``rollback_step`` corrects. None: all are
+                good.
 
         Returns:
             How many rounds it took.
@@ -137,8 +138,7 @@ class BucketOptimizer(ParamTable):
                 rounds += lockstep.run(step.generators, all_reduce)
             except BaseException:  # a program may go on: the step counts as not made
                 if self.offload is None:  # otherwise copies of the states have counted it
-                    bad = () if check is None else check.bad
-                    self.rollback_step(u.param for u in on_device if u.param not in bad)
+                    self.rollback_step(u.param for u in on_device)
                 raise
             step.end()
         return rounds
@@ -203,16 +203,16 @@ class BucketOptimizer(ParamTable):
         """Undoes the step counts and statistics of parameters that were not stepped.
 
         Args:
-            params: parameters whose gradients were bad, as the device reported after the step, or
-                of a step that has failed.
+            params: parameters whose gradients were bad, as ``GradFlags`` reported after the step,
+                or of a step that has failed.
         """
         params = list(params)
         for param in params:
-            rollback(self.state[param])
+            self.state[param]["step"] -= 1
+            if not self.state[param]["step"]:
+                del self.state[param]
             if self.update_stats is not None and param in self.number_of:
                 self.update_stats.discount(self.number_of[param])
-            if not self.state[param]:
-                del self.state[param]
         left = {*map(id, params)}
         for key, plan in self._plans.items() if left else ():
             for batch in plan.batches:  # the step has recorded norms of weights it did not write

@@ -1,7 +1,5 @@
 """The step of a bucket: batches of runs, and runs that are stepped alone."""
 
-import math
-from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import itemgetter
@@ -14,16 +12,16 @@ from torch import Tensor
 
 from ds_ext import ops, rules
 from ds_ext.distributed.lockstep import StepGenerator, advance
-from ds_ext.ops import sixteen_bit, turns
+from ds_ext.ops import sixteen_bit
 from ds_ext.ops.executors.native.native_table import NormCache
 from ds_ext.ops.executors.triton import devices
-from ds_ext.ops.executors.triton.launch_memory import GradLimits, Memory
+from ds_ext.ops.executors.triton.launch_memory import Memory
 from ds_ext.ops.runs import Runs
 from ds_ext.optimizer import ema, expert_stacks, nonfinite, sections
 from ds_ext.optimizer.host_offload import OffloadedBucket
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
-from ds_ext.optimizer.plans import BatchItem, BatchPlan, BucketPlan
+from ds_ext.optimizer.plans import BatchPlan, BucketPlan
 from ds_ext.optimizer.updates import ProjectedGrads, RunUpdate
 from ds_ext.rules import State
 
@@ -41,8 +39,7 @@ class BatchedStep:
         updates: Sequence[RunUpdate],
         states: Sequence[State],
     ) -> None:
-        self.table, self.rule, self.bucket = table, rule, (updates, states)
-        self.plan, self.batch = plan, plan.batch
+        self.table, self.rule, self.plan, self.batch = table, rule, plan, plan.batch
         self.updates = [updates[i] for i in plan.positions]  # of the pieces' parameters
         self.states = [states[i] for i in plan.positions]
         self.params, runs, grads, *_ = map(list, zip(*self.updates, strict=True))
@@ -51,11 +48,9 @@ class BatchedStep:
         if plan.master_dtype is not None:
             self.masters = plan.runs([s["master"] for s in self.states])
         self.gradients = _gradients(plan, grads)
-        self.sums: list[Tensor] = []  # of the update statistics, for each piece
-        self.totals: Tensor | None = None  # [2 n], on a GPU what to add to them
-        self.restarted: BatchedStep | None = None  # the step of the good parameters alone
-        # What kernels check: numbers, their limits, and whether they are sums of squares.
-        self.checked: list[tuple[Tensor, NDArray[np.float32], bool]] = []
+        self.totals: Tensor | None = None  # [2 n], of the update statistics, for each piece
+        # What passes check: numbers, their limits, and whether they are sums of squares.
+        self.flags: list[tuple[Tensor, NDArray[np.float32], bool]] = []
 
     def begin(self) -> StepGenerator:
         """Returns the generator of the rule, which steps all parameters of the batch."""
@@ -63,13 +58,12 @@ class BatchedStep:
         if plan.norm_cache is not None:
             plan.norm_cache.check(self.runs)
         p = sixteen_bit.weights(self.runs, self.masters, rule, plan.param_ids, t, plan.norm_cache)
-        stats = self.table.update_stats
-        if stats is not None:
-            self.sums = [
-                stats.sums_of(x.number, plan.group_index, run, u.num_replicas)
-                for run, x, u in zip(self.runs.tensors, plan.pieces, self.updates, strict=True)
-            ]
-            p = replace(p, update_sums=self._update_sums())
+        if self.table.update_stats is not None:
+            n, device = len(plan.pieces), self.batch.device
+            dtype = torch.float32 if devices.supports(device) else torch.float64
+            self.totals = totals = torch.zeros(2 * n, dtype=dtype, device=device)
+            places = 2 * totals.itemsize * np.arange(n)
+            p = replace(p, update_sums=Runs.at(totals.data_ptr(), places, (totals,)))
         passes = self.batch.passes
         passes.gradients, passes.square_parts = self.gradients, None
         step: StepGenerator = rule.step(p, self.gradients, self.state, t, self.batch)
@@ -78,14 +72,6 @@ class BatchedStep:
             return step
         e = ema.average(self.state, rule, plan.param_ids, t)
         return ema.averaged(step, rule, p, e, t, self.batch)
-
-    def _update_sums(self) -> Runs:
-        """Where passes write two sums of each parameter: the statistics, or ``totals`` on a GPU."""
-        if not devices.supports(self.batch.device):
-            return Runs(self.sums)
-        n = len(self.sums)
-        self.totals = torch.zeros(2 * n, dtype=torch.float32, device=self.batch.device)
-        return Runs((self.totals,), firsts=2 * np.arange(n))
 
     def squares(self) -> Tensor:
         """Returns the sums of squares of gradients, [n].
@@ -96,85 +82,50 @@ class BatchedStep:
         known = self.batch.passes.added_up()
         return ops.square_sum(g, self.batch, g) if known is None else known
 
-    def checked_on_host(self, check: GradCheck) -> StepGenerator:
-        """Yields the rounds of the step; drops gradients that the first round finds bad."""
-        rule = self.begin()
-        sums, own = advance(rule, None), self.squares()
-        *totals, found = yield (*(sums or ()), own)
-        good = found.numpy() <= self.plan.upper_bounds
-        if not good.all():
-            check.square = math.inf
-            rule.close()
-            yield from self._restart(good, check)
-            return
-        check.square = (check.square or 0.0) + float(own.numpy().sum(dtype=np.float64))
-        further = advance(rule, tuple(totals))
-        while further is not None:
-            further = advance(rule, (yield further))
-
-    def _restart(self, good: NDArray[np.bool_], check: GradCheck) -> StepGenerator:
-        """Undoes the step, and yields the rounds of a step of only the ``good`` parameters."""
-        plan, stats, pieces = self.plan, self.table.update_stats, list[BatchItem]()
-        updates, states = self.bucket
-        for piece, param, is_good in zip(plan.pieces, self.params, good, strict=True):
-            if stats is not None:  # ``begin`` counts the good ones again
-                stats.discount(piece.number)
-            if is_good:
-                pieces.append(piece)
-            else:
-                check.bad[param] = None
-                rollback(states[piece.position])
-        self.runs = Runs([])
-        if pieces:
-            some = BatchPlan(plan.group_index, pieces, self.rule, plan.dtype, states, plan.device)
-            self.restarted = BatchedStep(self.table, some, self.rule, updates, states)
-            yield from self.restarted.begin()
-
-    def checked_on_device(self, memory: Memory, check: GradCheck) -> StepGenerator:
-        """Yields the rounds on a GPU. Kernels skip parameters with bad gradients.
+    def checked(self, memory: Memory | None, check: GradCheck) -> StepGenerator:
+        """Yields the rounds. Passes skip parameters with bad gradients.
 
         Args:
-            memory: of the bucket's launches.
-            check: by the first round, by votes, by both or not at all.
+            memory: of the bucket's launches; None on a CPU.
+            check: by the first round, by votes or not at all.
         """
         by_sums, by_votes = check.ways(self.params)
-        arrays = self.batch.passes.arrays
-        arrays.memory, arrays.limits = memory, None  # a step that failed has left its limits
+        self.batch.passes.arrays.memory = memory
         rule = self.begin()
         if by_votes:
             votes = torch.stack([check.votes[param].view(()) for param in self.params])
             most = np.full(len(votes), nonfinite.MAX_GOOD_VOTES, dtype=np.float32)
-            arrays.limits = self._limits(votes, most, is_square=False)
+            self._limit(votes, most, is_square=False)
         sums = advance(rule, None)
         if by_sums:
-            arrays.limits = None
             *totals, found = yield (*(sums or ()), self.squares())
-            arrays.limits = self._limits(found, self.plan.upper_bounds, is_square=True)
+            self._limit(found, self.plan.upper_bounds, is_square=True)
             sums = advance(rule, tuple(totals))
         while sums is not None:
             sums = advance(rule, (yield sums))
 
-    def _limits(self, found: Tensor, bounds: NDArray[np.float32], is_square: bool) -> GradLimits:
-        """The limits of the numbers ``found``, which are copied to ``checked``."""
-        self.checked.append((found.clone(), bounds, is_square))
-        return GradLimits(Runs((found,), firsts=np.arange(len(found))), bounds)
+    def _limit(self, found: Tensor, bounds: NDArray[np.float32], is_square: bool) -> None:
+        """Sets the limits of the numbers ``found``, which are copied to ``flags``."""
+        self.flags.append((found.clone(), bounds, is_square))
+        self.batch.passes.skip_bad(found, bounds)
 
     def end(self, norms: WeightNorms) -> None:
         """Increments the weights' version counters, and adds the caches of their norms."""
-        if self.totals is not None:
-            alike: dict[int, list[int]] = {}
-            for i, sums in enumerate(self.sums):
-                alike.setdefault(id(sums), []).append(i)
+        stats = self.table.update_stats
+        if self.totals is not None and stats is not None:
             totals = self.totals.view(-1, 2).double()
-            for some in alike.values():
-                self.sums[some[0]] += torch.stack([totals[i] for i in some]).sum(0)
+            alike: dict[int, tuple[Tensor, list[Tensor]]] = {}  # the sums to add to, what to add
+            runs = zip(self.plan.pieces, self.runs.tensors, self.updates, totals, strict=True)
+            for x, run, u, own in runs:
+                sums = stats.sums_of(x.number, self.plan.group_index, run, u.num_replicas)
+                alike.setdefault(id(sums), (sums, []))[1].append(own)
+            for sums, some in alike.values():
+                sums += torch.stack(some).sum(0)
         for run in self.runs.tensors:
             torch.autograd.graph.increment_version(run)
         if self.plan.norm_cache is not None:
             norms[self.plan.norm_cache] = self.runs
         self.batch.passes.detach()  # the plan outlives the step, and would hold its gradients
-        if self.restarted is not None:
-            self.restarted.end(norms)
 
 
 class BucketStep:
@@ -213,18 +164,14 @@ class BucketStep:
         for x in plan.batches:
             step = BatchedStep(table, x, plan.rules[x.group_index], updates, states)
             self.batches.append(step)
-            if self.memory is not None:
-                self.generators.append(step.checked_on_device(self.memory, check or GradCheck()))
-            elif check is not None and check.ways(step.params)[0]:
-                self.generators.append(step.checked_on_host(check))
-            else:
+            if self.memory is None and check is None:
                 self.generators.append(step.begin())
-        if plan.turned is None:
-            plan.turned = [u.shard for u in with_turns(table, [updates[i] for i in plan.alone])]
+            else:
+                self.generators.append(step.checked(self.memory, check or GradCheck()))
         self.alone: list[RunUpdate] = []
         for i, shard in zip(plan.alone, plan.turned, strict=True):
             u = updates[i]._replace(shard=shard)
-            assert check is None or u.param not in check.params, "rounds check only batches"
+            assert check is None or not any(check.ways([u.param])), "passes check only batches"
             rule = plan.rules[table.group_index_of[u.param]]
             self.generators += begin_rules(table, u, states[i], rule)
             self.alone.append(u)
@@ -232,44 +179,14 @@ class BucketStep:
     def end(self) -> None:
         """Stores weights, states and flags of gradients, after the rules have ended."""
         for batch in self.batches:
-            for found in batch.checked:  # a step that fails has no flags: it is undone as a whole
-                assert self.check is not None and self.check.flags is not None, "nobody reads flags"
+            for found in batch.flags:  # a step that fails has no flags: it is undone as a whole
+                assert self.check is not None
                 self.check.flags.add(batch.params, *found)
             batch.end(self.norms)
-        bad = self.check.bad if self.check is not None else ()
         if self.offloaded is not None:
-            self.offloaded.write_back(bad)
-        state = self.table.state
-        for param in bad:
-            if param in state and not state[param]:
-                del state[param]
+            self.offloaded.write_back()
         if self.memory is not None:
             self.plan.memory_sizes = [*map(max, self.plan.memory_sizes, self.memory.used)]
-
-
-def with_turns(table: ParamTable, updates: Sequence[RunUpdate]) -> list[RunUpdate]:
-    """Returns runs with their turns set, so that all ranks get shared work of similar cost."""
-    if not any(u.shard.is_cut for u in updates):
-        return [*updates]
-    params = tuple(_sharing(table, u) for u in updates)
-    if not any(param.works for param in params):
-        return [*updates]
-    chosen = zip(updates, turns.balanced(params), strict=True)
-    return [u._replace(shard=replace(u.shard, turn=turn)) for u, turn in chosen]
-
-
-def _sharing(table: ParamTable, u: RunUpdate) -> turns.SharedParam:
-    """The work on a parameter that one rank does for all; of a stack, that on its first expert."""
-    rule, shard, works = table.rule_of(u.param), u.shard, list[turns.SharedWork]()
-    cost = rules.entry_of(type(rule)).shared_work
-    if cost is not None and u.param in table.stacks and shard.numel:
-        shard = expert_stacks.split(shard)[0][1]  # each expert has ranks of its own
-    if cost is not None and shard.is_cut:
-        for i, section in enumerate(sections.of(rule, shard.shape)):
-            own, first = section.shard(shard), bisect(shard.starts, section.first) - 1
-            works.append(turns.SharedWork(cost(rule, own), len(own.starts), first, i))
-        works = works or [turns.SharedWork(cost(rule, shard), len(shard.starts))]
-    return turns.SharedParam(u.shard.turn, len(shard.starts), tuple(works))
 
 
 def begin_rules(table: ParamTable, u: RunUpdate, state: State, rule: Any) -> list[StepGenerator]:
@@ -307,13 +224,6 @@ def begin_rules(table: ParamTable, u: RunUpdate, state: State, rule: Any) -> lis
         e = ema.average(s, rule, number, t, first + run.start)
         begun += sections.steps(rule, own, g, s, t, shard, squares, e)
     return begun
-
-
-def rollback(state: State) -> None:
-    """Undoes the count of a step that has written nothing else to ``state``."""
-    state["step"] -= 1
-    if not state["step"]:
-        state.clear()
 
 
 def _gradients(plan: BatchPlan, grads: list[Any]) -> Any:

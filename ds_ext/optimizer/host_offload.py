@@ -7,7 +7,7 @@ needs several passes over host memory, and it adds numbers in another order. A s
 overlaps with the copies, and gives the same bits as training without offload.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,12 +95,10 @@ class OffloadedBucket:
         if offload is not None:
             self.states = [state_to_device(s, device) for s in stored_states]
 
-    def write_back(self, unchanged: Container[Tensor]) -> None:
-        """Copies weights and states to where they are stored, except of ``unchanged`` params."""
+    def write_back(self) -> None:
+        """Copies weights and states to where they are stored."""
         runs = zip(self.stored, self.updates, self.stored_states, self.states, strict=True)
         for stored, update, stored_state, state in runs:
-            if update.param in unchanged:
-                continue
             if update.p is not stored.p:
                 stored.p.copy_(update.p, non_blocking=True)
             if self.offload is not None:

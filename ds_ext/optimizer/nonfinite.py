@@ -1,14 +1,11 @@
 """Finds gradients that are not finite, and leaves their parameters unchanged.
 
 A gradient is bad if an element is not finite, or so large that sums of squares may overflow. Each
-gradient is checked in one of three ways, and all ranks see the same result:
+gradient is checked in one of two ways, and all ranks see the same result:
 
-- In a batch on a CPU, by the first round of its rule. Ranks add their sums of squares to the
-  message of that round. If a gradient is bad, the step of its batch is undone and begun again
-  without it, which takes one more round.
-- In a batch on a GPU, by the same sums, which kernels read on the device. They skip the parameters
-  of bad gradients, so the host does not wait. ``DeviceGradFlags`` tells the host once, at the end
-  of the step.
+- In a batch, by the first round of its rule. Ranks add their sums of squares to the message of that
+  round. The passes after it skip the parameters of bad gradients. Kernels read the sums on the
+  device, so the host does not wait. ``GradFlags`` tells the host once, at the end of the step.
 - By votes, which ranks exchange together with the gradients: parameters that are stepped alone,
   stacks of experts, and rules that write before their first round.
 
@@ -18,6 +15,7 @@ The sums cost no read of the gradient if the rule adds up squares anyway; votes 
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,8 +35,8 @@ def upper_bound(numel: Any, dtype: torch.dtype) -> Any:
     return torch.finfo(ops.accumulator(dtype)).max / numel
 
 
-class DeviceGradFlags:
-    """The values by which kernels check the gradients of a step, on the device.
+class GradFlags:
+    """The values by which passes check the gradients of a step, on the device.
 
     The host reads them once, when the step ends.
     """
@@ -69,7 +67,7 @@ class DeviceGradFlags:
         self._checked += zip(params, bounds.tolist(), itertools.repeat(is_square), strict=False)
 
     def read(self, *extra: Tensor) -> tuple[list[Tensor], float, list[float]]:
-        """Synchronizes with the device; returns what kernels have found, and the extra scalars.
+        """Synchronizes with the device; returns what passes have found, and the extra scalars.
 
         That is the parameters that were not stepped, and the sum of squares of the gradients that
         sums of squares have checked, infinite if one is bad. Both are equal on all ranks.
@@ -88,30 +86,20 @@ class DeviceGradFlags:
         return [*bad], square, read[: len(extra)]
 
 
+@dataclass(frozen=True)
 class GradCheck:
-    """How to check the gradients of a bucket, and what the host found.
-
-    Args:
-        params: parameters whose gradients the first round checks by sums of squares; the same on
-            all ranks. Their rules yield sums before they write.
-        votes: the votes on gradients that kernels check by votes, [] each on the device.
-        flags: where kernels record the values that they check.
+    """How to check the gradients of a bucket.
 
     Attributes:
-        square: this rank's sum of squares of the gradients that first rounds checked on the host,
-            as rules read them; infinite if one is bad on any rank, None if none was checked.
-        bad: parameters that the host knows were not stepped, the same on all ranks.
+        params: parameters whose gradients the first round checks by sums of squares; the same on
+            all ranks. Their rules yield sums before they write.
+        votes: the votes on gradients that passes check by votes, [] each on the device.
+        flags: records the values that passes check.
     """
 
-    def __init__(
-        self,
-        params: Set[Tensor] = frozenset(),
-        votes: Mapping[Tensor, Tensor] | None = None,
-        flags: DeviceGradFlags | None = None,
-    ) -> None:
-        self.params, self.votes, self.flags = params, votes or {}, flags
-        self.square: float | None = None
-        self.bad: dict[Tensor, None] = {}
+    params: Set[Tensor] = frozenset()
+    votes: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    flags: GradFlags = field(default_factory=GradFlags)
 
     def ways(self, params: Iterable[Tensor]) -> tuple[bool, bool]:
         """Returns whether the gradients of a batch are checked by sums, and by votes."""

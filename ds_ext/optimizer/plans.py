@@ -8,7 +8,9 @@ batches, because their partial sums are added up in order. This holds if all ran
 one kind.
 """
 
+from bisect import bisect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext import rules
-from ds_ext.ops import sixteen_bit
+from ds_ext.ops import sixteen_bit, turns
 from ds_ext.ops.batch import geometry_class, may_join, stacked
 from ds_ext.ops.executors.table_passes import TableBatch
 from ds_ext.ops.executors.triton import devices
@@ -78,7 +80,7 @@ class BatchPlan:
         states: Sequence[State],
         device: torch.device,
     ) -> None:
-        self.group_index, self.pieces, self.dtype, self.device = group_index, pieces, dtype, device
+        self.group_index, self.pieces, self.device = group_index, pieces, device
         self.positions = [x.position for x in pieces]
         shard = pieces[0].shard
         self.parts: Parts = rule.state_spec(shard)
@@ -164,7 +166,7 @@ class BucketPlan:
 
     Attributes:
         alone, batched: positions of the runs that are stepped alone, and in batches.
-        turned: the shards of the runs that are stepped alone, with their turns; set by a step.
+        turned: the shards of the runs that are stepped alone, with their turns.
         rules: the rules of the bucket's param groups by position, as of the last ``fits``.
         uses_kernels: whether batches are stepped on a GPU.
         memory_sizes: the largest sizes of ``Memory`` that steps of the bucket have used.
@@ -181,7 +183,6 @@ class BucketPlan:
         device = updates[0].g.device
         self.uses_kernels = allow_batches and devices.supports(device)
         self.alone: list[int] = []
-        self.turned: list[Shard] | None = None
         self.batched: list[int] = []
         found: dict[tuple[Any, ...], list[BatchItem]] = {}
         groups = {table.group_index_of[u.param] for u in updates}
@@ -208,6 +209,7 @@ class BucketPlan:
             BatchPlan(i, pieces, rule_of[i], dtype, states, device)
             for (i, dtype, *_), pieces in found.items()
         ]
+        self.turned = [u.shard for u in with_turns(table, [updates[i] for i in self.alone])]
         self.memory_sizes = [0, 0, 0]
         self._layouts_alone = [_layout_of(states[i]) for i in self.alone]
 
@@ -233,6 +235,31 @@ def _properties(
 ) -> list[tuple[Shard, torch.dtype, torch.dtype, int, int]]:
     """The properties of runs that a plan depends on."""
     return [(shard, p.dtype, g.dtype, p.numel(), g.numel()) for _, p, g, shard, _ in updates]
+
+
+def with_turns(table: ParamTable, updates: Sequence[RunUpdate]) -> list[RunUpdate]:
+    """Returns runs with their turns set, so that all ranks get shared work of similar cost."""
+    if not any(u.shard.is_cut for u in updates):
+        return [*updates]
+    params = tuple(_sharing(table, u) for u in updates)
+    if not any(param.works for param in params):
+        return [*updates]
+    chosen = zip(updates, turns.balanced(params), strict=True)
+    return [u._replace(shard=replace(u.shard, turn=turn)) for u, turn in chosen]
+
+
+def _sharing(table: ParamTable, u: RunUpdate) -> turns.SharedParam:
+    """The work on a parameter that one rank does for all; of a stack, that on its first expert."""
+    rule, shard, works = table.rule_of(u.param), u.shard, list[turns.SharedWork]()
+    cost = rules.entry_of(type(rule)).shared_work
+    if cost is not None and u.param in table.stacks and shard.numel:
+        shard = expert_stacks.split(shard)[0][1]  # each expert has ranks of its own
+    if cost is not None and shard.is_cut:
+        for i, section in enumerate(sections.of(rule, shard.shape)):
+            own, first = section.shard(shard), bisect(shard.starts, section.first) - 1
+            works.append(turns.SharedWork(cost(rule, own), len(own.starts), first, i))
+        works = works or [turns.SharedWork(cost(rule, shard), len(shard.starts))]
+    return turns.SharedParam(u.shard.turn, len(shard.starts), tuple(works))
 
 
 def are_batched(

@@ -29,11 +29,10 @@ from ds_ext import rules
 from ds_ext.logs import logger
 from ds_ext.ops.executors import tables, unbatched
 from ds_ext.ops.executors.native import bf16_products, library
-from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
 from ds_ext.optimizer.ema import EmaConfig
-from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
+from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.sections import SectionConfig
 from ds_ext.optimizer.updates import RunUpdate
@@ -125,19 +124,18 @@ class Stepped:
         self.shards: dict[Tensor, Shard] = {
             p: Shard.of_rank(tuple(p.shape), *ranks) for p in self.params
         }
-        in_batches = self.optimizer.in_batches(self.shards, device)
-        # Kernels can check the gradients of batches.
-        self.is_checked = devices.supports(device) and in_batches == self.shards.keys()
+        # Passes can check the gradients of batches.
+        self.is_checked = self.optimizer.in_batches(self.shards, device) == self.shards.keys()
 
     def run_of(self, p: Tensor, values: Tensor) -> Tensor:
         """Returns this rank's run of the values of a parameter."""
         return values.detach().view(-1)[self.shards[p].start :][: len(self.shards[p])]
 
     def step(self, checked: bool = False, bad: Tensor | None = None) -> list[Tensor]:
-        """Steps all parameters, and returns those whose gradients kernels found bad.
+        """Steps all parameters, and returns those whose gradients passes found bad.
 
         Args:
-            checked: whether kernels check the gradients.
+            checked: whether passes check the gradients.
             bad: the parameter whose gradient has a NaN in the middle of its run.
         """
         updates = []
@@ -146,20 +144,20 @@ class Stepped:
             if p is bad:
                 g.view(-1)[shard.start + len(shard) // 2] = math.nan
             updates.append(RunUpdate(p, self.run_of(p, p), self.run_of(p, g), shard))
-        flags, check = DeviceGradFlags(), None
+        check = None
         if checked:  # as backward does on a GPU, with this rank's own votes
             first = self.optimizer.first_round_checks(self.shards)
             votes = {u.param: torch.where(u.g.sum().isfinite(), 1.0, 2.0**20) for u in updates}
             votes = {p: vote for p, vote in votes.items() if p not in first}
-            check = GradCheck(first, votes, flags)
+            check = GradCheck(first, votes)
         self.optimizer.update(updates, lambda total: None, check)
         self.optimizer.commit_weight_norms()
-        found = flags.read()[0] if checked else []
+        found = check.flags.read()[0] if check is not None else []
         self.optimizer.rollback_step(found)
         return found
 
     def run(self) -> "Stepped":
-        """Makes all steps; kernels check the gradients of all but the first, if they can."""
+        """Makes all steps; passes check the gradients of all but the first, if they can."""
         for i in range(STEPS):
             self.step(self.is_checked and i > 0)
         return self
@@ -228,7 +226,7 @@ def row_of(case: Case, ranks: Sequence[int]) -> Row:
 
 
 def _skips_nan(hit: Stepped, clean: Stepped) -> bool:
-    """Whether kernels step all but the parameter whose gradient has a NaN, and report it."""
+    """Whether passes step all but the parameter whose gradient has a NaN, and report it."""
     param = hit.params[0]
     before = hit.tensors(param)
     clean.step(checked=True)

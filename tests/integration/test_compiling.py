@@ -15,7 +15,7 @@ from ds_ext.ops import block_sizes
 from ds_ext.ops.executors.triton import launches
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
+from ds_ext.optimizer.nonfinite import GradCheck, GradFlags
 from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.optimizer.updates import RunUpdate
 from tests.common import needs, paths
@@ -83,7 +83,7 @@ def step(name, dtype, mode, shapes, meter=None):
     votes = {p: torch.ones(()) for p in params if p not in first}
     for bound, judge in (
         (1.0, None),
-        (None, GradCheck(first, votes, DeviceGradFlags())),
+        (None, GradCheck(first, votes, GradFlags())),
     ):
         updates = [
             RunUpdate(p, run, ops.Scaled(run, 0.5, bound), s)

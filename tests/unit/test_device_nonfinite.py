@@ -15,7 +15,7 @@ from ds_ext.backward import startup_log
 from ds_ext.ops.executors.native import native_table as native_table
 from ds_ext.ops.executors.triton import devices, launch_memory, launches
 from ds_ext.ops.state import mapped
-from ds_ext.optimizer.nonfinite import DeviceGradFlags
+from ds_ext.optimizer.nonfinite import GradFlags
 from tests.common import needs, paths, table
 from tests.common.hypers import SIMULATED
 from tests.unit.test_native import BATCHED
@@ -92,7 +92,7 @@ def test_the_host_reads_nothing_before_a_step_ends_and_one_vector_then(name, mon
     for _ in range(2):
         model(torch.ones(3, 20, device="meta")).sum().backward()
         with mock.patch.object(
-            DeviceGradFlags, "read", lambda self, *x: ([], 1.0, reads.append(x) or [1.0])
+            GradFlags, "read", lambda self, *x: ([], 1.0, reads.append(x) or [1.0])
         ):
             optimizer.step()
     assert len(reads) == 2 and not built.called

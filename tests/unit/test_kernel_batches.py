@@ -19,7 +19,7 @@ from ds_ext.ops.expressions import WeightStorage
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
+from ds_ext.optimizer.nonfinite import GradCheck, GradFlags
 from ds_ext.optimizer.update_stats import UpdateStats
 from tests.common import needs, paths, table
 from tests.common.simulated import cut
@@ -52,7 +52,7 @@ def test_a_bucket_takes_few_launches_and_operations_of_torch(name, is_judged, mo
     votes = {p: torch.ones((), device="meta") for p in weights if p not in first}
     for _ in range(3):
         launched.clear()
-        check = [GradCheck(first, votes, DeviceGradFlags())] if is_judged else []
+        check = [GradCheck(first, votes, GradFlags())] if is_judged else []
         with Calls() as calls:
             optimizer.update(updates, lambda total: None, *check)
             optimizer.commit_weight_norms()

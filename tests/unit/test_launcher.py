@@ -24,7 +24,7 @@ from ds_ext.ops.schema import ADDRESSES, ARGUMENT, ARGUMENTS, AT, NUMBERS, TILE
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import mapped
 from ds_ext.optimizer import OPTIMIZERS
-from ds_ext.optimizer.nonfinite import DeviceGradFlags, GradCheck
+from ds_ext.optimizer.nonfinite import GradCheck, GradFlags
 from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.optimizer.updates import RunUpdate
 from tests.common import needs, paths, table
@@ -133,7 +133,7 @@ class Twice:
         shards = {u.param: u.shard for u in updates}
         first = self.optimizer.first_round_checks(shards) if checks else set()
         votes = {p: torch.ones(()) for p in shards if checks and p not in first}
-        flags = DeviceGradFlags()
+        flags = GradFlags()
         if self.optimizer.update_stats is not None:  # its sums are added to
             self.optimizer.update_stats = UpdateStats(2)
         found, copies = [], []

@@ -18,7 +18,7 @@ from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.native.native_table import NativeNormCache, NativeTable, NormCache
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.executors.triton.kernel_table import DeviceNormCache, KernelTable
-from ds_ext.ops.executors.triton.launch_memory import DeviceArrays
+from ds_ext.ops.executors.triton.launch_memory import DeviceArrays, GradLimits
 from ds_ext.ops.expressions import Scaled, Source, WeightStorage
 from ds_ext.ops.runs import Columns, Pointers, Runs
 from ds_ext.ops.state import State
@@ -44,6 +44,7 @@ class BatchTables:
 
     Attributes:
         arrays: the batch's part of a bucket's step on a GPU.
+        is_limited: whether passes of native code skip parameters.
         own: the table of the runs.
         whole: the table of the whole parameters.
         gradients: the input whose squares the step in progress checks.
@@ -54,6 +55,7 @@ class BatchTables:
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
         self.arrays = DeviceArrays()
+        self.is_limited = False
         no_firsts = [0] * len(batch)
         self.whole = new_table(batch.whole_geometries, no_firsts, batch.device, self.arrays)
         self.own = new_table(batch.geometries, batch.noise_firsts, batch.device, self.arrays)
@@ -62,6 +64,9 @@ class BatchTables:
 
     def begin(self, p: WeightStorage, gradients: object, state: State) -> None:
         """Copies the addresses that a step's launches need to the device, if they run there."""
+        self.arrays.limits = None  # a step that failed has left its limits
+        if self.is_limited:
+            self._skip(np.zeros(len(self.batch), dtype=np.bool_))
         if self.arrays.memory is None:
             return
         known = [*_addresses((p, gradients, state))]
@@ -69,6 +74,27 @@ class BatchTables:
             if shift.any():
                 known += [x + shift for x in known]
         self.arrays.begin(x.tobytes() for x in known)
+
+    def skip_bad(self, found: Tensor, most: NDArray[np.float32]) -> None:
+        """Lets further passes of the step skip parameters whose number exceeds its limit.
+
+        Args:
+            found: the numbers, [n], such as sums of squares of gradients.
+            most: the largest numbers of good gradients, [n]; NaN is bad.
+        """
+        if isinstance(self.own, KernelTable):
+            self.arrays.limits = GradLimits(Runs((found,), firsts=np.arange(len(found))), most)
+            return
+        is_good = found.numpy() <= most
+        if not is_good.all():
+            self._skip(~is_good)
+
+    def _skip(self, rows: NDArray[np.bool_]) -> None:
+        """Lets passes of native code skip some parameters."""
+        self.is_limited = bool(rows.any())
+        for table in (self.own, self.whole):
+            assert isinstance(table, NativeTable)
+            table.skip(rows)
 
     def detach(self) -> None:
         """Ends the batch's part in a bucket's step."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext.ops import schema
@@ -46,7 +47,13 @@ class NativeTable:
         columns = (*np.array(geometries, dtype=np.int64).T, firsts)
         for name, column in zip(GEOMETRY, columns, strict=True):
             self.entries[name] = column
+        self._sizes = {name: self.entries[name].copy() for name in ("n", "mats")}
         self._filled: dict[str, float] = {}  # the values of columns that hold one number
+
+    def skip(self, rows: NDArray[np.bool_]) -> None:
+        """Lets passes skip ``rows``, [n], and no others."""
+        for name, sizes in self._sizes.items():
+            self.entries[name] = np.where(rows, 0, sizes)
 
     def scratch(self, n: int) -> Tensor:
         """Returns uninitialized memory, [n] in fp32."""
