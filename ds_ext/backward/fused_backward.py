@@ -306,7 +306,7 @@ class FusedBackward:
 
     def _rollback_skipped(self) -> None:
         """Synchronizes with the device, and rolls back the parameters that kernels skipped."""
-        if self.state.flags:
+        if self.state.flags.checked:
             if self.buckets.streams is not None:
                 self.buckets.streams.make_current_wait()
             self.optimizer.rollback_step(self.state.read_flags()[0])

@@ -68,7 +68,7 @@ class StepState:
     @property
     def is_empty(self) -> bool:
         """Whether no gradient has come."""
-        return self.square is None and not self.flags and not self.flagged_square
+        return self.square is None and not self.flags.checked and not self.flagged_square
 
     @property
     def keeps(self) -> Set[Tensor]:
@@ -222,10 +222,11 @@ class StepState:
         gradients.
         """
         flags, self.flags = self.flags, GradFlags()
-        if not flags:
+        if not flags.checked:
             return [], sum(map(Tensor.item, squares))
         bad, square, numbers = flags.read(*squares)
-        self._flag(map(self.reader.layout.name, bad))
+        if bad:
+            self._flag(map(self.reader.layout.name, bad))
         self.stepped -= len(bad)
         self.flagged_square += square / self.coefficient**2
         return bad, sum(numbers)

@@ -95,19 +95,16 @@ class BatchedStep:
         if by_votes:
             votes = torch.stack([check.votes[param].view(()) for param in self.params])
             most = np.full(len(votes), nonfinite.MAX_GOOD_VOTES, dtype=np.float32)
-            self._limit(votes, most, is_square=False)
+            self.flags.append((votes, most, False))
+            self.batch.passes.skip_bad(votes, most)
         sums = advance(rule, None)
         if by_sums:
             *totals, found = yield (*(sums or ()), self.squares())
-            self._limit(found, self.plan.upper_bounds, is_square=True)
+            self.flags.append((found.clone(), self.plan.upper_bounds, True))
+            self.batch.passes.skip_bad(found, self.plan.upper_bounds)
             sums = advance(rule, tuple(totals))
         while sums is not None:
             sums = advance(rule, (yield sums))
-
-    def _limit(self, found: Tensor, bounds: NDArray[np.float32], is_square: bool) -> None:
-        """Sets the limits of the numbers ``found``, which are copied to ``flags``."""
-        self.flags.append((found.clone(), bounds, is_square))
-        self.batch.passes.skip_bad(found, bounds)
 
     def end(self, norms: WeightNorms) -> None:
         """Increments the weights' version counters, and adds the caches of their norms."""

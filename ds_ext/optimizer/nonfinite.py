@@ -42,11 +42,8 @@ class GradFlags:
     """
 
     def __init__(self) -> None:
-        self._checked: list[tuple[Tensor, float, bool]] = []  # parameter, bound, is_square
+        self.checked: list[tuple[Tensor, float, bool]] = []  # parameter, bound, is_square
         self._values: list[Tensor] = []
-
-    def __len__(self) -> int:
-        return len(self._checked)
 
     def add(
         self,
@@ -64,7 +61,7 @@ class GradFlags:
             is_square: whether the values are sums of squares, which add up to the norm.
         """
         self._values.append(values)
-        self._checked += zip(params, bounds.tolist(), itertools.repeat(is_square), strict=False)
+        self.checked += zip(params, bounds.tolist(), itertools.repeat(is_square), strict=False)
 
     def read(self, *extra: Tensor) -> tuple[list[Tensor], float, list[float]]:
         """Synchronizes with the device; returns what passes have found, and the extra scalars.
@@ -73,17 +70,18 @@ class GradFlags:
         sums of squares have checked, infinite if one is bad. Both are equal on all ranks.
         """
         first = extra[0].device if extra else self._values[0].device
-        values = torch.cat([x.to(first) for x in self._values])
-        parts = [*(x.view(1) for x in extra), values]
-        read = torch.cat([x.to(first, torch.float64) for x in parts]).tolist()
-        square, bad = 0.0, dict[Tensor, None]()
-        for (param, bound, is_square), value in zip(self._checked, read[len(extra) :], strict=True):
+        parts = [torch.cat([x.to(first) for x in self._values]).double()]
+        for x in extra:
+            parts.append(x.to(first, torch.float64).view(1))
+        read = torch.cat(parts).tolist()
+        square, bad, n = 0.0, dict[Tensor, None](), len(self.checked)
+        for (param, bound, is_square), value in zip(self.checked, read[:n], strict=True):
             is_good = value <= bound
             if not is_good:
                 bad[param] = None
             if is_square:
                 square += value if is_good else math.inf
-        return [*bad], square, read[: len(extra)]
+        return [*bad], square, read[n:]
 
 
 @dataclass(frozen=True)
