@@ -9,9 +9,6 @@ from torch import Tensor
 
 from ds_ext import rules
 from ds_ext.distributed import lockstep
-from ds_ext.ops.batch import CPU
-from ds_ext.ops.executors.native import native_table
-from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import State, mapped
 from ds_ext.optimizer import param_checks, sections, state_checks
@@ -29,7 +26,7 @@ class BucketOptimizer(ParamTable):
     def __init__(self) -> None:
         super().__init__()
         self._plans: dict[tuple[object, ...], BucketPlan] = {}  # of the buckets stepped so far
-        self._has_batched_rule = self.are_all_batched = False
+        self.are_all_batched = False  # whether the rules of all groups accept batches
         self._checked_version: Any = None  # of the last ``check_param_groups``
         self._norms: WeightNorms = {}  # of weights since the last ``commit_weight_norms``
 
@@ -77,8 +74,7 @@ class BucketOptimizer(ParamTable):
         if new:
             param_checks.refuse_shared_memory(index.number_of)
         kinds = {self.hypers_of(group) for group in index.groups}
-        are_batched = [rules.entry_of(kind).is_batched for kind in kinds]
-        self._has_batched_rule, self.are_all_batched = any(are_batched), all(are_batched)
+        self.are_all_batched = all(rules.entry_of(kind).is_batched for kind in kinds)
         self.use_index(index)
         if len(index.number_of) == len(before.number_of):  # accelerate replaces all for FSDP2
             pairs = zip(before.number_of, index.number_of, strict=True)
@@ -184,7 +180,7 @@ class BucketOptimizer(ParamTable):
         if plan is None:
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
-            plan = BucketPlan(self, updates, states, self._allows_batches(device))
+            plan = BucketPlan(self, updates, states)
             self._plans[key] = plan
         for i in plan.batched:
             states[i]["step"] += 1
@@ -260,25 +256,12 @@ class BucketOptimizer(ParamTable):
             shards: the parameters, and the run of each.
             device: of their gradients, whose dtypes must be supported by native code and kernels.
         """
-        if not self._allows_batches(device):
-            return set()
         return {
             p
             for p, shard in shards.items()
             if p.device == device
             and are_batched(self, p, shard, self.rule_of(p), [p.dtype], device)
         }
-
-    @property
-    def uses_native(self) -> bool:
-        """Whether parameters on a CPU are stepped in batches, by native passes."""
-        return self._has_batched_rule and native_table.is_available()
-
-    def _allows_batches(self, device: torch.device) -> bool:
-        """Whether parameters on a device are stepped in batches; the same on all ranks."""
-        if devices.supports(device):
-            return self._has_batched_rule
-        return device == CPU and self.uses_native
 
     def move_states(self, wanted: Callable[[str], bool], move: Callable[[Tensor], Tensor]) -> None:
         """Replaces the state tensors under all wanted keys by ``move`` of each tensor."""

@@ -44,9 +44,7 @@ class BatchedStep:
         self.states = [states[i] for i in plan.positions]
         self.params, runs, grads, *_ = map(list, zip(*self.updates, strict=True))
         self.t, self.state = self.states[0]["step"], plan.state(self.states)
-        self.runs, self.masters = plan.runs(runs), None
-        if plan.master_dtype is not None:
-            self.masters = plan.runs([s["master"] for s in self.states])
+        self.runs = plan.runs(runs)
         self.gradients = _gradients(plan, grads)
         self.totals: Tensor | None = None  # [2 n], of the update statistics, for each piece
         # What passes check: numbers, their limits, and whether they are sums of squares.
@@ -57,7 +55,8 @@ class BatchedStep:
         plan, rule, t = self.plan, self.rule, self.t
         if plan.norm_cache is not None:
             plan.norm_cache.check(self.runs)
-        p = sixteen_bit.weights(self.runs, self.masters, rule, plan.param_ids, t, plan.norm_cache)
+        masters = self.state.get("master")
+        p = sixteen_bit.weights(self.runs, masters, rule, plan.param_ids, t, plan.norm_cache)
         if self.table.update_stats is not None:
             n, device = len(plan.pieces), self.batch.device
             dtype = torch.float32 if devices.supports(device) else torch.float64

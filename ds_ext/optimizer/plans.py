@@ -21,12 +21,13 @@ from torch import Tensor
 from ds_ext import rules
 from ds_ext.ops import sixteen_bit, turns
 from ds_ext.ops.batch import geometry_class, may_join, stacked
+from ds_ext.ops.executors import tables
 from ds_ext.ops.executors.table_passes import TableBatch
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.runs import Layout, Runs
 from ds_ext.ops.schema import DTYPES
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import Parts, leaves
+from ds_ext.ops.state import Part, Parts, leaves
 from ds_ext.optimizer import ema, expert_stacks, nonfinite, sections
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.updates import RunUpdate
@@ -52,8 +53,11 @@ class BatchItem(NamedTuple):
         return run if self.run is None else run[self.run]
 
     def state(self, state: State) -> State:
-        """Returns the piece's part of a parameter's state."""
-        return state if self.run is None else state[expert_stacks.EXPERTS][self.expert]
+        """Returns the piece's part of a parameter's state, and of its master if there is one."""
+        if self.run is None:
+            return state
+        own = state[expert_stacks.EXPERTS][self.expert]
+        return {**own, "master": state["master"][self.run]} if "master" in state else own
 
 
 class BatchPlan:
@@ -84,7 +88,8 @@ class BatchPlan:
         self.positions = [x.position for x in pieces]
         shard = pieces[0].shard
         self.parts: Parts = rule.state_spec(shard)
-        self.master_dtype = sixteen_bit.MASTER_DTYPES.get((rule.weight_update, dtype))
+        if (rule.weight_update, dtype) in sixteen_bit.MASTER_DTYPES:
+            self.parts = {**self.parts, "master": Part.like(shard)}
         self.batch = TableBatch([x.shard for x in pieces], [x.first for x in pieces], device)
         self.param_ids = np.array([x.number for x in pieces], dtype=np.uint32)
         numel = np.array([x.shard.numel for x in pieces], dtype=np.float32)
@@ -96,7 +101,7 @@ class BatchPlan:
         self._are_whole = all(x.run is None for x in pieces)
         self._state: State | None = None  # of the step in progress
         own = [states[i] for i in self.positions]
-        self._layouts = [*_layouts(self.state(own)), self._master_layout(own)]
+        self._layouts = _layouts(self.state(own))
         assert None not in self._layouts, "a batch of states that were not checked"
 
     def fits(self, states: Sequence[State]) -> bool:
@@ -107,20 +112,16 @@ class BatchPlan:
         self._state = None  # left by a step that raised an error
         own = [states[i] for i in self.positions]
         try:
-            state, step, master = self.state(own), own[0]["step"], self._master_layout(own)
+            state, step = self.state(own), own[0]["step"]
             for s in own:
                 if s["step"] != step:
                     return False
         except (KeyError, AttributeError, TypeError):  # something else was put there
             return False
-        if [*_layouts(state), master] != self._layouts:
+        if _layouts(state) != self._layouts:
             return False
         self._state = state
         return True
-
-    def _master_layout(self, states: Sequence[State]) -> object:
-        """The layout of the masters of the pieces' parameters; () without masters."""
-        return () if self.master_dtype is None else Runs([s["master"] for s in states]).layout
 
     def state(self, states: Sequence[State]) -> State:
         """Returns the states of the pieces' parameters as one state of the batch."""
@@ -162,7 +163,6 @@ class BucketPlan:
         table: the table of the optimizer.
         updates: the bucket's runs.
         states: their states, which were checked.
-        allow_batches: whether runs may be stepped in batches.
 
     Attributes:
         alone, batched: positions of the runs that are stepped alone, and in batches.
@@ -177,11 +177,9 @@ class BucketPlan:
         table: ParamTable,
         updates: Sequence[RunUpdate],
         states: Sequence[State],
-        allow_batches: bool,
     ) -> None:
         self.properties = _properties(updates)
         device = updates[0].g.device
-        self.uses_kernels = allow_batches and devices.supports(device)
         self.alone: list[int] = []
         self.batched: list[int] = []
         found: dict[tuple[Any, ...], list[BatchItem]] = {}
@@ -192,7 +190,7 @@ class BucketPlan:
             dtypes, group = (u.p.dtype, u.g.dtype), table.group_index_of[u.param]
             rule = rule_of[group]
             pieces: list[BatchItem] = []
-            if allow_batches and are_batched(table, u.param, u.shard, rule, dtypes, device):
+            if are_batched(table, u.param, u.shard, rule, dtypes, device):
                 is_flat = rules.entry_of(type(rule)).is_flat and u.shard.split is None
                 pieces = _pieces(table, i, u, state, is_flat)
             if not pieces:
@@ -209,6 +207,7 @@ class BucketPlan:
             BatchPlan(i, pieces, rule_of[i], dtype, states, device)
             for (i, dtype, *_), pieces in found.items()
         ]
+        self.uses_kernels = bool(self.batches) and devices.supports(device)
         self.turned = [u.shard for u in with_turns(table, [updates[i] for i in self.alone])]
         self.memory_sizes = [0, 0, 0]
         self._layouts_alone = [_layout_of(states[i]) for i in self.alone]
@@ -281,6 +280,8 @@ def are_batched(
         device: of the gradient.
     """
     if not may_join(shard) or not all(dtype in DTYPES for dtype in dtypes):
+        return False
+    if not tables.supports(device):
         return False
     if sections.are_set(rule) or ema.needs_own_step(rule, dtypes[0]):
         return False

@@ -79,7 +79,7 @@ optimizer = ds_ext.AdaLomo([p], lr=0.1)
 for _ in range(3):
     p.grad = torch.randn(30, 40)
     optimizer.step()
-print(library.load()._name if optimizer.uses_native else "torch")
+print(library.load()._name if library.load() else "torch")
 print(p.sum().item().hex(), len(list(library.cache_folder().glob("*"))))
 """
 
