@@ -39,9 +39,9 @@ def same(a: Any, b: Any) -> bool:
     return a == b
 
 
-def from_file(saved: Any) -> Any:
-    """A state that was saved to a file and loaded from it, without pickled code."""
+def from_file(saved: Any, weights_only: bool = True) -> Any:
+    """What was saved to a file and loaded from it, without pickled code if ``weights_only``."""
     file = io.BytesIO()
     torch.save(saved, file)
     file.seek(0)
-    return torch.load(file, weights_only=True)
+    return torch.load(file, weights_only=weights_only)

@@ -1,7 +1,6 @@
 """Training of models to which ``fully_shard`` (FSDP2) was applied: jobs on real ranks."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,23 +16,10 @@ import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import by_role, models
 from tests.common.ranks import identical, message
-from tests.distributed import storing_jobs
-
-STEPS = 4
+from tests.distributed import storing_jobs, training_jobs
+from tests.distributed.training_jobs import STEPS, Training
 
 UNITS = ("up", "down", "shared", "frozen", "unused", "odd", "conv1", "norm")
-
-
-@dataclass
-class Case:
-    """One training run, compared by the test with a reference in one process."""
-
-    rule: str
-    hypers: Mapping[str, Any]
-    how: str = "fused"  # "sharded": that policy; "plain": optimizer.step() alone
-    checkpointing: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)  # of fully_shard
-    bucket: int | None = 300
 
 
 def zoo(checkpointing: str | None = None) -> models.Zoo:
@@ -72,25 +58,40 @@ def local(model: nn.Module) -> Tensor:
     return torch.cat([p.to_local().detach().flatten() for p in model.parameters()])
 
 
-def train(case: Case) -> dict[str, Any]:
-    """Weights before and after, norms, and how often each parameter was stepped."""
+def train(run: Training, is_apart: bool = False, by_fsdp: bool = False) -> dict[str, Any]:
+    """Trains, by ``optimizer.step()`` alone if ``run.how`` is "plain".
+
+    Args:
+        run: How it is trained, without a stage.
+        is_apart: Without the two gradients that share memory.
+        by_fsdp: FSDP2 keeps the gradients of micro-batches, and sums them with the last one.
+
+    Returns:
+        Weights before and after, norms, when weights moved, and how often each was stepped.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
-    model = shard(zoo(case.checkpointing), **case.options)
-    optimizer, fused = by_role.made(case.rule, model, case.hypers), None
-    if case.how != "plain":
-        policy = "sharded" if case.how == "sharded" else "fused"
-        fused = ds_ext.fuse_into_backward(
-            model, optimizer, bucket_size=case.bucket, gradient_policy=policy
-        )
-    before, norms, moved = whole(model), [], []
+    model: Any = shard((apart if is_apart else zoo)(run.checkpointing))
+    if run.how == "plain":
+        optimizer, engine = by_role.made(run.rule, model, run.hypers), None
+    else:
+        engine = training_jobs.start(run, model)
+        optimizer = engine.optimizer
+    before, norms, moved, twice = whole(model), [], [], False
     for step in range(STEPS):
-        held = local(model)
-        loss = model(models.batch(step, world)[rank], step=step)
-        optimizer.zero_grad()
-        loss.backward()
-        moved.append(not torch.equal(held, local(model)))
+        for part in range(run.accumulation):
+            if by_fsdp:
+                model.set_requires_gradient_sync(part == run.accumulation - 1)
+            held = local(model)
+            loss = training_jobs.loss_of(model, run, step, part, rank, world)
+            if engine:
+                engine.backward(loss)
+                twice |= bool(engine.fused.state.kept.keys() & engine.fused.buckets.parts)
+            else:
+                optimizer.zero_grad()
+                loss.backward()
+            moved.append(not torch.equal(held, local(model)))
         optimizer.step()
-        norms.append(fused.norm if fused else None)
+        norms.append(engine.fused.norm if engine else None)
     after, names = whole(model), {p: n for n, p in model.named_parameters()}
     return {
         "before": before,
@@ -98,46 +99,10 @@ def train(case: Case) -> dict[str, Any]:
         "identical": identical(after),
         "norms": norms,
         "moved in backward": moved,
+        "held twice": twice,
         "steps": {names[p]: state["step"] for p, state in optimizer.state.items()},
         **by_role.told(optimizer, model),
     }
-
-
-# How gradients are clipped and kept, by what fuse_into_backward is given. Those that FSDP2 keeps
-# over micro-batches are summed over the ranks with the last one; the others with each.
-CLIPPED = {"max_grad_norm": 0.3}
-BY_STEP: dict[str, dict[str, Any]] = {
-    "fused": {},
-    "clipped": CLIPPED,
-    "sharded": CLIPPED | {"gradient_policy": "sharded"},
-    "by value": {"clip_value": 0.003},
-}
-
-
-def accumulate(
-    name: str, by_fsdp: bool, micro: int, checkpointing: str | None, rule: str
-) -> dict[str, Any]:
-    """Steps of several micro-batches, or of one; when weights moved, and the norms."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    model = shard(apart(checkpointing))
-    optimizer = by_role.made(rule, model, {"lr": 0.05})
-    fused = ds_ext.fuse_into_backward(model, optimizer, bucket_size=300, **BY_STEP[name])
-    before, norms, moved, twice = whole(model), [], [], False
-    for step in range(STEPS):
-        for i in range(micro):
-            if by_fsdp:
-                model.set_requires_gradient_sync(i == micro - 1)
-            held = local(model)
-            loss = model(models.batch(micro * step + i, world)[rank], step=step)
-            fused.backward(loss / micro)
-            moved.append(not torch.equal(held, local(model)))
-            twice |= bool(fused.state.kept.keys() & fused.buckets.parts)
-        optimizer.step()
-        norms.append(fused.norm)
-    after = whole(model)
-    told = {"held twice": twice, "norms": norms, "moved in backward": moved}
-    told |= {"identical": identical(after), "told": by_role.told(optimizer, model)}
-    return {"before": before, "after": after, **told}
 
 
 def misused() -> dict[str, Any]:

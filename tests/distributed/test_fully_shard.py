@@ -1,30 +1,36 @@
 """FSDP2 on real ranks, against the authors' optimizers in one process with whole gradients."""
 
 import functools
+from typing import Any
 
 import pytest
 import torch
 
 from tests import worlds
-from tests.common import by_role, engines, hypers, models, updates
+from tests.common import updates
 from tests.common.authors import INDEPENDENT
 from tests.common.by_role import MATRICES
 from tests.common.choose import params
 from tests.common.hypers import CLOSE, FOR_ALL
-from tests.distributed import fully_shard_jobs
-from tests.distributed.fully_shard_jobs import BY_STEP, STEPS, Case
+from tests.distributed import fully_shard_jobs, training_jobs
+from tests.distributed.training_jobs import STEPS, Training
 from tests.distributed.zero_jobs import HYPERS
 
+
+def case(rule: str, how: str = "fused", **more: Any) -> Training:
+    """A run by a policy, or by ``optimizer.step()`` alone if it is "plain"."""
+    given = {"how": how} if how == "plain" else {"policy": how}
+    return Training(rule, None, own=HYPERS[rule], bucket=300, dropout=0.0, **given | more)
+
+
 CASES = {
-    f"{rule}-{how}": Case(rule, HYPERS[rule] | {"weight_decay": 0.1}, how)
-    for rule in (*FOR_ALL, *MATRICES)
-    for how in ("fused", "plain")
+    f"{rule}-{how}": case(rule, how) for rule in (*FOR_ALL, *MATRICES) for how in ("fused", "plain")
 }
-CASES["adalomo-sharded"] = Case("adalomo", HYPERS["adalomo"], "sharded")
+CASES["adalomo-sharded"] = case("adalomo", "sharded")
 for kind in ("reentrant", "non-reentrant"):
-    CASES[f"came-{kind}"] = Case("came", HYPERS["came"], checkpointing=kind)
-    CASES[f"lomo-{kind}"] = Case("lomo", HYPERS["lomo"], "sharded", checkpointing=kind)
-    CASES[f"muon-{kind}"] = Case("muon", HYPERS["muon"], checkpointing=kind)
+    CASES[f"came-{kind}"] = case("came", checkpointing=kind)
+    CASES[f"lomo-{kind}"] = case("lomo", "sharded", checkpointing=kind)
+    CASES[f"muon-{kind}"] = case("muon", checkpointing=kind)
 ALL = [(2, name) for name in CASES]
 ALL += [(3, "adalomo-fused"), (3, "came-plain"), (3, "adalomo-sharded")]
 # Some rules on two ranks, in turn inside backward and after it; cuts that are odd on three.
@@ -51,17 +57,12 @@ UNTOUCHED = {"unused.weight", "unused.bias", "frozen.weight", "frozen.bias"}
 def test_equals_the_authors(ranks, name):
     case = CASES[name]
     got = worlds.once(ranks, fully_shard_jobs.train, case)[0]
-    model = fully_shard_jobs.zoo()
-    optimizer = by_role.as_told(case.rule, case.hypers, got, dict(model.named_parameters()))
-
-    def loss_of(model, step, rank):
-        return model(models.batch(step, ranks)[rank], step)
-
-    alone = engines.alone(model, optimizer, loss_of, STEPS, ranks)
+    alone = training_jobs.alone(case, ranks, got, fully_shard_jobs.zoo())
     check(got, alone.after, CLOSE.get(case.rule, 1e-5))
     if case.how != "plain":
         assert got["norms"] == pytest.approx(alone.norms, rel=1e-4)
-    assert got["moved in backward"] == [case.how == "fused"] * STEPS
+    in_backward = case.how != "plain" and case.policy == "fused"
+    assert got["moved in backward"] == [in_backward] * STEPS
     assert got["identical"]
     halfway = {n: s for n, s in got["steps"].items() if s not in (0, STEPS)}
     assert halfway == {"odd.weight": STEPS // 2}
@@ -76,6 +77,14 @@ def check(got, expected, close, untouched=UNTOUCHED):
     assert still == untouched
 
 
+# How gradients are clipped and kept. Those that FSDP2 keeps over micro-batches are summed over the
+# ranks with the last one; the others with each.
+BY_STEP: dict[str, dict[str, Any]] = {
+    "fused": {},
+    "clipped": {"max_norm": 0.3},
+    "sharded": {"max_norm": 0.3, "policy": "sharded"},
+    "by value": {"clip_value": 0.003},
+}
 ACCUMULATED = [(name, by_fsdp, 2) for name in BY_STEP for by_fsdp in (True, False)]
 # gradients are used up by the backward pass that brings them
 ACCUMULATED = [c for c in ACCUMULATED if c[1] or c[0] == "sharded"]
@@ -110,24 +119,14 @@ def means(name: str, micro: int, checkpointing: str | None) -> list[str]:
     ),
 )
 def test_micro_batches_are_one_step_and_clipped_exactly(name, by_fsdp, micro, checkpointing, rule):
-    ranks, how = 2, BY_STEP[name]
-    case = name, by_fsdp, micro, checkpointing, rule
-    got = worlds.run(ranks, fully_shard_jobs.accumulate, *case)[0]
-    model, norms = fully_shard_jobs.apart(), []
-    named = dict(model.named_parameters())
-    optimizer = by_role.as_told(rule, {"lr": 0.05}, got["told"], named)
-    for step in range(STEPS):
-        tokens = [x for i in range(micro) for x in models.batch(micro * step + i, ranks)]
-        optimizer.zero_grad()
-        torch.stack([model(x, step=step) for x in tokens]).mean().backward()
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        norms.append(float(torch.nn.utils.get_total_norm(grads)))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), how.get("max_grad_norm", torch.inf))
-        if "clip_value" in how:
-            torch.nn.utils.clip_grad_value_(model.parameters(), how["clip_value"])
-        optimizer.step()
-    close = hypers.CLOSE.get(rule, 1e-5)
-    check(got, dict(model.named_parameters()), close, UNTOUCHED | {"offsets"})
+    run = Training(
+        *(rule, None), **BY_STEP[name], accumulation=micro, checkpointing=checkpointing,
+        own={"lr": 0.05, "weight_decay": 0.0}, bucket=300, dropout=0.0
+    )  # fmt: skip
+    got = worlds.run(2, fully_shard_jobs.train, run, True, by_fsdp)[0]
+    _, expected, norms = training_jobs.alone(run, 2, got, fully_shard_jobs.apart())
+    close = CLOSE.get(rule, 1e-5)
+    check(got, expected, close, UNTOUCHED | {"offsets"})
     assert got["norms"] == pytest.approx(norms, rel=close) and got["identical"]
     assert sum(norm > 0.3 for norm in norms) > 1 and not got["held twice"]
     # what FSDP2 has kept cannot be measured first, so it waits for the step to be clipped

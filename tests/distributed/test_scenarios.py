@@ -27,13 +27,14 @@ def test_the_first_sequences(way):
 
 EVERY = [
     (way, stage, policy, clip)
-    for way, stage in (*(("engine", stage) for stage in range(4)), ("fsdp2", "fsdp2"))
+    for way, stage in (*(("engine", n) for n in range(4)), ("fsdp2", "fsdp2"), ("replicas", None))
     for policy in ("fused", "sharded")
     for clip in ("none", "exact", "value")
 ]
 SOME = [("engine", stage, "fused", "exact") for stage in (0, 3)]
 SOME += [("engine", stage, "sharded", "exact") for stage in (1, 2, 3)]
 SOME += [("engine", 2, "fused", "none"), ("fsdp2", "fsdp2", "fused", "exact")]
+SOME += [("replicas", None, "fused", "exact")]
 
 
 FEATURES = ["freezing and unfreezing layers", "hyper-parameters per parameter group"]

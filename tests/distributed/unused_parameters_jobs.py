@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.common import by_role, engines
 from tests.common.ranks import identical
-from tests.distributed.training_jobs import HYPERS
+from tests.distributed import training_jobs
+from tests.distributed.training_jobs import Training
 
 STEPS = 5
 WIDTH = 7
@@ -69,13 +70,9 @@ def loss_of(model: nn.Module, step: int, rank: int, run: "Routing") -> torch.Ten
 
 
 @dataclass(frozen=True)
-class Routing:
-    rule: str
-    stage: int | None
-    checkpointing: str | None = None
-    policy: str = "fused"
-    max_norm: float = 0.0
+class Routing(Training):
     bucket: int = 60
+    persist: int = 0
     idle: bool = True
 
 
@@ -85,11 +82,13 @@ def _runs() -> dict[str, Routing]:
         at = f"stage{stage}" if stage is not None else "plain"
         for bucket in (1, 60, 10**6):
             made[f"{at}-{bucket}"] = Routing("came", stage, bucket=bucket)
-        made[f"{at}-reentrant"] = Routing("adalomo", stage, "reentrant")
+        made[f"{at}-reentrant"] = Routing("adalomo", stage, checkpointing="reentrant")
         # A segment without experts is not run again in backward, and DeepSpeed would wait for it.
-        made[f"{at}-nonreentrant"] = Routing("adalomo", stage, "nonreentrant", idle=stage != 3)
+        made[f"{at}-nonreentrant"] = Routing(
+            "adalomo", stage, checkpointing="nonreentrant", idle=stage != 3
+        )
         made[f"{at}-clip"] = Routing("came", stage, max_norm=0.1)
-        made[f"{at}-clip-sharded"] = Routing("came", stage, None, "sharded", 0.1)
+        made[f"{at}-clip-sharded"] = Routing("came", stage, "sharded", 0.1)
         made[f"{at}-muon"] = Routing("muon", stage, max_norm=0.1)
     made["stage3-apollo"] = Routing("apollo", 3)
     made["stage1-apollomini"] = Routing("apollomini", 1)
@@ -102,17 +101,9 @@ RUNS = _runs()
 def train(run: Routing) -> dict[str, Any]:
     """Runs on this rank -> initial and final weights, and how often each parameter stepped."""
     model = make(run.checkpointing)
-    optimizer = by_role.made(run.rule, model, HYPERS[run.rule] | {"weight_decay": 0.1})
     if run.stage == 3:
         set_z3_leaf_modules(model, [Experts])
-    engine = engines.start(
-        model,
-        optimizer,
-        run.stage,
-        run.policy,
-        gradient_clipping=run.max_norm,
-        zero={"reduce_bucket_size": run.bucket, "stage3_param_persistence_threshold": 0},
-    )
+    engine = training_jobs.start(run, model)
     names = {p: n for n, p in model.named_parameters()}
     found = engines.trained(engine, functools.partial(loss_of, run=run), STEPS)
     found["steps"] = {names[p]: s["step"] for p, s in engine.optimizer.state.items()}
@@ -125,7 +116,7 @@ def reference(run: Routing, world: int, told: by_role.Told) -> tuple[engines.Alo
     """The same in one process, and how often each parameter had a gradient."""
     model = make()
     named = dict(model.named_parameters())
-    optimizer = by_role.as_told(run.rule, HYPERS[run.rule], told, named)
+    optimizer = by_role.as_told(run.rule, run.hypers, told, named)
     used = Counter(
         name
         for step in range(STEPS)

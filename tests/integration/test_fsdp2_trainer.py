@@ -1,7 +1,7 @@
 """HF Trainer and accelerate with FSDP2 on two ranks, against one process and the authors' code."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -25,13 +25,12 @@ from tests.integration import trainer_runs
 from tests.integration.own_loops import EPOCHS, LOOPS, ROWS, WARMUP
 from tests.integration.test_trainer import build, check_loop, compare, of, reference, weights
 from tests.integration.trainer_runs import (
-    ARGUMENTS,
     BATCH,
     FREE,
-    RATES,
     STEPS,
     TIGHT,
     TWICE,
+    Job,
     Sequential,
     data,
 )
@@ -49,12 +48,10 @@ FSDP2 = {
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Job):
     """A run of HF Trainer."""
 
-    rule: str
-    by: str  # who applies FSDP2: "transformers", when it loads the model, "accelerate", "nobody"
-    arguments: dict[str, Any] = field(default_factory=dict)
+    by: str = "transformers"  # who applies FSDP2, when it loads the model; "accelerate", "nobody"
     is_fused: bool = True
 
     @property
@@ -62,22 +59,14 @@ class Run:
         """transformers cuts tied weights twice, which goes wrong with parts of two sizes."""
         return ODD if self.by == "accelerate" else EVEN
 
-    @property
-    def all_arguments(self) -> dict[str, Any]:
-        return ARGUMENTS | RATES.get(self.rule, {}) | self.arguments
-
-    @property
-    def max_norm(self) -> float:
-        return self.all_arguments.get("max_grad_norm", 1.0)
-
 
 RUNS = {
-    "adalomo": Run("adalomo", "transformers", FREE),
-    "lomo-default": Run("lomo", "transformers"),  # Trainer clips to 1.0
-    "came-both": Run("came", "accelerate", TIGHT | TWICE),
-    "lomo-accumulation": Run("lomo", "accelerate", FREE | TWICE),
-    "lomo-both": Run("lomo", "transformers", TIGHT | TWICE),
-    "adalomo-plain": Run("adalomo", "accelerate", TIGHT, is_fused=False),
+    "adalomo": Run("adalomo", FREE),
+    "lomo-default": Run("lomo"),  # Trainer clips to 1.0
+    "came-both": Run("came", TIGHT | TWICE, by="accelerate"),
+    "lomo-accumulation": Run("lomo", FREE | TWICE, by="accelerate"),
+    "lomo-both": Run("lomo", TIGHT | TWICE),
+    "adalomo-plain": Run("adalomo", TIGHT, by="accelerate", is_fused=False),
 }
 
 
@@ -92,11 +81,10 @@ def trainer_of(folder: str, run: Run, vocab: int = EVEN, **more: Any) -> Sequent
     """HF Trainer of a run, which saves nothing unless ``more`` says so."""
     for state in (AcceleratorState, GradientState):
         state._reset_state()
-    accumulation = run.arguments.get("gradient_accumulation_steps", 1)
     given = run.all_arguments | (FSDP2 if run.by == "accelerate" else {}) | more
     arguments = TrainingArguments(
         output_dir=f"{folder}/out",
-        per_device_train_batch_size=BATCH // (dist.get_world_size() * accumulation),
+        per_device_train_batch_size=BATCH // (dist.get_world_size() * run.accumulation),
         **given,
     )
     spread = {}
@@ -106,7 +94,7 @@ def trainer_of(folder: str, run: Run, vocab: int = EVEN, **more: Any) -> Sequent
     if run.by == "accelerate":
         pretend()
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/{vocab}", **spread)
-    rule = OPTIMIZERS[run.rule]
+    rule = OPTIMIZERS[run.config]
     return Sequential(
         model=model,
         args=arguments,
@@ -127,7 +115,7 @@ def train(folder: str, name: str) -> dict[str, Any]:
 
 def resume(folder: str, rule: str, kind: str) -> dict[str, Any]:
     """Weights of a run of 6 steps, and of one that goes on from what it saved after 3."""
-    run = Run(rule, "accelerate", TIGHT)
+    run = Run(rule, TIGHT, by="accelerate")
     how = {"fsdp_config": FSDP2["fsdp_config"] | {"state_dict_type": kind}}
     saving = how | {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
     unbroken = trainer_of(folder, run, **saving)
@@ -141,13 +129,13 @@ def resume(folder: str, rule: str, kind: str) -> dict[str, Any]:
 def refused(folder: str) -> dict[str, str]:
     """Errors of what FuseCallback cannot do, told when training begins."""
     told = {}
-    run = Run("lomo", "transformers", FREE)
+    run = Run("lomo", FREE)
     told["tied"] = message(trainer_of(folder, run, ODD).train, ValueError)
-    clipping = trainer_of(folder, Run("lomo", "transformers"))
+    clipping = trainer_of(folder, Run("lomo"))
     clipping.pop_callback(ds_ext.FuseCallback)
     clipping.add_callback(ds_ext.FuseCallback(gradient_policy="fused"))
     told["clipping"] = message(clipping.train, ValueError)
-    told["whole"] = message(trainer_of(folder, Run("lomo", "nobody", FREE)).train, ValueError)
+    told["whole"] = message(trainer_of(folder, Run("lomo", FREE, by="nobody")).train, ValueError)
     other = trainer_of(folder, run)
     other.optimizer_cls_and_kwargs = (torch.optim.AdamW, {"lr": 1e-3})
     told["other"] = message(other.train, TypeError)
@@ -214,11 +202,11 @@ def folder(tmp_path_factory):
     return str(made)
 
 
-@pytest.mark.supports("HF Trainer", stage="fsdp2", optimizer=lambda name: RUNS[name].rule)
+@pytest.mark.supports("HF Trainer", stage="fsdp2", optimizer=lambda name: RUNS[name].config)
 @pytest.mark.parametrize("name", params(RUNS, ["came-both"]))
 def test_trainer_equals_one_process(folder, name):
     got, run = worlds.run(2, train, folder, name)[0], RUNS[name]
-    after, log = reference(run.rule, run.max_norm, False, vocab=run.vocab)
+    after, log = reference(run.config, run.max_norm, False, vocab=run.vocab)
     compare(got["after"], after, weights(build(vocab=run.vocab)), STEPS)
     assert of(got["log"], "loss") == pytest.approx(of(log, "loss"), rel=1e-3)
     assert of(got["log"], "grad_norm") == pytest.approx(of(log, "grad_norm"), rel=1e-4)

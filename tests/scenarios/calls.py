@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.scenarios.driver import Pair
 
 ALONE = ("plain", "fused")
-ALL = ("plain", "fused", "fsdp2", "engine")
+ALL = ("plain", "fused", "replicas", "fsdp2", "engine")
 NAMES = [name for name, _ in Net(2).named_parameters()]
 
 
@@ -81,7 +81,7 @@ def two_forward_passes(pair, draw):
     train(pair, draw, forwards=2)
 
 
-@call(3, ("fused", "engine"))
+@call(3, ("fused", "replicas", "engine"))
 def forward_passes_ahead(pair, draw):
     """All forward passes of a step come before its backward passes."""
     seed, passes = draw.randrange(10**6), range(pair.setup["accumulation"])
@@ -163,12 +163,12 @@ def inputs_with_gradients(pair, draw):
     train(pair, draw, inputs=True)
 
 
-@call(3, ("plain", "fused", "engine"), refusable=True)
+@call(3, ("plain", "fused", "replicas", "engine"), refusable=True)
 def gradient_penalty(pair, draw):
     train(pair, draw, penalty=True)
 
 
-@call(3, ("fused", "fsdp2", "engine"))
+@call(3, ALL[1:])
 def nan_gradient(pair, draw):
     """Of one rank."""
     train(pair, draw, how="" if pair.setup["policy"] == "plain" else "poisoned")
@@ -356,6 +356,30 @@ def load(pair, draw):
 def resume(pair, draw):
     if pair.saved == pair.composition():
         pair.do(lambda s: s.again()) and pair.do(lambda s: s.load())
+
+
+@call(3, ("engine",))
+def resumed_between_micro_batches(pair, draw):
+    """By an engine that starts anew: a checkpoint has the gradients of a part of a step."""
+    seed = draw.randrange(10**6)
+
+    def resume(side: Side) -> None:
+        grads, micro = {n: p.grad for n, p in side.model.named_parameters()}, side.micro
+        side.save()
+        side.again()
+        side.load()
+        if side is pair.reference:
+            side.micro = micro
+            for name, grad in grads.items():
+                side.param(name).grad = grad
+
+    for micro in range(pair.setup["accumulation"]):
+        if micro:
+            pair.do(resume)
+            pair.saved = pair.composition()
+        pair.do(lambda s, n=seed + 10 * micro: s.backward(s.loss(n)))
+        pair.do(lambda s: s.step())
+    pair.compare()
 
 
 @call(3, ("plain", "fused", "fsdp2"))

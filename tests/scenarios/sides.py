@@ -243,7 +243,8 @@ class Side:
     def beside(self, rank: int) -> dict[str, Tensor]:
         """What a rank has of gradients, and of what was trained by them, that are not stepped."""
         own = {"the head": self.heads[rank].detach().clone()}
-        if self.setup["way"] != "engine":  # which drops them
+        # An engine drops them, and a replica has those of its own batch.
+        if self.setup["way"] not in ("engine", "replicas"):
             own |= {f"the gradient of {n}, which is in no group,": g for n, g in self.left.items()}
         for i, x in enumerate(self.inputs[rank]):
             own[f"the gradient of input {i}"] = len(self.ranks) * x.grad

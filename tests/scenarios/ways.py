@@ -1,4 +1,4 @@
-"""The ways of stepping by ds_ext: ``optimizer.step()``, fused, FSDP2, and DeepSpeed's engine."""
+"""The ways of stepping by ds_ext: ``optimizer.step()``, fused, replicas, FSDP2, and an engine."""
 
 import contextlib
 import copy
@@ -115,10 +115,14 @@ class Fused(Plain):
             self.fused.backward(loss)
 
 
-class FSDP2(Fused):
-    """The same of a model to which ``fully_shard`` was applied."""
+class Replicas(Fused):
+    """The same on two ranks, each with the whole model."""
 
     world = 2
+
+
+class FSDP2(Replicas):
+    """The same of a model to which ``fully_shard`` was applied."""
 
     def spread(self) -> None:
         mesh = init_device_mesh("cpu", (self.world,))
@@ -207,7 +211,8 @@ class Engine(Plain):
         self.engine.load_checkpoint(*self.saved, tag="here")
 
 
-WAYS: dict[str, type[Plain]] = {"plain": Plain, "fused": Fused, "fsdp2": FSDP2, "engine": Engine}
+WAYS: dict[str, type[Plain]] = {"plain": Plain, "fused": Fused, "replicas": Replicas}
+WAYS |= {"fsdp2": FSDP2, "engine": Engine}
 
 
 def go_on_with_copies(side: Side) -> None:

@@ -343,11 +343,27 @@ def test_a_rule_and_its_optimizer_are_not_mistaken_for_each_other():
         _ = ds_ext.Own
 
 
-@pytest.mark.parametrize("hint", [float, int, tuple[float, float], NonNegative | str])
-def test_a_field_whose_values_nobody_checks_is_refused(hint):
+RATE = ("lr", NonNegative, 0.1)
+UNCHECKED = "lacks a type of the field lr that says which values"
+FIELDS = [
+    ([("lr", hint, 0.1)], TypeError, UNCHECKED)
+    for hint in (float, int, tuple[float, float], NonNegative | str)
+]
+FIELDS += [
+    (
+        [RATE, (name, NonNegative, 5)],
+        ValueError,
+        f"Odd has a hyper-parameter named {name}, which ds_",
+    )
+    for name in sorted(base.RESERVED_FIELDS)
+]
+
+
+@pytest.mark.parametrize("own, error, words", FIELDS)
+def test_fields_that_nobody_checks_or_that_ds_ext_uses_are_refused(own, error, words):
     body = {"state_spec": nothing, "step": nothing, "__module__": __name__}
-    rule = make_dataclass("Odd", [("lr", hint, 0.1)], namespace=body, frozen=True)
-    with pytest.raises(TypeError, match="lacks a type of the field lr that says which values"):
+    rule = make_dataclass("Odd", own, namespace=body, frozen=True)
+    with pytest.raises(error, match=words):
         rules.register(paper="", state="", rounds="")(rule)
     assert "odd" not in rules.REGISTRY
 
@@ -363,16 +379,6 @@ def test_keys_of_the_state_that_ds_ext_uses_are_refused(key):
         rule.state_spec = lambda self, shard: {"m": Part.like(shard), key: Part.like(shard)}
         with pytest.raises(ValueError, match=f'the state of Own has the key "{key}", which ds_ext'):
             ds_ext.Own([torch.nn.Parameter(torch.zeros(3))])
-
-
-@pytest.mark.parametrize("name", sorted(base.RESERVED_FIELDS))
-def test_fields_that_ds_ext_uses_are_refused(name):
-    body = {"state_spec": nothing, "step": nothing, "__module__": __name__}
-    own = [("lr", NonNegative, 0.1), (name, NonNegative, 5)]
-    rule = make_dataclass("Odd", own, namespace=body, frozen=True)
-    with pytest.raises(ValueError, match=f"Odd has a hyper-parameter named {name}, which ds_ext"):
-        rules.register(paper="", state="", rounds="")(rule)
-    assert "odd" not in rules.REGISTRY
 
 
 def test_the_reserved_names_are_those_in_use():

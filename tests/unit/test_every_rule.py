@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import leaves, mapped, saved
+from ds_ext.ops.state import leaves, saved
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.testing import check_rule
-from ds_ext.testing.properties import shrunk, smallest_eps, tensors
-from ds_ext.testing.simulation import with_zeros
-from tests.common import hypers, paths, plain, table
-from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, errors, shapes_of, sharded_error
+from ds_ext.testing.properties import endures_zeros
+from tests.common import hypers, paths, table
+from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, shapes_of, sharded_error
 from tests.common.table import gradients, weights
 from tests.distributed import resume_jobs
 
@@ -86,27 +85,7 @@ def test_zero_rows_and_columns_with_the_smallest_eps(name, path, monkeypatch):
     """In fp32, where statistics of zeros are zeros; later also where they have shrunk to that."""
     paths.use(monkeypatch, path)
     shapes = shapes_of(name, KERNEL_ZEROS if path == "kernels" else ZEROS)
-    hyper = hypers.SIMULATED[name] | {"weight_decay": 0.0}
-    found = {}
-    for eps in ({}, smallest_eps(OPTIMIZERS[name].rule)):
-        before = weights(shapes, torch.float32)
-        weights_ = [torch.nn.Parameter(p.clone()) for p in before]
-        optimizer = OPTIMIZERS[name](weights_, **hyper | eps)
-        plain.steps(optimizer, weights_, map(with_zeros, gradients(2, shapes, torch.float32)))
-        for p in weights_:  # as after many more steps
-            mapped(optimizer.state[p], shrunk)
-        plain.steps(optimizer, weights_, map(with_zeros, gradients(1, shapes, torch.float32)))
-        found[bool(eps)] = [p.detach() for p in weights_]
-        for p, state in zip(weights_, map(optimizer.state.get, weights_), strict=True):
-            assert p.isfinite().all() and all(x.isfinite().all() for x in tensors(state))
-    if name in ("adalomo", "adafactor"):  # whose default is too small to matter
-        assert max(changed_errors(found[True], found[False], before)) <= 1e-4
-
-
-def changed_errors(found, expected, before):
-    """The errors of the parameters that have changed, relative to their updates."""
-    some = [x for x in zip(found, expected, before, strict=True) if not torch.equal(*x[1:])]
-    return errors(*zip(*some, strict=True))
+    endures_zeros(simulated_rule(name), shapes)
 
 
 N = 64 * 96

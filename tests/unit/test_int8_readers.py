@@ -1,10 +1,9 @@
 """Who reads or writes a weight that is stored in 8 bits gets the right value or an error.
 
-Edits and steps inside ``expand_int8``: tests/scenarios/int8_uses.py.
+Edits inside ``expand_int8``: test_int8.py.
 """
 
 import copy
-import io
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ import ds_ext
 from ds_ext.backward import int8_weights
 from ds_ext.ops import int8
 from tests.common.int8_model import WIDTH, batch, made
+from tests.common.states import from_file
 
 RULE = "a weight that is stored in 8 bits has values only while its module computes"
 ONES = torch.ones(4, WIDTH, dtype=torch.bfloat16)
@@ -121,19 +121,12 @@ def test_a_parametrization_is_refused():
         model(batch(0))  # older versions of torch register it
 
 
-def pickled(model):
-    memory = io.BytesIO()
-    torch.save(model, memory)
-    memory.seek(0)
-    return torch.load(memory, weights_only=False)
-
-
 def moved(model):
     return model.to("cpu").cpu().bfloat16().to(torch.bfloat16)
 
 
 SAME = {
-    "torch.save": pickled,
+    "torch.save": lambda model: from_file(model, weights_only=False),
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
     "deepcopy": copy.deepcopy,
     "deepcopy of an expanded model": lambda model: in_context(model, copy.deepcopy),

@@ -148,14 +148,6 @@ def test_complex_parameters_are_refused(name):
         OPTIMIZERS[name](Rotating(trains=True).parameters())
 
 
-def test_a_group_with_a_complex_parameter_is_refused_and_not_added():
-    model = Rotating(trains=True)
-    optimizer = ds_ext.LOMO(model.linear.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="complex64"):
-        optimizer.add_param_group({"params": [model.turn]})
-    assert len(optimizer.param_groups) == 1 and model.turn not in optimizer.group_of
-
-
 @pytest.mark.parametrize("fuse", [True, False])
 def test_a_complex_parameter_may_be_frozen_but_not_trained_later(fuse):
     model = Rotating(trains=False)

@@ -5,7 +5,6 @@ Copies of a model and its optimizer: tests/scenarios.
 
 import copy
 import gc
-import io
 import threading
 import time
 import weakref
@@ -19,6 +18,7 @@ import ds_ext
 from ds_ext.backward import owners
 from ds_ext.backward.buckets import Buckets
 from tests.common import paths
+from tests.common.states import from_file
 
 
 def make() -> nn.Sequential:
@@ -174,12 +174,9 @@ def test_a_bias_made_in_inference_mode_is_stepped_as_any_other(policy, monkeypat
 
 def duplicates(model):
     """Copies of a fused model, each made in another way."""
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
     return [
         copy.deepcopy(model),
-        torch.load(file, weights_only=False),
+        from_file(model, weights_only=False),
         copy.deepcopy(copy.deepcopy(model)),
     ]
 

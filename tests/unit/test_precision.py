@@ -277,9 +277,9 @@ def answer_alike(begun):
             flat.copy_(whole)
 
 
-def trained(mode, half, gradients):
+def trained(mode, half, gradients, seed=5):
     params = [nn.Parameter(p) for p in table.weights(SHAPES, half)]
-    optimizer = AdaLomo(params, lr=1e-3, weight_update=mode, seed=5)
+    optimizer = AdaLomo(params, lr=1e-3, weight_update=mode, seed=seed)
     steps(optimizer, params, gradients)
     return params, optimizer
 
@@ -295,9 +295,7 @@ def test_a_seed_changes_the_bits_of_stochastic_rounding_alone():
     gradients = table.gradients(3, SHAPES, torch.bfloat16)
 
     def run(mode, seed):
-        params = [nn.Parameter(p) for p in table.weights(SHAPES, torch.bfloat16)]
-        optimizer = AdaLomo(params, lr=1e-3, weight_update=mode, seed=seed)
-        steps(optimizer, params, gradients)
+        params, _ = trained(mode, torch.bfloat16, gradients, seed)
         return torch.cat([p.detach().view(-1) for p in params])
 
     for mode in MODES:

@@ -77,17 +77,6 @@ def test_long_sums_keep_their_digits(path, shape, monkeypatch):
         assert ((a - b).abs() / b).max() <= 1e-5
 
 
-@pytest.mark.parametrize("shape", SMALL)
-def test_a_quotient_is_that_of_each_element(shape):
-    ((x,),) = table.gradients(1, [shape])
-    shard = Shard.whole(shape)
-    row, col = (torch.rand(shard.mats, n, dtype=torch.float64) for n in (shard.rows, shard.cols))
-    u = ops.Quotient(x.view(-1), row.unsqueeze(2), col.unsqueeze(1), 0.5)
-    expected = x.view(shard.mats, shard.rows, shard.cols)
-    expected = expected * row.unsqueeze(2) * col.unsqueeze(1) * 0.5
-    assert ops.evaluate(u, shard, x).view_as(expected).allclose(expected, rtol=1e-14)
-
-
 @pytest.mark.parametrize(
     "shape, factor", [((5, 7), 3.0), ((3, 33, 40), -0.5), ((5, 700), 3.0), ((9, 1040), -0.5)]
 )
