@@ -78,25 +78,6 @@ def test_steps_have_the_same_bits(case, path, dtype, mode, defaults, monkeypatch
     assert all(map(torch.equal, trained(True), trained(False)))
 
 
-@pytest.mark.parametrize("policy", ["fused", "sharded"])
-def test_a_step_inside_backward_has_the_same_bits(policy, defaults):
-    def trained(on):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
-        x = torch.randn(4, 7)
-        optimizer = ds_ext.AdaLomo(model.parameters(), lr=0.02)
-        defaults(on)
-        fused = ds_ext.fuse_into_backward(model, optimizer, gradient_policy=policy)
-        for _ in range(2):
-            model(x).square().sum().backward()
-            optimizer.step()
-        fused.remove()
-        defaults(False)
-        return [p.detach() for p in model.parameters()]
-
-    assert all(map(torch.equal, trained(True), trained(False)))
-
-
 def calls() -> Iterator[tuple[Path, ast.Call]]:
     """Calls of the package to functions of ``torch``."""
     for path in sorted(Path(ds_ext.__file__).parent.rglob("*.py")):
