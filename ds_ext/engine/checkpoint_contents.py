@@ -76,14 +76,17 @@ class Contents:
             "accumulated": self.save_gradients(),
         }
 
-    def check(self, pieces: Pieces, strict: bool) -> None:
-        """Checks that ``load`` can succeed. Changes nothing. For ``strict`` see ``checks.check``.
+    def check(self, pieces: Pieces, strict: bool, with_state: bool) -> None:
+        """Checks that ``load`` can succeed; changes nothing. ``strict`` is as of ``checks.check``.
 
         Raises:
             CheckpointError: the checkpoint does not match the model, optimizer or engine.
         """
-        checks.check(pieces, self.optimizer, self.owned, strict, self.names)
-        self.check_gradients(pieces)
+        if with_state:
+            checks.check(pieces, self.optimizer, self.owned, strict, self.names)
+            self.check_gradients(pieces)
+        else:
+            checks.check_weights(pieces, self.owned, strict, self.names)
 
     def load(self, pieces: Pieces, with_state: bool) -> None:
         """Loads the results of ``save``. The caller must publish the weights to other ranks.

@@ -14,7 +14,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from ds_ext.checkpoint import checks, folder, manifests
+from ds_ext.checkpoint import folder, manifests
 from ds_ext.checkpoint.manifests import locate
 from ds_ext.checkpoint.pieces import Files, Pieces, Saved, plain_name, with_plain_names
 from ds_ext.distributed import consensus
@@ -80,18 +80,14 @@ def load_checkpoint(
     opened = consensus.run_on_all_ranks(lambda: _open(contents, path, manifest), CheckpointError)
     with_state = manifest is not None and load_optimizer_states and not load_module_only
 
-    def check() -> None:
-        if with_state:
-            contents.check(opened.pieces, load_module_strict)
-        else:
-            names = contents.names
-            checks.check_weights(opened.pieces, contents.owned, load_module_strict, names)
-
     def load_counts() -> None:
         passes = opened.pieces.saved[0]["accumulated"]["passes"] if with_state else (0, 1)
         checkpoint_contents.load_counts(engine, opened.model, passes, load_lr_scheduler_states)
 
-    consensus.run_on_all_ranks(check, lambda text: CheckpointError(f"{path}: {text}"))
+    consensus.run_on_all_ranks(
+        lambda: contents.check(opened.pieces, load_module_strict, with_state),
+        lambda text: CheckpointError(f"{path}: {text}"),
+    )
     consensus.run_on_all_ranks(lambda: _load(contents, opened, with_state, path), CheckpointError)
     _publish(contents)
     if not load_module_only:

@@ -9,6 +9,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
 from ds_ext.config.optimizer_names import TAKEN_OVER, deepspeeds, registry_key
+from ds_ext.distributed import consensus
 from ds_ext.engine import pipeline
 from ds_ext.engine.parameters import EMBEDDINGS, LINEARS, unpartitioned_shape
 from ds_ext.engine.rank_logging import log, warn
@@ -64,7 +65,7 @@ def optimizer_of(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:
     for line in _log_lines(names, optimizer_type.__name__, made):
         log(line)
     groups = pipeline.of_stage(made.groups) if pipeline.is_pipeline(engine) else made.groups
-    return pipeline.on_all_stages(engine, lambda: optimizer_type(groups, **made.hypers))
+    return consensus.run_on_all_ranks(lambda: optimizer_type(groups, **made.hypers), ValueError)
 
 
 def for_model(

@@ -136,7 +136,7 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
         self.optimizer = self._configure_zero_optimizer(client)
 
     def _configure_zero_optimizer(self, optimizer: RuleOptimizer) -> ZeroAdapter:
-        pipeline.on_all_stages(self, lambda: engine_checks.validate(self, optimizer))
+        consensus.run_on_all_ranks(lambda: engine_checks.validate(self, optimizer), ValueError)
         owners.take_over(p for p in self.module.parameters() if p.requires_grad)
         hook_cleanup.refuse_other_engines(self)
         return ZeroAdapter(self, optimizer)

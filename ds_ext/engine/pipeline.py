@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from ds_ext.optimizer import RuleOptimizer
 from ds_ext.optimizer.model_view import ModelView
 from ds_ext.optimizer.param_table import ParamGroup
 
-T = TypeVar("T")
 _TIED = "tied_modules."  # the prefix of tied parameters
 
 
@@ -66,15 +65,6 @@ def check_supported(engine: DeepSpeedEngine) -> None:
 def gradients_kept_for(engine: DeepSpeedEngine) -> str:
     """Returns the feature that needs gradients kept until the step: "PipelineModule" or ""."""
     return "PipelineModule" if is_pipeline(engine) else ""
-
-
-def on_all_stages(engine: DeepSpeedEngine, action: Callable[[], T]) -> T:
-    """Returns the result of an action without collectives. All ranks of a pipeline must call it.
-
-    Raises:
-        ValueError: on the ranks of all stages, if the action fails on any rank.
-    """
-    return consensus.run_on_all_ranks(action, ValueError) if is_pipeline(engine) else action()
 
 
 # Param groups.
