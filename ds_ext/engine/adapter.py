@@ -120,7 +120,6 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.engine._config.gradient_clipping = 0.0
 
     loss_scale = cur_scale = property(lambda self: self.loss_scaler.loss_scale)
-    dynamic_loss_scale = property(lambda self: self.loss_scaler.dynamic)
     param_groups = property(lambda self: self.optimizer.param_groups)
     state = property(lambda self: self.optimizer.state)
     bit16_groups = fp16_groups = property(lambda self: [g["params"] for g in self.param_groups])

@@ -56,15 +56,14 @@ def optimizer_of(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:
     name = key_of(engine.optimizer_name())
     optimizer_type = OPTIMIZERS[name]
     model = ModelView(engine.module, LINEARS, EMBEDDINGS, unpartitioned_shape)
-    names: Names = engine.param_names
     if pipeline.is_pipeline(engine):
         model = pipeline.whole_model(model)
         params = pipeline.gather_params(model, params)
-        names = model.names
+    names = {p: name for p, (name, _) in model.owners.items()}
     made = param_groups.of_config(REGISTRY[name], engine.optimizer_params() or {}, model, params)
     for line in _log_lines(names, optimizer_type.__name__, made):
         log(line)
-    groups = pipeline.of_stage(made.groups) if pipeline.is_pipeline(engine) else made.groups
+    groups = pipeline.of_stage(made.groups)
     return consensus.run_on_all_ranks(lambda: optimizer_type(groups, **made.hypers), ValueError)
 
 

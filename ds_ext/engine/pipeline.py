@@ -86,15 +86,10 @@ class PipelineModelView(ModelView):
 
     info: Mapping[Tensor, ParameterInfo] = field(default_factory=dict)
 
-    @property
-    def names(self) -> dict[Tensor, str]:
-        """The name of each parameter."""
-        return {p: info.name for p, info in self.info.items()}
-
     @functools.cached_property
     def owners(self) -> dict[Tensor, tuple[str, nn.Module]]:
         """The name of each parameter, with this stage's model as its module."""
-        return {p: (name, self.module) for p, name in self.names.items()}
+        return {p: (info.name, self.module) for p, info in self.info.items()}
 
     def dims(self, param: Tensor) -> int:
         """The number of dimensions of a parameter, or of one expert in a stack."""
@@ -138,12 +133,13 @@ def gather_params(model: PipelineModelView, params: Sequence[Any]) -> list[Any]:
     Raises:
         ValueError: groups of the stages differ in more than their parameters.
     """
-    by_name = {info.name: p for p, info in model.info.items()}
+    names = {p: info.name for p, info in model.info.items()}
+    by_name = {name: p for p, name in names.items()}
     groups = [x for x in params if isinstance(x, dict)]
     others = [x for x in params if not isinstance(x, dict)]
     keys = [_keys(group) for group in groups]
     given = [*(list(group["params"]) for group in groups), others]
-    merged = _merged(keys, given, model.names)
+    merged = _merged(keys, given, names)
     if merged is None:
         raise ValueError(
             "the stages of a PipelineModule were given different param groups: give each the same "
@@ -180,7 +176,7 @@ def _merged(
 
 
 def of_stage(groups: Sequence[ParamGroup]) -> list[ParamGroup]:
-    """Returns the groups with only this stage's parameters. A group may be empty."""
+    """Returns the groups with only this stage's parameters. A stage's group may be empty."""
     return [{**g, "params": [p for p in g["params"] if not p.is_meta]} for g in groups]
 
 

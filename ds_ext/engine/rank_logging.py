@@ -10,18 +10,16 @@ from ds_ext import logs
 from ds_ext.distributed import consensus
 
 
-def log(message: str) -> None:
+def log(message: str, level: int = logging.INFO) -> None:
     """Writes a line to the logger "ds_ext", on the first rank only."""
     logs.show_by_default()
     if consensus.is_first():
-        logs.logger.info(message)
+        logs.logger.log(level, message)
 
 
 def warn(message: str) -> None:
     """Writes a warning to the logger "ds_ext", on the first rank only."""
-    logs.show_by_default()
-    if consensus.is_first():
-        logs.logger.warning(message)
+    log(message, logging.WARNING)
 
 
 @contextmanager
