@@ -80,7 +80,8 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self._global_grad_norm: float | None = None
         self._entered = -1  # graph task id of the engine's last backward pass
         self._is_prepass = False
-        self._disable_engine_handling()
+        engine.torch_autocast_z0_gradscaler = None  # the adapter scales the loss, and clips
+        engine._config.gradient_clipping = 0.0
         hook_cleanup.hide_from_copies(engine)
         safe_access.attach(self.fused)
 
@@ -111,13 +112,6 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         positions = {p: expert_parallel.stack_position(p) for p in self.layout.names}
         firsts = {p: position[0] for p, position in positions.items() if position}
         optimizer.separate_experts(self.module, firsts, unpartitioned_shape)
-
-    def _disable_engine_handling(self) -> None:
-        """Disables loss scaling and clipping in the engine and in ZeROOptimizer."""
-        self.custom_loss_scaler = False
-        self.torch_autocast_gradscaler = None
-        self.engine.torch_autocast_z0_gradscaler = None
-        self.engine._config.gradient_clipping = 0.0
 
     loss_scale = cur_scale = property(lambda self: self.loss_scaler.loss_scale)
     param_groups = property(lambda self: self.optimizer.param_groups)
