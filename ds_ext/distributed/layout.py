@@ -235,28 +235,23 @@ class Layout:
 
         With a uniform placement, votes are sent with the gradients, else by a separate all-reduce.
         """
-        votes_beside = self.is_uniform and isinstance(self.placements[0], Summed)
-        positions: dict[Placement, list[int]] = {placement: [] for placement in self.placements}
-        for i, param in enumerate(params):
-            positions[self.placement_of[param]].append(i)
-        runs, waits = list(flats), []
-        for placement, some in positions.items():
-            if not some:
-                continue
-            sent = [flats[i] for i in some]
-            if votes is not None and votes_beside:
+        are_sent_along = self.is_uniform and isinstance(self.placements[0], Summed)
+        flat_of, waits = dict(zip(params, flats, strict=True)), []
+        run_of: dict[Tensor, Tensor] = {}
+        for placement, some in self.by_placement(params):
+            sent = [flat_of[p] for p in some]
+            if votes is not None and are_sent_along:
                 sent.append(votes.repeat(placement.num_shards))
             reduced, wait = placement.reduce(sent)
-            if votes is not None and votes_beside:
+            if votes is not None and are_sent_along:
                 votes = reduced.pop()
-            for i, run in zip(some, reduced, strict=True):
-                runs[i] = run
+            run_of |= zip(some, reduced, strict=True)
             waits.append(wait)
-        if votes is not None and not votes_beside and communicates(self.voters):
+        if votes is not None and not are_sent_along and communicates(self.voters):
             self.bytes_sent += votes.nbytes
             with explained():
                 waits.append(dist.all_reduce(votes, group=self.voters, async_op=True).wait)
-        return runs, votes, wait_for(waits)
+        return [run_of[p] for p in params], votes, wait_for(waits)
 
     def total(self, sums: Tensor) -> Tensor:
         """Returns the total over the model of sums of runs, divided by their ``num_replicas``."""
