@@ -49,7 +49,7 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
     if pipeline.is_pipeline(engine):
         return pipeline.layout_of(engine, kind)
     names = expert_parallel.global_names(engine.param_names, engine.module)
-    offload = zero3.partition(engine, group) if stage == 3 else None
+    offload = zero3.partition(engine) if stage == 3 else None
     losses = _num_mean_losses(engine)
     tensor_group = groups.get_tensor_model_parallel_group() if engine.autotp_size() > 1 else None
     if tensor_group is not None:

@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -171,8 +171,8 @@ class Zero3Layout(Layout):
             persistent[0].all_gather_coalesced(persistent).wait()
 
 
-def partition(engine: DeepSpeedEngine, group: Group) -> DeepSpeedZeRoOffload:
-    """Partitions an engine's model over the data-parallel ranks ``group``.
+def partition(engine: DeepSpeedEngine) -> DeepSpeedZeRoOffload:
+    """Partitions an engine's model over the data-parallel ranks, as DeepSpeed does for inference.
 
     Returns DeepSpeed's object that gathers its parameters.
 
@@ -184,25 +184,8 @@ def partition(engine: DeepSpeedEngine, group: Group) -> DeepSpeedZeRoOffload:
         if hasattr(param, "ds_persist"):
             param.ds_persist = False
             param.partition()
-    if engine.has_moe_layers:
-        engine._resolve_zero3_param_placement()
-    offload = DeepSpeedZeRoOffload(
-        engine.module,
-        timers=engine.timers,
-        ds_config=engine._config._param_dict,
-        overlap_comm=engine.zero_overlap_comm(),
-        prefetch_bucket_size=engine.zero_prefetch_bucket_size(),
-        max_reuse_distance=engine.zero_max_reuse_distance(),
-        max_live_parameters=engine.zero_max_live_parameters(),
-        param_persistence_threshold=engine.zero_param_persistence_threshold(),
-        model_persistence_threshold=engine.zero_model_persistence_threshold(),
-        dp_process_group=group,
-        offload_param_config=engine.zero_offload_param(),
-        mpu=engine.mpu,
-        zero_param_parallel_group=_secondary_group(engine),
-        zero_module_granularity_threshold=engine.zero_module_granularity_threshold(),
-        log_trace_cache_warnings=engine.zero_log_trace_cache_warnings(),
-    )
+    _make_secondary_group(engine)
+    offload: DeepSpeedZeRoOffload = DeepSpeedEngine._configure_zero_optimizer(engine, None)
     _hold_weakly(engine.module)
     _cache_by_engine(offload.get_param_coordinator())
     _release_frozen(offload)
@@ -285,23 +268,25 @@ def _gather_exactly(param: Any) -> None:
     param.all_gather = all_gather
 
 
-def _secondary_group(engine: DeepSpeedEngine) -> Group:
-    """The ranks that share a secondary copy of the weights (ZeRO++ hpZ), usually one host's."""
+def _make_secondary_group(engine: DeepSpeedEngine) -> None:
+    """Makes the group that shares a secondary copy of the weights (ZeRO++ hpZ), usually a host's.
+
+    Raises ValueError if DeepSpeed does not support it with this engine, or beside earlier ones.
+    """
     world = dist.get_world_size()
     size = engine.zero_hpz_partition_size()
-    if size <= 1:
-        return None
-    if dist.get_world_size(engine.seq_data_parallel_group) != world:
+    if size > 1 and dist.get_world_size(engine.seq_data_parallel_group) != world:
         raise ValueError(
             f"zero_optimization.zero_hpz_partition_size = {size}: DeepSpeed's hpZ groups ignore "
             "model parallelism: remove one of them."
         )
     if groups._get_zero_param_intra_parallel_group() is None:
-        groups._create_zero_param_parallel_group(size)
+        if size > 1:
+            groups._create_zero_param_parallel_group(size)
+        return
     there = groups._get_zero_param_intra_parallel_group_world_size()
     if there != min(size, world):
         raise ValueError(
             f"zero_optimization.zero_hpz_partition_size = {size}, but another engine of this "
             f"process has {there}: DeepSpeed supports only one value per process."
         )
-    return cast(Group, groups._get_zero_param_intra_parallel_group())
