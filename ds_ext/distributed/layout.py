@@ -313,8 +313,8 @@ class Layout:
     def end_backward(self) -> None:
         """Called when a backward pass has ended."""
 
-    def discard(self) -> None:
-        """Called when a step was dropped, perhaps in the middle of a backward pass."""
+    def discard(self, in_backward: bool) -> None:
+        """Called when a step was dropped, perhaps ``in_backward``, in the middle of a pass."""
 
     def end_step(self) -> None:
         """Called when a step has ended that changed weights."""

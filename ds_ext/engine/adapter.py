@@ -309,9 +309,9 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         state = self._backward_hook_state
         if not had_begun and not state.backward_active_depth:
             return  # between steps, or between forward and backward
+        self.layout.discard(state.backward_active_depth > 0)
         state.backward_active_depth = 0
         self.clear_backward_seen_flag()
-        self.layout.discard()
         engine, steps = self.engine, self.engine.gradient_accumulation_steps()
         if engine.managed_gradient_accumulation() and engine.micro_steps % steps:
             log("the micro-batches of this step so far are discarded: the step starts again")

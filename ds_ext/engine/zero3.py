@@ -142,12 +142,15 @@ class Zero3Layout(Layout):
         # A module whose inputs need no gradient has no post-backward hook, so it stays gathered.
         self.offload.release_backward_leftovers()
 
-    def discard(self) -> None:
+    def discard(self, in_backward: bool) -> None:
         """Partitions parameters that a failed backward pass left gathered, and resets counts.
 
+        Without such a pass, a loss may still need the parameters that its forward pass gathered.
         The next forward pass compares the ranks, not this function, which also runs while a rank
         ends by an error.
         """
+        if not (in_backward or self.updated):
+            return
         for m in self.offload.module.modules():
             m.__dict__.update({k: 0 for k in _COUNTS if k in m.__dict__})
         self.offload.release_backward_leftovers()

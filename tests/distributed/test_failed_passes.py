@@ -201,6 +201,20 @@ def legal(how: str) -> list[str]:
     return seen
 
 
+def restart(stage: int) -> dict[str, Tensor]:
+    """The weights after a step of two micro-batches; a forward pass sees the one before dropped."""
+    model, rank = make(Model), dist.get_rank()
+    optimizer = ds_ext.LOMO(model.parameters(), lr=LR)
+    engine = engines.start(model, optimizer, stage, "sharded", gradient_accumulation_steps=2)
+    for number in range(3):
+        loss = loss_of(engine, number, rank)
+        if number == 1:
+            engine.zero_grad()
+        engine.backward(loss)
+        engine.step()
+    return whole(model)
+
+
 def train_towers(case: Passes) -> tuple[str, int, dict[str, Tensor]]:
     """The error of the step, or "", the number of the last pass, and the weights."""
     model, rank, number = make(Towers), dist.get_rank(), 0
@@ -294,6 +308,18 @@ def test_a_mistake_of_one_rank_is_named_at_once_on_all_ranks(stage, policy, what
     first, second, third = told[0]
     assert second.startswith(f"rank 1: {error}")
     assert told[1] == told[0] and not first and not third
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_zero_grad_between_forward_and_backward_drops_what_came_before(stage):
+    def without_first(model, number, rank):
+        return loss_of(model, number + 1, rank)
+
+    model = make(Model)
+    sgd = torch.optim.SGD(model.parameters(), lr=LR)
+    expected = engines.alone(model, sgd, without_first, steps=1, accumulation=2)
+    for after in worlds.run(2, restart, stage):
+        check_each(after, expected.after, expected.before)
 
 
 AGAIN = (("trunk", "trunk"),) * 2
