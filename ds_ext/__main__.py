@@ -22,4 +22,12 @@ def separate_build_folder() -> None:
 
 if __name__ == "__main__":
     separate_build_folder()
-    sys.exit(main())
+    code = 1
+    try:
+        try:
+            code = main()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # what reads the output has ended, such as "| head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
