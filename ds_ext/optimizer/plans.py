@@ -139,20 +139,18 @@ class BatchPlan:
         return Runs(runs, Layout(runs[0].dtype, self.device, self.batch.run_sizes))
 
 
-def _layout_of(x: Any) -> Any:
-    """The layout of a run's state, which is nested in dicts: a step relies on what it describes."""
-    if isinstance(x, dict):
-        return {key: _layout_of(one) for key, one in x.items()}
-    if not isinstance(x, Tensor):  # the number of steps
-        return type(x), isinstance(x, int) and x >= 0
-    return type(x), x.dtype, x.shape, x.device, x.is_contiguous()
-
-
 def _layouts(state: State) -> list[Any]:
-    """The layouts of the runs in a state, which is nested in dicts."""
+    """What a step relies on of the runs or tensors in a state, which is nested in dicts."""
     found: list[Any] = []
-    for x in state.values():
-        found += _layouts(x) if isinstance(x, dict) else [x.layout]
+    for key, x in state.items():
+        if isinstance(x, dict):
+            found += [key, *_layouts(x)]
+        elif isinstance(x, Runs):
+            found.append(x.layout)
+        elif isinstance(x, Tensor):
+            found.append((key, type(x), x.dtype, x.shape, x.device, x.is_contiguous()))
+        else:  # the number of steps
+            found.append((key, type(x), isinstance(x, int) and x >= 0))
     return found
 
 
@@ -210,7 +208,7 @@ class BucketPlan:
         self.uses_kernels = bool(self.batches) and devices.supports(device)
         self.turned = [u.shard for u in with_turns(table, [updates[i] for i in self.alone])]
         self.memory_sizes = [0, 0, 0]
-        self._layouts_alone = [_layout_of(states[i]) for i in self.alone]
+        self._layouts_alone = [_layouts(states[i]) for i in self.alone]
 
     def fits(
         self, table: ParamTable, updates: Sequence[RunUpdate], states: Sequence[State]
@@ -221,7 +219,7 @@ class BucketPlan:
         if table.version != self.version or _properties(updates) != self.properties:
             return False
         for i, layout in zip(self.alone, self._layouts_alone, strict=True):
-            if _layout_of(states[i]) != layout:
+            if _layouts(states[i]) != layout:
                 return False
         for batch in self.batches:
             if not batch.fits(states):
