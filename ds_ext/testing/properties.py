@@ -23,13 +23,6 @@ Reference = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 CLOSE = 1e-4  # the largest error in fp32, relative to the update
 
 
-def at(state: Any, path: Sequence[str]) -> Any:
-    """Returns the entry of a nested state under a path of keys."""
-    for key in path:
-        state = state[key]
-    return state
-
-
 def equals_reference(rule: Any, reference: Reference, shapes: Sequence[Shape]) -> None:
     """Compares a rule with a torch optimizer, on whole parameters in fp64."""
     before, steps = weights(shapes), gradients(6, shapes)
@@ -67,7 +60,7 @@ def is_the_same_on_ranks(rule: Any, world: int, shapes: Sequence[Shape], steps: 
     for k, shards in enumerate(zip(*ranks.shards, strict=True)):
         for path, part in leaves(rule.state_spec(shards[0])):
             if part.is_shared:
-                first, *others = [at(states[k], path) for states in ranks.states]
+                first, *others = [dict(leaves(states[k]))[path] for states in ranks.states]
                 same = all(torch.equal(first, other) for other in others)
                 _require(same, rule, f"has the same bits of the state {path} on all ranks")
     return ranks
@@ -111,11 +104,10 @@ def _check_state(rule: Any, state: Any, shard: Shard, dtype: torch.dtype) -> Non
     what = f"keeps the state that state_spec declares: shape {shard.shape}, "
     spec = rule.state_spec(shard)
     _require(state.keys() <= spec.keys(), rule, f"{what}other keys, {[*state]}")
+    found = dict(leaves(state))
     for path, part in leaves(saved(spec)):
-        try:
-            x = at(state, path)
-        except KeyError:
-            raise AssertionError(lacks(rule, f"{what}{path} is missing")) from None
+        _require(path in found, rule, f"{what}{path} is missing")
+        x = found[path]
         wanted = part.dtype_for(dtype)
         _require(x.dtype == wanted, rule, f"{what}{path} is {x.dtype} and not {wanted}")
         is_alike = tuple(x.shape) == part.shape
