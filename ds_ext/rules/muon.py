@@ -166,11 +166,8 @@ class Muon:
             (u,) = yield Joint(self.orthogonalized, x.view(shard.rows, shard.cols))
             return u.reshape(-1)
         whole = x.new_zeros(shard.rows, shard.cols)
-        if shard.split is None:
-            whole.view(-1)[shard.start : shard.stop] = x
-        else:
-            for b in ops.blocks(shard, x):
-                whole[b.rows, b.cols] = ops.read(x, b)[0]
+        for b in ops.blocks(shard, x):
+            whole[b.rows, b.cols] = ops.read(x, b)[0]
         (whole,) = yield (whole,)
         own, wide = shard.touched, shard.rows < shard.cols
         q = yield from self.shared(self.factor_of_wholes, whole, shard)
