@@ -178,11 +178,10 @@ def _make_optimizer(made: Reading, model: ModelView | None) -> None:
     moved = {name: message for name, message in moved.items() if name not in own}
     rest = {name: value for name, value in params.items() if name not in moved}
     found = [*_unread_keys(section), *moved.values()]
-    if found := [*found, *param_groups.problems(REGISTRY[key], rest)]:
+    problems, grouped = param_groups.stand_ins(REGISTRY[key], rest)
+    if found := [*found, *problems]:
         raise ValueError("\n".join(found))
-    if model is None:
-        grouped = param_groups.stand_ins(REGISTRY[key], params)
-    else:
+    if model is not None:
         trained = [p for p in model.module.parameters() if p.requires_grad]
         grouped = param_groups.of_config(REGISTRY[key], params, model, trained)
     made.groups = grouped.groups

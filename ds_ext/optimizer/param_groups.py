@@ -66,53 +66,44 @@ def of_config(
     return Grouped(_named(entry, groups, decay), hypers)
 
 
-def problems(entry: RuleEntry, given: Keys) -> list[str]:
-    """Returns errors in a config's keys, as far as they can be found without a model."""
+def stand_ins(entry: RuleEntry, given: Keys) -> tuple[list[str], Grouped]:
+    """Returns errors in a config's keys, and the groups that it may make if there are none.
+
+    Both are what can be known without a model: each group has one matrix without storage.
+
+    Args:
+        entry: the registry's entry of the optimizer's rule.
+        given: "params" of the config's section "optimizer".
+    """
     rest = dict(given)
     entries = rest.pop("param_groups", None)
     others = rest.pop("others", None) if entry.roles else None
     targets = rest.pop("target_modules", "all-linear") if entry.roles else "all-linear"
-    _, found = hyperparams.checked(hypers_of(entry.rule), rest, SECTION, _beside(entry))
+    hypers, found = hyperparams.checked(hypers_of(entry.rule), rest, SECTION, _beside(entry))
 
-    def note(check: Callable[..., object], *args: Any) -> None:
+    def noted(check: Callable[..., Any], *args: Any) -> Any:
         try:
-            check(*args)
+            return check(*args)
         except ValueError as error:
             found.extend(str(error).splitlines())
+            return {}
 
-    if entry.roles:
-        note(_rest, entry, others)
+    of_roles = [noted(_rest, entry, others), *entry.roles.values()] if entry.roles else []
     if targets != "all-linear":
-        note(_patterns, targets, _targets_key(entry))
+        noted(_patterns, targets, _targets_key(entry))
     if entries is not None:
-        note(_entries_of, entries)
-    for i, own in enumerate(entries if isinstance(entries, list) else ()):
-        note(_entry_keys, entry, i, own)
-    return found
+        noted(_entries_of, entries)
+    numbered = enumerate(entries if isinstance(entries, list) else ())
+    keys: list[Keys] = [{}, *(noted(_entry_keys, entry, *each) for each in numbered), *of_roles]
+    # Not of one tensor: within zero.Init, torch.empty makes it on a device.
+    matrices = [Parameter(torch.empty(8, 8, dtype=torch.float32, device="meta")) for _ in keys]
+    groups = [{"params": [p], **own} for p, own in zip(matrices, keys, strict=True)]
+    return found, Grouped(groups, hypers)
 
 
 def _beside(entry: RuleEntry) -> tuple[str, ...]:
     """The keys of a config's "params" that are not hyper-parameters."""
     return ("param_groups", *(("target_modules", "others") if entry.roles else ()))
-
-
-def stand_ins(entry: RuleEntry, given: Keys) -> Grouped:
-    """Returns the groups that a config may make, each with one matrix without storage.
-
-    Args:
-        entry: the registry's entry of the optimizer's rule.
-        given: "params" of the config's section "optimizer", without ``problems``.
-    """
-    rest = dict(given)
-    entries = rest.pop("param_groups", None) or ()
-    keys: list[Keys] = [{}, *(_entry_keys(entry, i, own) for i, own in enumerate(entries))]
-    if entry.roles:
-        rest.pop("target_modules", None)
-        keys += [_rest(entry, rest.pop("others", None)), *entry.roles.values()]
-    hypers = hyperparams.check(hypers_of(entry.rule), rest, SECTION)
-    # Not of one tensor: within zero.Init, torch.empty makes it on a device.
-    matrices = [Parameter(torch.empty(8, 8, dtype=torch.float32, device="meta")) for _ in keys]
-    return Grouped([{"params": [p], **own} for p, own in zip(matrices, keys, strict=True)], hypers)
 
 
 def described(
