@@ -88,6 +88,7 @@ class Buckets:
         self.asks_ahead = self.streams is not None and not layout.agrees_at_once
         self.parts: dict[Tensor, ReducedGrad] = {}  # of parameters whose gradient comes in parts
         self.pass_of: dict[Tensor, int] = {}  # ``uses.passes`` when a gradient of this step came
+        self.last_pass = -1  # the same of the last gradient
         leaves = layout.leaves(module)
         self.leaf_params = {p for params in leaves.values() for p in params}
         self.uses = ModuleCalls(module, leaves | layout.units(), layout.brings_gradients)
@@ -177,7 +178,8 @@ class Buckets:
         size = self.counted[param]
         if not size:
             return
-        pass_before = self.pass_of.setdefault(param, self.uses.passes)
+        self.last_pass = self.uses.passes
+        pass_before = self.pass_of.setdefault(param, self.last_pass)
         try:
             accepts_parts = self._find_receiver().accepts_parts
         except (RuntimeError, ValueError) as error:

@@ -137,8 +137,11 @@ def _explaining(run: Callable[..., Any], ends_pass: bool) -> Callable[..., Any]:
             return run(*args, **kwargs)
         except BaseException as error:
             reached = _owners((args, kwargs)) if is_outermost else []
-            for by in reached if ends_pass else []:
-                by.buckets.leave_pass()
+            for by in owners.all_owners() if is_outermost and ends_pass else []:
+                # A graph does not show the parameters of a reentrant checkpoint.
+                has_taken = by.buckets.last_pass == by.uses.passes
+                if by in reached or (has_taken and by.uses.thread == threading.get_ident()):
+                    by.buckets.leave_pass()
             is_torchs = type(error) is RuntimeError and "second gradient" not in str(error)
             for by in reached if is_torchs else []:
                 if by in updated:

@@ -34,10 +34,12 @@ class Model(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
 
-    def forward(self, x: Tensor, fails_after: int = WELL) -> Tensor:
+    def forward(self, x: Tensor, fails_after: int = WELL, is_checkpointed: bool = False) -> Tensor:
+        if is_checkpointed:
+            return checkpoint(self, x.requires_grad_(), fails_after, use_reentrant=True)
         for i, layer in enumerate(self.layers):
             x = layer(x)
-            if i + fails_after == LAYERS - 1:
+            if i + fails_after == LAYERS - 1 and x.requires_grad:
                 x.register_hook(_fail)
             x = x.tanh()
         return x
@@ -61,6 +63,7 @@ class Case(NamedTuple):
     zero_grad: bool = True  # whether a rank that has caught an error calls it
     reads_norm: bool = False  # by torch's function, before each step
     ahead: bool = False  # as on a GPU, whose ranks read an answer when the next bucket is full
+    is_checkpointed: bool = False  # the whole model, reentrantly
 
 
 class Towers(nn.Module):
@@ -124,7 +127,7 @@ def train(case: Case) -> tuple[list[tuple[int, str]], dict[str, Tensor]]:
         fails_after = case.ends[rank] if step == 1 else WELL
         try:
             if fails_after != NO_BATCH:
-                engine.backward(loss_of(engine, step, rank, fails_after))
+                engine.backward(loss_of(engine, step, rank, fails_after, case.is_checkpointed))
             if case.reads_norm:
                 nn.utils.clip_grad_norm_(model.parameters(), math.inf)
             engine.step()
@@ -257,6 +260,9 @@ FAILED = [
     Case(None, (2, 3), ahead=True),
     Case(None, (2, WELL), "sharded", ahead=True),
     Case(1, (1, 3, 2)),
+    Case(1, (1, WELL), zero_grad=False, is_checkpointed=True),
+    Case(None, (1, WELL), zero_grad=False, is_checkpointed=True),
+    Case(0, (WELL, 1), "sharded", zero_grad=False, is_checkpointed=True),
 ]
 WITHOUT_BATCH = [
     Case(1, (NO_BATCH, WELL)),
@@ -272,6 +278,7 @@ def name(case):
     """The stage and the ends of a case, and what else it sets."""
     more = ["clipped"] * bool(case.clip) + ["goes_on"] * (not case.zero_grad)
     more += ["reads_norm"] * case.reads_norm + ["ahead"] * case.ahead
+    more += ["checkpointed"] * case.is_checkpointed
     return "-".join([f"stage{case.stage}", *map(str, case.ends), case.policy, *more])
 
 
