@@ -236,8 +236,8 @@ def _scaled_(out: Tensor, by: Tensor | float) -> bool:
 
 
 def _terms(x: Tensor, count: int) -> list[Tensor]:
-    """bf16 matrices whose sum is ``x``, or nearly so; ``x`` itself if native code rounds it."""
-    if x.dtype == BF16 or count == 1 and x.dtype == torch.float32 and x.device.type == "cpu":
+    """bf16 matrices whose sum is ``x``, or nearly so."""
+    if x.dtype == BF16:
         return [x]
     terms = [x.to(BF16)]
     for _ in range(count - 1):

@@ -249,7 +249,8 @@ class TablePasses(BatchTables, Reference):
         if is_on_host and isinstance(u, Product) and u.is_native and u.covers(shard):
             decays = isinstance(weight_decay, Tensor) or weight_decay != 0
             columns |= {"lr": lr, "decay": weight_decay}
-            storage, product = (stored.format, run.dtype), (u.left, u.right, u.first)
+            storage = stored.format, run.dtype
+            product = u.left.to(torch.bfloat16), u.right.to(torch.bfloat16), u.first
             own = cast(NativeTable, self.own)
             own.run("apply", columns, "IS_RUN", None, storage, decays, product=product)
             return

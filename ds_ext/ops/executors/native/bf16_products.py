@@ -9,7 +9,7 @@ from torch import Tensor
 from ds_ext.logs import logger
 from ds_ext.ops.executors.native import library
 
-_Sizes = ctypes.c_int64 * 15
+_Sizes = ctypes.c_int64 * 13
 
 
 @functools.cache
@@ -29,7 +29,7 @@ def product_(
 
     Args:
         out: [m, n] in fp32, with consecutive columns.
-        a: [m, k] in bf16, or in fp32, which is rounded to bf16.
+        a: [m, k] in bf16.
         b: [k, n] likewise.
         beta: the factor of ``out``, which is not read if it is 0; a tensor in fp32 has one number,
             or one for each matrix.
@@ -41,10 +41,9 @@ def product_(
         and out.dtype == torch.float32
         and (out.stride(-1) == 1 or out.shape[-1] == 1)
     )
-    are_fp32 = a.dtype == torch.float32, b.dtype == torch.float32
     sizes = _Sizes(
         *(*a.shape[-2:], b.shape[-1], *a.stride()[-2:], *b.stride()[-2:], out.stride(-2)),
-        *(*are_fp32, len(out) if out.dim() == 3 else 1, a.stride(0), b.stride(0), out.stride(0)),
+        *(len(out) if out.dim() == 3 else 1, a.stride(0), b.stride(0), out.stride(0)),
         isinstance(beta, Tensor) and beta.dim() == 1,
     )
     factor = ctypes.c_float(beta) if not isinstance(beta, Tensor) else beta.contiguous()
@@ -59,12 +58,11 @@ def apply_(call: ctypes.Array[ctypes.c_int], entry: int, a: Tensor, b: Tensor, f
     Args:
         call: of the pass, with the form of a run in fp32.
         entry: the address of the run's row of the table; its column ``x`` is not read.
-        a: [rows touched, k] in bf16, or in fp32, which is rounded to bf16.
+        a: [rows touched, k] in bf16.
         b: [k, cols] likewise.
         first: the row of the matrix at which ``a`` starts.
     """
     found = library.load()
     assert found is not None, "there are no native passes"
-    are_fp32 = a.dtype == torch.float32, b.dtype == torch.float32
-    sizes = _Sizes(a.shape[1], first, *a.stride(), *b.stride(), *are_fp32)
+    sizes = _Sizes(a.shape[1], first, *a.stride(), *b.stride())
     found.products_apply(call, entry, a.data_ptr(), b.data_ptr(), sizes, torch.get_num_threads())

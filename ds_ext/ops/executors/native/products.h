@@ -18,33 +18,15 @@ const int64_t TASKS = 4;                                       // of each thread
 const int64_t BOX_ROWS = 4 * ROWS, BOX_COLS = 32 * PANEL;      // of an update that is computed and applied
 const int64_t SERIAL_BELOW = 1 << 22;                          // multiplications that one thread makes
 
-// Element (i, k) is at data[i * row + k * col], in bf16, or in fp32 that is rounded to bf16 when it is read.
+// Element (i, k) is at data[i * row + k * col].
 struct Matrix {
-    const void *data;
+    const uint16_t *data;
     int64_t row, col;
-    bool is_fp32;
-    const uint16_t *half(int64_t at) const { return static_cast<const uint16_t *>(data) + at; }
-    const float *full(int64_t at) const { return static_cast<const float *>(data) + at; }
-    uint16_t at(int64_t i, int64_t k) const {
-        int64_t at = i * row + k * col;
-        if (!is_fp32) return *half(at);
-        return static_cast<uint16_t>(_mm_extract_epi16((__m128i)_mm_cvtneps_pbh(_mm_set_ss(*full(at))), 0));
-    }
-    // WIDTH numbers, and 2 * WIDTH, that lie together.
-    __m256i some(int64_t at) const {
-        return is_fp32 ? (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(full(at))) : _mm256_loadu_si256(reinterpret_cast<const __m256i *>(half(at)));
-    }
-    __m512i more(int64_t at) const {
-        return is_fp32 ? (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(full(at + WIDTH)), _mm512_loadu_ps(full(at))) : _mm512_loadu_si512(half(at));
-    }
-    void prefetch(int64_t at) const {
-        _mm_prefetch(static_cast<const char *>(is_fp32 ? static_cast<const void *>(full(at)) : half(at)), _MM_HINT_T1);
-    }
-    Matrix from(int64_t i, int64_t k) const {
-        int64_t at = i * row + k * col;
-        return {is_fp32 ? static_cast<const void *>(full(at)) : half(at), row, col, is_fp32};
-    }
-    Matrix transposed() const { return {data, col, row, is_fp32}; }
+    uint16_t at(int64_t i, int64_t k) const { return data[i * row + k * col]; }
+    __m256i some(int64_t at) const { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(data + at)); }  // WIDTH numbers
+    void prefetch(int64_t at) const { _mm_prefetch(reinterpret_cast<const char *>(data + at), _MM_HINT_T1); }
+    Matrix from(int64_t i, int64_t k) const { return {data + i * row + k * col, row, col}; }
+    Matrix transposed() const { return {data, col, row}; }
 };
 
 inline uint32_t pair(uint16_t low, uint16_t high) { return low | static_cast<uint32_t>(high) << 16; }
@@ -71,7 +53,7 @@ inline void pack(const Matrix &b, int64_t depth, int64_t cols, uint32_t *to, int
             int64_t j = 0;
             for (; j + WIDTH <= cols; j += WIDTH) {
                 __m512i x[WIDTH];
-                for (int64_t i = 0; i < WIDTH; ++i) x[i] = b.more(2 * done + (j + i) * b.col);
+                for (int64_t i = 0; i < WIDTH; ++i) x[i] = _mm512_loadu_si512(b.data + 2 * done + (j + i) * b.col);
                 transpose(x);
                 for (int64_t i = 0; i < WIDTH; ++i) _mm512_storeu_si512(to + (done + i) * width + j, x[i]);
             }
@@ -141,26 +123,14 @@ struct Left {
 
 // A as it lies in memory, or its pairs in ``pairs``.
 inline Left left_of(const Matrix &a, int64_t m, int64_t k, std::vector<uint32_t> &pairs, int threads) {
-    if (!a.is_fp32 && a.col == 1 && k % 2 == 0) return {a.half(0), a.row, 2};
-    pairs.resize(static_cast<size_t>((k + 1) / 2 * m));
-    uint16_t *to = reinterpret_cast<uint16_t *>(pairs.data());
-    if (a.col != 1) {  // [k / 2, m]
-        const int64_t part = 4 * PANEL;
-        parallel((m + part - 1) / part, threads, [&](int64_t task) {
-            int64_t i = task * part, rows = m - i < part ? m - i : part;
-            pack(a.from(i, 0).transposed(), k, rows, pairs.data() + i, m, rows);
-        });
-        return {to, 2, 2 * m};
-    }
-    int64_t row = k + k % 2;  // [m, k / 2]
-    for (int64_t i = 0; i < m; ++i) {
-        uint16_t *own = to + i * row;
-        int64_t q = 0;
-        for (; q + WIDTH <= k; q += WIDTH) _mm256_storeu_si256(reinterpret_cast<__m256i *>(own + q), a.some(i * a.row + q));
-        for (; q < k; ++q) own[q] = a.at(i, q);
-        if (k % 2) own[k] = 0;
-    }
-    return {to, row, 2};
+    if (a.col == 1 && k % 2 == 0) return {a.data, a.row, 2};
+    pairs.resize(static_cast<size_t>((k + 1) / 2 * m));  // [k / 2, m]
+    const int64_t part = 4 * PANEL;
+    parallel((m + part - 1) / part, threads, [&](int64_t task) {
+        int64_t i = task * part, rows = m - i < part ? m - i : part;
+        pack(a.from(i, 0).transposed(), k, rows, pairs.data() + i, m, rows);
+    });
+    return {reinterpret_cast<uint16_t *>(pairs.data()), 2, 2 * m};
 }
 
 // Columns [begin, end) of rows [first, last) above the diagonal of c, mirrored.
@@ -261,14 +231,13 @@ extern "C" __attribute__((visibility("default"))) int products_available() {
 }
 
 // c [m, n] ← beta · c + a [m, k] · b [k, n], for each of several matrices. sizes: m, k, n, the two strides of a and of b,
-// c's stride of rows, whether a and b are fp32, the number of matrices, and the strides of a, b, c and beta
-// from one to the next. symmetric: c is symmetric.
-extern "C" __attribute__((visibility("default"))) void products_run(const void *a, const void *b, float *c, const int64_t *sizes, const float *beta, int symmetric, int threads) {
+// c's stride of rows, the number of matrices, and the strides of a, b, c and beta from one to the next. symmetric: c is
+// symmetric.
+extern "C" __attribute__((visibility("default"))) void products_run(const uint16_t *a, const uint16_t *b, float *c, const int64_t *sizes, const float *beta, int symmetric, int threads) {
 #ifdef DS_EXT_BF16
-    for (int64_t i = 0; i < sizes[10]; ++i) {
-        const bf16::Matrix left = {static_cast<const char *>(a) + i * sizes[11] * (sizes[8] ? 4 : 2), sizes[3], sizes[4], sizes[8] != 0};
-        const bf16::Matrix right = {static_cast<const char *>(b) + i * sizes[12] * (sizes[9] ? 4 : 2), sizes[5], sizes[6], sizes[9] != 0};
-        bf16::multiply(left, right, c + i * sizes[13], sizes[7], sizes[0], sizes[1], sizes[2], beta[i * sizes[14]], symmetric, threads);
+    for (int64_t i = 0; i < sizes[8]; ++i) {
+        const bf16::Matrix left = {a + i * sizes[9], sizes[3], sizes[4]}, right = {b + i * sizes[10], sizes[5], sizes[6]};
+        bf16::multiply(left, right, c + i * sizes[11], sizes[7], sizes[0], sizes[1], sizes[2], beta[i * sizes[12]], symmetric, threads);
     }
 #else
     (void)a, (void)b, (void)c, (void)sizes, (void)beta, (void)symmetric, (void)threads;
@@ -276,10 +245,10 @@ extern "C" __attribute__((visibility("default"))) void products_run(const void *
 }
 
 // Makes the pass APPLY over one run, by the update a [rows, k] · b [k, cols]. sizes: k, the row of the matrix that is a's
-// first, the two strides of a and of b, and whether they are fp32.
-extern "C" __attribute__((visibility("default"))) void products_apply(const Call *call, const Entry *entry, const void *a, const void *b, const int64_t *sizes, int threads) {
+// first, and the two strides of a and of b.
+extern "C" __attribute__((visibility("default"))) void products_apply(const Call *call, const Entry *entry, const uint16_t *a, const uint16_t *b, const int64_t *sizes, int threads) {
 #ifdef DS_EXT_BF16
-    bf16::apply(*call, *entry, {a, sizes[2], sizes[3], sizes[6] != 0}, {b, sizes[4], sizes[5], sizes[7] != 0}, sizes[0], sizes[1], threads);
+    bf16::apply(*call, *entry, {a, sizes[2], sizes[3]}, {b, sizes[4], sizes[5]}, sizes[0], sizes[1], threads);
 #else
     (void)call, (void)entry, (void)a, (void)b, (void)sizes, (void)threads;
 #endif
