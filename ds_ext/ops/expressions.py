@@ -177,12 +177,15 @@ class Scaled(ReadByPasses):
     def source(self) -> Source | None:
         """Returns the description for native code and kernels, or None if they cannot read it."""
         x = inner_source_of(self.x, *FORMS)
-        if x is None or {"factor", "bound", "scale"} & x.scalars.keys():
+        if x is None:
             return None
         if isinstance(self.factor, float) and self.factor == 1 and self.bound is None:
             return x
-        if x.form != "IS_RUN":
-            return None if self.bound is not None else x.plus(x.form, {}, scale=self.factor)
+        if x.form != "IS_RUN":  # scale multiplies a residual before m is subtracted
+            has_scale = self.bound is None and x.form != "IS_RESIDUAL" and "scale" not in x.scalars
+            return x.plus(x.form, {}, scale=self.factor) if has_scale else None
+        if {"factor", "bound"} & x.scalars.keys():
+            return None
         bound = {} if self.bound is None else {"bound": self.bound}
         return x.plus(x.form, {}, factor=self.factor, **bound)
 
@@ -245,14 +248,9 @@ class PaddedToGroups:
         return cuts[0], flat(cuts[1]), cuts[2]
 
 
-def _times(x: Number, scale: Number) -> Number:
-    """x · scale, without an operation if the scale is 1."""
-    return x if isinstance(scale, float) and scale == 1 else x * scale
-
-
 @dataclass(frozen=True)
 class Quotient:
-    """x · row · col · scale: an update by a second moment whose factors are inverse roots.
+    """x · row · col: an update by a second moment whose factors are inverse roots.
 
     ``row`` is [mats, rows, 1] and ``col`` [mats, 1, cols].
     """
@@ -260,16 +258,10 @@ class Quotient:
     x: Readable
     row: Tensor
     col: Tensor
-    scale: Tensor | float = 1.0
 
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
-        row = cast(Tensor, _times(self.row[b.mats, b.rows], self.scale))
-        return (read(self.x, b) * self.col[b.mats, :, b.cols]).mul_(row)
-
-    def times(self, factor: Tensor | float) -> "Quotient":
-        """Returns this · factor."""
-        return replace(self, scale=_times(factor, self.scale))
+        return (read(self.x, b) * self.col[b.mats, :, b.cols]).mul_(self.row[b.mats, b.rows])
 
     def source(self) -> Source | None:
         """Returns the description for native code and kernels, or None if they cannot read it."""
@@ -277,34 +269,29 @@ class Quotient:
         if x is None:
             return None
         factors = {"row": self.row.contiguous(), "col": self.col.contiguous()}
-        return x.plus("IS_QUOTIENT", factors, scale=self.scale)
+        return x.plus("IS_QUOTIENT", factors)
 
 
 @dataclass(frozen=True)
 class RunQuotient:
-    """x / sqrt(v) · scale: an update by a second moment of the shape of ``x``; 0 where v is 0.
+    """x / sqrt(v): an update by a second moment of the shape of ``x``; 0 where v is 0.
 
     Example: ``ops.apply_(p, ops.RunQuotient(g, s["v"]), shard, lr=0.01)``
     """
 
     x: Readable
     v: Tensor
-    scale: Tensor | float = 1.0
 
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         v = part(self.v, b)
         inverse = v.rsqrt().masked_fill_(v == 0, 0)
-        return inverse.mul_(read(self.x, b)).mul_(self.scale)
-
-    def times(self, factor: Tensor | float) -> "RunQuotient":
-        """Returns this · factor."""
-        return replace(self, scale=_times(factor, self.scale))
+        return inverse.mul_(read(self.x, b))
 
     def source(self) -> Source | None:
         """Returns the description for native code and kernels, or None if they cannot read it."""
         x = inner_source_of(self.x, "IS_RUN")
-        return x and x.plus("IS_VECTOR", {"v": self.v}, scale=self.scale)
+        return x and x.plus("IS_VECTOR", {"v": self.v})
 
 
 @dataclass(frozen=True)
@@ -342,7 +329,9 @@ def times(x: Readable, factor: Tensor | float) -> Readable:
     """
     if isinstance(factor, int | float) and factor == 1:
         return x
-    return x.times(factor) if isinstance(x, Quotient | RunQuotient) else Scaled(x, factor)
+    if isinstance(x, Scaled) and x.bound is None:
+        return Scaled(x.x, factor * x.factor)
+    return Scaled(x, factor)
 
 
 def root(x: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ class Adafactor:
         if self.beta1 is None:
             ops.apply_(p, u, shard, lr=alpha, weight_decay=self.weight_decay)
         else:  # m averages updates that are already multiplied by alpha
-            x, weight = u.times(alpha), 1 - self.beta1
+            x, weight = ops.times(u, alpha), 1 - self.beta1
             m = yield from formats.lerp_(of_bits(self.nbits), s["m"], x, weight, shard, g)
             ops.apply_(p, m, shard, lr=1, weight_decay=alpha * self.weight_decay)
 

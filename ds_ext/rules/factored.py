@@ -9,7 +9,6 @@ because mean(row) equals mean(col). Source: Shazeer and Stern, arXiv 1804.04235,
 
 import math
 from collections.abc import Generator
-from typing import TypeAlias
 
 from torch import Tensor
 
@@ -19,7 +18,6 @@ from ds_ext.ops.state import Part
 from ds_ext.rules.base import Sums
 
 Moment = dict[str, Tensor]
-Update: TypeAlias = ops.Quotient | ops.RunQuotient
 
 
 def sums_first(rule: object, shard: Shard) -> bool:
@@ -42,7 +40,7 @@ def divide_(
     beta: float,
     shard: Shard,
     clip: float = math.inf,
-) -> Update:
+) -> ops.Quotient:
     """Advances a matrix's v by ``sums``; returns x / sqrt(v), which is evaluated block by block.
 
     ``sums`` are row and column sums of x². If there is a third tensor, from
@@ -54,7 +52,7 @@ def divide_(
 
 def normalize(
     g: ops.Gradient, v: Moment, eps: float, beta: float, clip: float, shard: Shard, *more: Tensor
-) -> Generator[Sums, Sums, tuple[Update, Sums]]:
+) -> Generator[Sums, Sums, tuple[ops.Readable, Sums]]:
     """Updates ``v`` with g; returns u = g / sqrt(v), with its RMS bounded by ``clip``.
 
     The first round also sums the partial sums ``more``, and their totals are returned after u.
@@ -70,7 +68,7 @@ def normalize(
         mine = ops.weighted_square_sums(g, v["row"], eps, beta, shard, g)
         row, col, weighted, *totals = yield (*mine, *more)
         return divide_(g, v, (row, col, weighted), eps, beta, shard, clip), tuple(totals)
-    u: Update
+    u: ops.Readable
     if shard.is_matrix:
         row, col, *totals = yield (*ops.row_col_square_sums(g, shard, g), *more)
         u = divide_(g, v, (row, col), eps, beta, shard)
@@ -79,4 +77,4 @@ def normalize(
         ops.square_lerp_(v["full"], g, eps, 1 - beta, shard)
         u = ops.RunQuotient(g, v["full"])
         u_sq, *totals = yield (ops.square_sum(u, shard, g), *more)
-    return u.times((clip / shard.rms(u_sq)).clamp(max=1)), tuple(totals)
+    return ops.times(u, (clip / shard.rms(u_sq)).clamp(max=1)), tuple(totals)

@@ -95,7 +95,7 @@ def test_rows_of_a_run_are_normalized(path, shape, factor, monkeypatch):
         values = factor * values * row.unsqueeze(-1) * col.unsqueeze(-2)
         norms = values.norm(dim=-1, keepdim=True)
         for least in (1e-8, 1e3):
-            u = ops.Quotient(ops.Scaled(x, 0.5, 0.7), row.unsqueeze(-1), col.unsqueeze(-2), factor)
+            u = ops.Quotient(ops.Scaled(x, 0.5, 0.7), factor * row.unsqueeze(-1), col.unsqueeze(-2))
             rows, sums = ops.normalize_whole_rows(u, least, shard, x)
             expected = values * shard.cols**0.5 / norms.clamp(min=least)
             own = expected.flatten()[shard.start : shard.stop]

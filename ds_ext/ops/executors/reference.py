@@ -161,12 +161,12 @@ class Reference:
         for b in self.shard.blocks(self.limit):
             values = read(x.x, b)
             square = (values * x.col[b.mats]).square_()
-            before = x.row[b.mats, b.rows].squeeze(-1) * x.scale
+            before = x.row[b.mats, b.rows].squeeze(-1)
             norms = before.abs() * square.sum(2).sqrt_()
             new = (before * (root / norms.clamp(min=least))).clamp_(max=LARGEST)
             row[b.mats, b.rows, 0] = new
             sums[b.mats] += square.mul_(new.square().unsqueeze(2)).sum(1)
-        return replace(x, row=row, scale=1.0), sums
+        return replace(x, row=row), sums
 
 
 def _advance_mean_(v: Tensor, sums: Tensor, of: int, eps: float, weight: float) -> None:

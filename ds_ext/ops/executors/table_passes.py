@@ -300,7 +300,7 @@ class TablePasses(BatchTables, Reference):
             out2=Runs((sums,), firsts=batch.own_col_firsts),
             eps=least,
         )
-        return replace(x, row=self._row_factor(row), scale=1.0), self._by_matrix(sums)
+        return replace(x, row=self._row_factor(row)), self._by_matrix(sums)
 
     def _source(self, name: str, x: Readable) -> Source:
         """The description of an input of a pass; raises Unsupported if no table can read it."""

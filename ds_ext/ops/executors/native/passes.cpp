@@ -1066,7 +1066,7 @@ static void normalize_whole_rows(const Call &call, const Entry &e, const Strip &
                 int64_t n = e.cols - k < CHUNK ? e.cols - k : CHUNK;
                 sum += square_sum_of_product(gradient(e, call.dtype, i + r * e.cols + k, n, buffer[0]), by_col + k, n);
             }
-            e.out[line + r] = normalized(e.row[line + r] * e.scale, static_cast<float>(sum), e.eps, root);
+            e.out[line + r] = normalized(e.row[line + r], static_cast<float>(sum), e.eps, root);
             weight[r] = e.out[line + r];
         }
         for (int64_t k = 0; k < e.cols; k += CHUNK) {

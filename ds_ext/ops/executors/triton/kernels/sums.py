@@ -106,7 +106,7 @@ def weighted_sums(t, tile, P: tl.constexpr):
 
 @triton.jit
 def normalize_whole_rows(t, tile, P: tl.constexpr):
-    """out ← row · scale · a / max(norm, eps), norm that of a whole row of row · scale · x · col.
+    """out ← row · a / max(norm, eps), where norm is that of a whole row of row · x · col.
 
     part ← column sums of the squares of out · x · col over the rows of a strip, [strips, cols].
     Like ``weighted_sums``, it reads a row once.
@@ -117,7 +117,6 @@ def normalize_whole_rows(t, tile, P: tl.constexpr):
     x, out = vectors(t, F.X, P.XD, P), pointer(t, F.OUT, tl.float32)
     by_row, root, least = pointer(t, F.ROW, tl.float32), number(t, F.A), number(t, F.EPS)
     factor, most = factor_and_bound(t, P)
-    scale = number(t, F.SCALE)
     mat, top = rows_of(t, tile, strip)
     j = tl.arange(0, P.TC)
     by_col = tl.load(pointer(t, F.COL, tl.float32) + mat * cols + j, mask=j < cols, other=0.0)
@@ -128,7 +127,7 @@ def normalize_whole_rows(t, tile, P: tl.constexpr):
         values = tl.load(x + hinted(begin, P)[:, None] + j[None, :], mask=ok, other=0.0)
         u = scaled(values, factor, most, P) * by_col[None, :]
         square = u * u
-        old = tl.load(by_row + row, mask=own, other=0.0) * scale
+        old = tl.load(by_row + row, mask=own, other=0.0)
         norm = tl.abs(old) * tl.sqrt(tl.sum(square, axis=1))
         new = tl.where(own, _normalized(old, norm, root, least), 0.0)
         tl.store(out + row, new, mask=own)
