@@ -21,13 +21,11 @@ the scales of roots are at least 2⁻⁴¹.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ds_ext.ops import expressions
 from ds_ext.ops.expressions import root
 from ds_ext.ops.formats import PLAIN, Format
 from ds_ext.ops.schema import (
@@ -41,7 +39,6 @@ from ds_ext.ops.schema import (
     SCALE_GROUP,
 )
 from ds_ext.ops.shard import Block, groups_of
-from ds_ext.ops.state import Part
 
 
 def scale_codes(x: Tensor) -> Tensor:
@@ -129,27 +126,8 @@ class SquareGroups(_Groups):
         self._write(b, x.mul_(steps).add_(0.5).floor_().clamp_(max=255), scale)
 
 
-@dataclass(frozen=True)
-class Companded:
-    """The format of a run of numbers, which are non-negative unless ``signed``."""
-
-    signed: bool
-    size: ClassVar[int] = SCALE_GROUP
-
-    def state_spec(self, run: slice, total: int) -> dict[str, Part]:
-        """Returns the state of the values ``run`` of ``total``; the run has whole groups."""
-        code = torch.int8 if self.signed else torch.uint8
-        return {
-            "code": Part.of(run, total, code),
-            "scale": Part.of(groups_of(run, SCALE_GROUP), -(-total // SCALE_GROUP), torch.int16),
-        }
-
-    def opened(self, kept: dict[str, Tensor]) -> expressions.WritableRun:
-        """Returns the values of a state, to be read and written."""
-        return SignedGroups(kept) if self.signed else SquareGroups(kept)
-
-
-MOMENT, SQUARES = Companded(signed=True), Companded(signed=False)
+MOMENT = Format(SignedGroups, SCALE_GROUP, torch.int8, torch.int16)
+SQUARES = Format(SquareGroups, SCALE_GROUP, torch.uint8, torch.int16)
 
 
 def of_bits(nbits: int) -> Format:

@@ -4,9 +4,9 @@ Groups count from the first element of the whole parameter. If a cut between ran
 group, both ranks keep the group, so that values are rounded alike on any number of ranks.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from ds_ext.ops.expressions import (
     read,
 )
 from ds_ext.ops.moments import advance_
-from ds_ext.ops.shard import Block, Shard, outward
+from ds_ext.ops.shard import Block, Shard, groups_of, outward
 from ds_ext.ops.state import Part, Parts
 
 Sums: TypeAlias = tuple[Tensor, ...]
@@ -32,43 +32,40 @@ Edges: TypeAlias = Generator[Sums, Sums, tuple[Tensor, Tensor]]
 Completed: TypeAlias = Generator[Sums, Sums, tuple[Writable, Readable, Shard]]
 
 
-class Format(Protocol):
-    """A storage format of a run of numbers."""
+@dataclass(frozen=True)
+class Format:
+    """A storage format of a run of numbers.
 
-    @property
-    def size(self) -> int:
-        """The number of elements of a group, which are read and written together."""
-        ...
+    Attributes:
+        opened: returns the values of a state, to be read and written. If native code and kernels
+            can read them, they are a tensor, or have ``columns(name)``: the tensors that store the
+            moment ``name``, by their table columns.
+        size: the number of elements of a group, which are read and written together; 1: the state
+            is the numbers themselves, in the accumulator's dtype.
+        code: the dtype of an element in a group.
+        scale: the dtype of a group's scale.
+        key: of the scales in the state.
+    """
+
+    opened: Callable[[Any], Writable]
+    size: int
+    code: torch.dtype | None = None
+    scale: torch.dtype | None = None
+    key: str = "scale"
 
     def state_spec(self, run: slice, total: int) -> Part | Parts:
         """Returns the state of the values ``run`` of ``total``; the run has whole groups."""
-        ...
-
-    def opened(self, kept: Any) -> Writable:
-        """Returns the values of a state, to be read and written.
-
-        If native code and kernels can read them, the result is a tensor, or has ``columns(name)``:
-        the tensors that store the moment ``name``, by their table columns.
-        """
-        ...
+        if self.size == 1:
+            return Part.of(run, total)
+        groups = Part.of(groups_of(run, self.size), -(-total // self.size), self.scale)
+        return {"code": Part.of(run, total, self.code), self.key: groups}
 
 
-@dataclass(frozen=True)
-class Plain:
-    """Uncompressed numbers in the accumulator's dtype."""
-
-    size: ClassVar[int] = 1
-
-    def state_spec(self, run: slice, total: int) -> Part:
-        """Returns a run of numbers."""
-        return Part.of(run, total)
-
-    def opened(self, kept: Tensor) -> Tensor:
-        """Returns the numbers themselves."""
-        return kept
+def _numbers(kept: Tensor) -> Tensor:
+    return kept
 
 
-PLAIN = Plain()
+PLAIN = Format(_numbers, 1)
 
 
 def splits_groups(shard: Shard | Batch, size: int) -> bool:

@@ -12,8 +12,8 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
+from ds_ext.ops.formats import Format
 from ds_ext.ops.shard import Block, groups_of
-from ds_ext.ops.state import Part
 
 SIZE = 256  # of a block, as in bitsandbytes' own optimizers
 
@@ -31,33 +31,11 @@ def functional() -> ModuleType:
 
 
 @dataclass(frozen=True)
-class Dynamic:
-    """The format of a run of numbers, which are non-negative unless ``signed``."""
-
-    signed: bool
-    size: ClassVar[int] = SIZE
-
-    def state_spec(self, run: slice, total: int) -> dict[str, Part]:
-        """Returns the state of the values ``run`` of ``total``; the run has whole blocks."""
-        return {
-            "code": Part.of(run, total, torch.uint8),
-            "absmax": Part.of(groups_of(run, SIZE), -(-total // SIZE), torch.float32),
-        }
-
-    def opened(self, kept: dict[str, Tensor]) -> "Quantized":
-        """Returns the values of a state, to be read and written."""
-        return Quantized(kept, self.signed)
-
-
-MOMENTS = Dynamic(signed=True), Dynamic(signed=False)  # Adam's m and v
-
-
-@dataclass(frozen=True)
 class Quantized:
     """A run that is read and written in blocks that start at multiples of 256."""
 
+    signed: ClassVar[bool] = True
     state: dict[str, Tensor]
-    signed: bool
 
     def block(self, b: Block) -> Tensor:
         """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
@@ -78,6 +56,19 @@ class Quantized:
     def _parts(self, b: Block) -> tuple[Tensor, Tensor]:
         assert b.run.start % SIZE == 0, "a block of 8-bit values is read or written in part"
         return self.state["code"][b.run], self.state["absmax"][groups_of(b.run, SIZE)]
+
+
+class QuantizedSquares(Quantized):
+    """Non-negative numbers."""
+
+    signed = False
+
+
+# Adam's m and v.
+MOMENTS = (
+    Format(Quantized, SIZE, torch.uint8, torch.float32, "absmax"),
+    Format(QuantizedSquares, SIZE, torch.uint8, torch.float32, "absmax"),
+)
 
 
 @functools.cache
