@@ -110,6 +110,7 @@ class Fault(Exception):
 
 # Functions that are themselves collectives of others, or of ds_ext: all ranks must reach them.
 COLLECTIVE = {"checkpoint_event_epilogue", "_publish", "gathered", "several", "explained"}
+COLLECTIVE |= {"tell", "told"}
 
 
 class Calls:
