@@ -7,7 +7,6 @@ element. A weight that is not stepped does not advance its average. If a weight 
 includes it.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -105,7 +104,7 @@ def averaged(
         ops.apply_(e, u, shard, lr=weight, weight_decay=1.0)  # type: ignore[arg-type]
 
 
-def start_or_drop(rule: Any, shard: Shard, state: State, run: Callable[[], Tensor]) -> None:
+def start_or_drop(rule: Any, shard: Shard, state: State, p: Tensor) -> None:
     """Follows a change of ``ema_decay`` after the first step.
 
     Args:
@@ -113,12 +112,11 @@ def start_or_drop(rule: Any, shard: Shard, state: State, run: Callable[[], Tenso
         shard: which elements of the parameter this rank steps.
         state: its state. A missing average is made of the current weights; one that ``rule`` does
             not keep is removed.
-        run: returns these weights, [len(shard)].
+        p: these weights, [len(shard)].
     """
     matrices = [(own, s) for own, _, s in expert_stacks.matrices(shard, state)]
     missing = [(own, s) for own, s in matrices if rule.ema_decay and EMA not in s]
     if missing:
-        p = run()
         w = sixteen_bit.values(p, state, Shard.whole((len(p),)))
         dtype = torch.bfloat16 if rule.ema_dtype == "bf16" else ops.accumulator(p.dtype)
         for own, s in missing:

@@ -5,9 +5,8 @@ read or write out of bounds. A state is checked when it is loaded, and when a st
 with a run of given sizes and dtypes. Later steps compare it with what was checked (``plans``).
 """
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +14,7 @@ from torch import Tensor
 
 from ds_ext.distributed.dtensors import is_dtensor
 from ds_ext.distributed.layout import Layout
-from ds_ext.ops import sixteen_bit
-from ds_ext.ops.shard import Shard
+from ds_ext.ops import int8, sixteen_bit
 from ds_ext.ops.state import Part, Parts, StateMismatch, mapped, zeros
 from ds_ext.optimizer import dtensor_state, ema, expert_stacks, param_checks
 from ds_ext.optimizer.param_table import GroupRules, ParamTable, of_this_version
@@ -60,9 +58,11 @@ def make_for_dtensors(table: ParamTable, params: Iterable[Tensor]) -> None:
 def check(table: ParamTable, u: RunUpdate, state: State, device: torch.device | None) -> None:
     """Checks the sizes of a run; casts its state, and moves it to ``device`` if given.
 
+    Starts or drops its average of the weights if ``ema_decay`` has changed.
+
     Raises:
         ValueError: the weight is complex, weight or gradient have another size than the shard, or
-            the state does not fit.
+            the state lacks a key, or has a tensor of another shape or kind of dtype.
     """
     param_checks.refuse_complex(table, [u.param])
     n, sizes = len(u.shard), (u.p.numel(), u.g.numel())
@@ -72,41 +72,13 @@ def check(table: ParamTable, u: RunUpdate, state: State, device: torch.device | 
             f"its gradient {sizes[1]}, but the optimizer expects {n}. Compute the gradients again "
             "after you replace the data of parameters."
         )
-    check_state(table, u.param, u.shard, state, u.p.dtype, device, lambda: u.p)
-
-
-def check_state(
-    table: ParamTable,
-    param: Tensor,
-    shard: Shard,
-    state: State,
-    dtype: torch.dtype,
-    device: torch.device | None,
-    run: Callable[[], Tensor],
-) -> None:
-    """Casts a state to the dtypes that its rule declares, and moves it to ``device`` if given.
-
-    Starts or drops its average of the weights if ``ema_decay`` has changed.
-
-    Args:
-        table: the table of the parameter's optimizer.
-        param: the parameter.
-        shard: which elements of it this process steps.
-        state: their state, changed in place.
-        dtype: of the weights.
-        device: where to put the state; None: where it is.
-        run: returns the weights, [len(shard)].
-
-    Raises:
-        ValueError: a key is missing, or a tensor has another shape or kind of dtype.
-    """
-    rule = table.rule_of(param)
-    ema.start_or_drop(rule, shard, state, run)
-    parts = table.state_spec(param, shard, rule)
+    rule = table.rule_of(u.param)
+    ema.start_or_drop(rule, u.shard, state, u.p)
+    parts = table.state_spec(u.param, u.shard, rule)
     try:
-        fit(parts, state, len(shard), dtype, device)
+        fit(parts, state, n, u.p.dtype, device)
     except StateMismatch as why:
-        raise param_checks.unfit_state(table, param, why) from None
+        raise param_checks.unfit_state(table, u.param, why) from None
 
 
 def check_model(table: ParamTable, layout: Layout) -> None:
@@ -126,8 +98,9 @@ def check_model(table: ParamTable, layout: Layout) -> None:
         shard = layout.shards[param]
         param_checks.refuse_shape(table, param, shard)
         if state := table.state.get(param):
-            run = functools.partial(layout.run, param)
-            check_state(table, param, shard, state, param.dtype, None, run)
+            with int8.expanded([param]):
+                run = layout.run(param)
+                check(table, RunUpdate(param, run, run, shard), state, None)
 
 
 def read(
