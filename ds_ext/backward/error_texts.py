@@ -16,6 +16,11 @@ REPLACED = (
     "another engine or fuse_into_backward call steps this model now: use that one, or create a new "
     "one. If the two models share layers, freeze these in one of them."
 )
+OTHER_SCALE = (
+    "the loss is scaled for one of its models, and gradients of another one would be wrong: their "
+    "loss scales are %g and %g. Use bf16 or fp32 for both models instead of fp16, or freeze one of "
+    "them in this backward pass: model.requires_grad_(False)."
+)
 BEGUN = "ema() was called between backward and the end of the step: end the step first."
 LOADED = (
     "load_state_dict() was called between backward and optimizer.step(): backward has already "

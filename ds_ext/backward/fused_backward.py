@@ -361,8 +361,7 @@ class FusedBackward:
         self.layout.refuse_resized()
         state = self.state
         state.rules = self.optimizer.check_param_groups()
-        is_of_others = not self.own_loss_is_running and owners.may_reach_others(self)
-        if is_of_others or self._keeps():
+        if self._is_of_others() or self._keeps():
             self.stepper.log_kept(self.grad_config)
             if self.grad_config.policy == "projected":
                 return receivers.Projecting(self.stepper, state, self.grad_config.accumulate_in)
@@ -374,6 +373,21 @@ class FusedBackward:
             raise RuntimeError(error_texts.measure_first(self.grad_config.setting_names))
         state.coefficient = self.clipping.coefficient(self.clipping.previous_norm)
         return receivers.Stepping(self.stepper, state)
+
+    def _is_of_others(self) -> bool:
+        """Whether another model's loss may have started the backward pass in progress.
+
+        In a GAN, the generator's loss reaches the discriminator, whose gradients zero_grad()
+        discards before the discriminator is trained.
+
+        Raises:
+            RuntimeError: the pass reaches a model with another loss scale.
+        """
+        reached = owners.others_reached(self)
+        for other in reached:
+            if (scale := other.state.reader.loss_scale) != self.reader.loss_scale:
+                raise RuntimeError(error_texts.OTHER_SCALE % (scale, self.reader.loss_scale))
+        return not self.own_loss_is_running and bool(reached or owners.may_hide_others(self))
 
     def _step_kept(self, state: StepState) -> None:
         """Steps parameters by their kept gradients, a bucket at a time, and frees the gradients."""

@@ -129,21 +129,19 @@ def take_over(params: Iterable[Tensor], group: Group = None) -> None:
         )
 
 
-def may_reach_others(by: GradientOwner) -> bool:
-    """Returns whether another model's loss may have started the backward pass in progress.
-
-    In a GAN, the generator's loss reaches the discriminator, whose gradients zero_grad() discards
-    before the discriminator is trained.
-    """
+def others_reached(by: GradientOwner) -> list[GradientOwner]:
+    """Returns other owners whose parameters are in the graph of the backward pass in progress."""
     if len(_owners_by_number) < 2:
-        return False
-    is_in_graph = any(
-        torch._C._will_engine_execute_node(_node(leaf))
+        return []
+    return [
+        other
         for other in all_owners()
         if other is not by
-        for leaf in other.layout.own_leaves({p for p in _stepped_by(other) if p.requires_grad})
-    )
-    return is_in_graph or _may_hide_others(by)
+        and any(
+            torch._C._will_engine_execute_node(_node(leaf))
+            for leaf in other.layout.own_leaves({p for p in _stepped_by(other) if p.requires_grad})
+        )
+    ]
 
 
 def _node(leaf: Tensor) -> Node:
@@ -185,7 +183,7 @@ def others_used(by: GradientOwner) -> list[GradientOwner]:
     ]
 
 
-def _may_hide_others(by: GradientOwner) -> bool:
+def may_hide_others(by: GradientOwner) -> bool:
     """Whether the backward pass may reach other owners' parameters in checkpointed segments.
 
     A segment's graph does not contain the leaves of the outer graph. The outer graph does not

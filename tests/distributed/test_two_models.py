@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.nn.functional import softplus
 from torch.utils.checkpoint import checkpoint
@@ -148,6 +149,34 @@ def beside_a_failed_pass() -> int:
     return ended.call_count
 
 
+def of_two_precisions(stage: int, is_last: bool, has_engine: bool) -> tuple[str, bool]:
+    """One loss of an fp16 model and of an fp32 one -> the error; whether the weights stay."""
+    models = make()
+    half, other = models[is_last], models[not is_last]
+    fp16 = {"enabled": True, "loss_scale": 256.0}
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
+        optimizer = ds_ext.LOMO(half.half().parameters(), lr=LR)
+        scaled = engines.start(half, optimizer, stage, "", fp16=fp16)
+    optimizer = ds_ext.LOMO(other.parameters(), lr=LR)
+    if has_engine:
+        engines.start(other, optimizer, stage)
+    else:
+        ds_ext.fuse_into_backward(other, optimizer)
+    before = parts(models)
+    g, d = models
+    h = g(noise(0, dist.get_rank(), 3).to(torch.float if is_last else torch.half))
+    loss = d(h.to(torch.half if is_last else torch.float)).float().square().mean()
+    with pytest.raises(RuntimeError) as error:
+        scaled.backward(loss)
+    return str(error.value), all(map(torch.equal, before, parts(models)))
+
+
+def parts(models: tuple[nn.Module, nn.Module]) -> list[torch.Tensor]:
+    """What this rank holds of the weights. Padding may be NaN."""
+    params = [p for model in models for p in model.parameters()]
+    return [getattr(p, "ds_tensor", p).detach().nan_to_num() for p in params]
+
+
 def assert_equal_updates(got, wanted, start) -> None:
     for p, q, before in zip(got, wanted, start, strict=True):
         assert (q - before).norm() > 0
@@ -208,3 +237,11 @@ def test_ranks_end_the_backward_passes_of_many_engines_in_the_same_order():
 
 def test_an_engine_whose_backward_pass_has_failed_takes_no_part_in_another_engines():
     assert worlds.run(2, beside_a_failed_pass) == [0, 0]
+
+
+@pytest.mark.parametrize("has_engine", [True, False])
+@pytest.mark.parametrize("stage, is_last", [(1, True), (2, False), (3, False)])
+def test_one_loss_of_two_loss_scales_is_refused_before_a_weight_moves(stage, is_last, has_engine):
+    """Otherwise the gradients of the fp32 model would be 256 times too large."""
+    for error, stays in worlds.run(2, of_two_precisions, stage, is_last, has_engine):
+        assert "loss scales are" in error and stays
