@@ -160,6 +160,13 @@ def checked(
     return {name: getattr(whole, name) for name in hints}, []
 
 
+def did_you_mean(key: str, known: Iterable[str]) -> str:
+    """Returns " Did you mean ...?" with the closest known name in any case, or "" if none is."""
+    by_lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(key.lower(), by_lower, n=1)
+    return f' Did you mean "{by_lower[near[0]]}"?' if near else ""
+
+
 def dotted(where: str, key: str) -> str:
     """Returns a key after its config section ``where``, if that is not empty."""
     return f"{where}.{key}" if where else key

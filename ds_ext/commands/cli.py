@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import ds_ext
 from ds_ext.commands import check, config, plan, run, selftest
-from ds_ext.config.optimizer_names import did_you_mean
+from ds_ext.hyperparams import did_you_mean
 
 # Each module has HELP, DESCRIPTION, ``add_options`` and ``run``, which returns the exit code (None
 # for 0) and raises ValueError for a wrong option.

@@ -193,7 +193,7 @@ def _unread_keys(section: dict[str, Any]) -> Iterator[str]:
     """Yields a message for each key of the section "optimizer" that nothing reads."""
     known = ("type", "params", "legacy_fusion")
     for key in (key for key in section if key not in known):
-        guess = optimizer_names.did_you_mean(key, known)
+        guess = hyperparams.did_you_mean(key, known)
         guess = guess or f' Did you mean "optimizer.params.{key}"?'
         yield f"unknown key optimizer.{key}, which DeepSpeed ignores.{guess}"
 

@@ -72,13 +72,6 @@ def _names_ours(section: dict[str, Any]) -> bool:
     return any(isinstance(name, str) and registry_key(name) for name in names)
 
 
-def did_you_mean(key: str, known: Any) -> str:
-    """Returns " Did you mean ...?" with the closest known name in any case, or "" if none is."""
-    by_lower = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(key.lower(), by_lower, n=1)
-    return f' Did you mean "{by_lower[near[0]]}"?' if near else ""
-
-
 def refuse_unknown(name: str) -> None:
     """Checks that ds_ext, DeepSpeed or torch has an optimizer with this name.
 
@@ -88,14 +81,6 @@ def refuse_unknown(name: str) -> None:
     Raises:
         ValueError: the name is unknown.
     """
-    if name.lower() in deepspeeds() or registry_key(name) or hasattr(torch.optim, name):
-        return
-    if name.lower().startswith(PREFIX):
-        named(name)
-    spelled = [entry.spelling for entry in REGISTRY.values()]
-    raise ValueError(
-        f"optimizer.type is {name!r}, which ds_ext, DeepSpeed and torch.optim do not have."
-        f"{did_you_mean(name, [*deepspeeds(), *spelled])} "
-        f"Optimizers of ds_ext: {', '.join(spelled)}; and yours, once their module is imported "
-        "(--import MODULE)."
-    )
+    theirs = deepspeeds()
+    if not (name.lower() in theirs or registry_key(name) or hasattr(torch.optim, name)):
+        named(name, theirs=theirs)

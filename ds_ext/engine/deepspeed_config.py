@@ -15,10 +15,10 @@ from pydantic import ValidationError
 
 from ds_ext.config import config_checks
 from ds_ext.config.config_checks import raise_first
-from ds_ext.config.optimizer_names import did_you_mean, misspelt_sections
+from ds_ext.config.optimizer_names import misspelt_sections
 from ds_ext.config.parsing import filled, lookup, normalized, place_of
 from ds_ext.engine import rank_logging
-from ds_ext.hyperparams import dotted
+from ds_ext.hyperparams import did_you_mean, dotted
 from ds_ext.settings import SETTINGS, SIZES
 
 # Top-level keys that neither ``SETTINGS`` nor constants of DeepSpeed's modules name.

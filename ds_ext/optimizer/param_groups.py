@@ -5,7 +5,6 @@ their own, such as "type"; and, if a rule is not for all parameters, by ``target
 other parameters get the keys of ``others``.
 """
 
-import difflib
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -334,8 +333,7 @@ def _matched(
     found = [p for p, name in names.items() if finds(pattern, name)]
     if not found:
         parts = {part for name in names.values() for part in name.split(".")}
-        near = difflib.get_close_matches(str(pattern), parts, n=1)
-        guess = f' Did you mean "{near[0]}"?' if near else ""
+        guess = hyperparams.did_you_mean(str(pattern), parts)
         raise ValueError(
             f"{where}: {pattern!r} matches no trained {what}.{guess} "
             f"Known: {summary(names.values())}."

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_ext.config.optimizer_names import did_you_mean
+from ds_ext.hyperparams import did_you_mean
 
 # Configurations as published with the weights, with the keys of config.json. Missing keys have
 # transformers' defaults. Gemma 3's configurations omit the vision tower. "removed" has the Hub

@@ -6,17 +6,16 @@ partial sums and receives the totals over all ranks.
 """
 
 import dataclasses
-import difflib
 import functools
 import inspect
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
 from ds_ext import ops
-from ds_ext.hyperparams import unchecked
+from ds_ext.hyperparams import did_you_mean, unchecked
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.sixteen_bit import RoundingConfig
 from ds_ext.ops.state import Part, Parts, leaves
@@ -287,8 +286,13 @@ def key_of(name: str) -> str:
     return name.lower().removeprefix("ds_ext.").replace("-", "")
 
 
-def named(name: Any, key: str = "optimizer.type") -> RuleEntry:
+def named(name: Any, key: str = "optimizer.type", theirs: Iterable[str] | None = None) -> RuleEntry:
     """Returns the registered rule that a config names: see ``key_of``.
+
+    Args:
+        name: the name.
+        key: the config's key, for the message.
+        theirs: the names of DeepSpeed's optimizers, if these and torch's are allowed too.
 
     Raises:
         ValueError: there is none. The message has the config's ``key`` and the closest known name.
@@ -296,12 +300,12 @@ def named(name: Any, key: str = "optimizer.type") -> RuleEntry:
     wanted = key_of(name) if isinstance(name, str) else ""
     if wanted in REGISTRY:
         return REGISTRY[wanted]
-    near = [REGISTRY[x].spelling for x in difflib.get_close_matches(wanted, REGISTRY, n=1)]
-    guess = f' Did you mean "{near[0]}"?' if near else ""
-    known = ", ".join(entry.spelling for entry in REGISTRY.values())
+    known = [entry.spelling for entry in REGISTRY.values()]
+    guess = did_you_mean(wanted, [*known, *(theirs or ())])
+    kind = "a ds_ext optimizer" if theirs is None else "one of ds_ext, DeepSpeed or torch.optim"
     raise ValueError(
-        f"{key} is {name!r}, which is not a ds_ext optimizer.{guess} Known: {known}; and yours, "
-        "once their module is imported (--import MODULE)."
+        f"{key} is {name!r}, which is not {kind}.{guess} Optimizers of ds_ext: "
+        f"{', '.join(known)}; and yours, once their module is imported (--import MODULE)."
     )
 
 

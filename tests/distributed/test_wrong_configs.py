@@ -34,6 +34,7 @@ MISTAKES = {  # the error; or "" and the one warning
     "function_with_section": (FUNCTION, ""),
     "fused_at_stage_3": (f"{PARTITIONED} and its engine steps inside backward already: rem", ""),
     "fused_after_an_engine": (f"{PARTITIONED} which only a DeepSpeed engine can train", ""),
+    "wrong_value": ("ValueError: gradient_clipping is '1.0'; allowed: a number >= 0.", ""),
     "compiled": ("ValueError: zero_optimization.stage = 3 cannot partition what torch.compile", ""),
     "compiled_backward": ("ValueError: engine.compile(compiled_autograd_enabled=True)", ""),
     "wrapped": ("ValueError: the model is wrapped by DistributedDataParallel: pass the model", ""),

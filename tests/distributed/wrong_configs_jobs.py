@@ -320,6 +320,13 @@ class Mistakes:
         _engine(model, _zero(3)).destroy()
         ds_ext.fuse_into_backward(model, ds_ext.AdaLomo(model.parameters()))
 
+    def wrong_value(self) -> None:
+        """A value of the wrong type in a config without a word of ds_ext."""
+        model = nn.Linear(4, 4)
+        config = SIZES | {"gradient_clipping": "1.0"}
+        optimizer = ds_ext.AdaLomo(model.parameters())
+        deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
     def compiled(self) -> None:
         """A model that torch.compile has wrapped, at stage 3."""
         _engine(torch.compile(nn.Linear(4, 4), backend="eager"), _zero(3))
