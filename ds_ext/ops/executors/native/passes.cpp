@@ -840,63 +840,11 @@ static bool probed(const Call &call, const Entry &e, bool notes) {
     return true;
 }
 
-// Adds squares of rows of ``cols`` elements to row and column sums.
-INLINE void add_narrow(const float *x, int64_t n, int64_t cols, int64_t rows, int64_t line, int64_t c,
-                       float *row, float *col) {
-    int64_t mat = line / rows, r = line % rows;
-    for (int64_t j = 0; j < n;) {
-        int64_t stop = j + cols - c < n ? j + cols - c : n;
-        float sum = 0, *to = col + mat * cols + c - j;
-        for (int64_t k = j; k < stop; ++k) {
-            float q = x[k] * x[k];
-            sum += q;
-            to[k] += q;
-        }
-        row[mat * rows + r] += sum;
-        if (++r == rows) r = 0, ++mat;
-        j = stop;
-        c = 0;
-    }
-}
-
 // The number of elements of a strip with narrow rows to process at once: of one matrix if it is tall.
 INLINE int64_t narrow_part(const Entry &e, int64_t i, int64_t end) {
     int64_t n = end - i < CHUNK ? end - i : CHUNK, whole = e.rows * e.cols;
     int64_t left = whole - (e.start + i) % whole;
     return e.rows > TALL && left < n ? left : n;
-}
-
-// Adds row sums of squares to out, and column sums to ``col``: [cols] if the strip lies in one large
-// matrix, or [mats, cols] if it has small matrices.
-static void row_col_sums(const Call &call, const Entry &e, const Strip &s, float *col, bool is_one) {
-    alignas(ALIGNED) float buffer[CHUNK];
-    if (e.cols <= NARROW) {
-        for (int64_t i = s.begin; i < s.end;) {
-            int64_t n = narrow_part(e, i, s.end);
-            int64_t line = (e.start + i) / e.cols, c = (e.start + i) % e.cols, mat = line / e.rows;
-            const float *x = value(call, e, i, n, buffer);
-            float *to = is_one ? col : col + mat * e.cols, part[NARROW] = {};
-            add_narrow(x, n, e.cols, e.rows, line, c, e.out, (e.rows > TALL ? part : to) - mat * e.cols);
-            for (int64_t k = 0; k < e.cols && e.rows > TALL; ++k) to[k] += part[k];
-            i += n;
-        }
-        return;
-    }
-    for (int64_t i = s.begin; i < s.end;) {
-        int64_t line = (e.start + i) / e.cols, c = (e.start + i) % e.cols;
-        int64_t length = e.cols - c < s.end - i ? e.cols - c : s.end - i;  // of the row, or its part here
-        float *to = (is_one ? col : col + line / e.rows * e.cols) + c;
-        double sum = 0;
-        for (int64_t k = 0; k < length; k += CHUNK) {
-            int64_t n = length - k < CHUNK ? length - k : CHUNK;
-            const float *x = value(call, e, i + k, n, buffer);
-            float *__restrict at = to + k;
-            for (int64_t j = 0; j < n; ++j) at[j] += x[j] * x[j];
-            sum += square_sum(x, n);
-        }
-        e.out[line] += static_cast<float>(sum);
-        i += length;
-    }
 }
 
 // The weights of column sums: 1 / the new statistic of a row whose squares add up to ``sum``.
@@ -911,35 +859,63 @@ struct RowWeights {
     }
 };
 
-// row_col_sums of whole narrow rows, and column sums of squares divided by the row's new statistic.
-static void weighted_sums_narrow(const Call &call, const Entry &e, const Strip &s, float *col, float *by_weight, bool is_one) {
+// The sums of narrow rows: row_col_sums, or weighted_sums, whose rows are whole.
+template <bool WEIGHTED> static void sums_of_narrow_rows(const Call &call, const Entry &e, const Strip &s, float *col, float *by_weight, bool is_one) {
     alignas(ALIGNED) float buffer[CHUNK];
     const RowWeights weight(e);
+    const bool is_tall = e.rows > TALL;
     for (int64_t i = s.begin; i < s.end;) {
-        int64_t n = narrow_part(e, i, s.end) / e.cols * e.cols;
-        int64_t line = (e.start + i) / e.cols;
-        const float *x = gradient(e, call.dtype, i, n, buffer);
+        int64_t n = narrow_part(e, i, s.end);
+        if (WEIGHTED) n = n / e.cols * e.cols;
+        int64_t line = (e.start + i) / e.cols, c = (e.start + i) % e.cols, mat = line / e.rows;
+        int64_t first = is_one ? 0 : mat * e.cols;
+        const float *x = value(call, e, i, n, buffer);
         float part[NARROW] = {}, weighted[NARROW] = {};
-        bool is_tall = e.rows > TALL;
-        int64_t first = is_one ? 0 : line / e.rows * e.cols;  // of the matrix, if it is tall
-        for (int64_t j = 0; j < n; j += e.cols, ++line) {
-            float sum = 0;
-            for (int64_t k = 0; k < e.cols; ++k) sum += x[j + k] * x[j + k];
-            int64_t to = is_one ? 0 : line / e.rows * e.cols;
-            float inverse = weight(line, sum), *plain = is_tall ? part : col + to;
-            float *divided = is_tall ? weighted : by_weight + to;
-            e.out[line] = sum;
-            for (int64_t k = 0; k < e.cols; ++k) {
-                float q = x[j + k] * x[j + k];
-                plain[k] += q;
-                divided[k] += q * inverse;
+        i += n;
+        for (int64_t last = (mat + 1) * e.rows, length; n > 0; x += length, n -= length, c = 0) {
+            length = e.cols - c < n ? e.cols - c : n;
+            int64_t to = is_one ? 0 : mat * e.cols;
+            float sum = 0, *plain = (is_tall ? part : col + to) + c;
+            for (int64_t k = 0; k < length; ++k) sum += x[k] * x[k];
+            e.out[line] += sum;
+            if constexpr (WEIGHTED) {
+                float inverse = weight(line, sum), *divided = is_tall ? weighted : by_weight + to;
+                for (int64_t k = 0; k < length; ++k) {
+                    float q = x[k] * x[k];
+                    plain[k] += q;
+                    divided[k] += q * inverse;
+                }
+            } else {
+                for (int64_t k = 0; k < length; ++k) plain[k] += x[k] * x[k];
             }
+            if (++line == last) ++mat, last += e.rows;
         }
         for (int64_t k = 0; k < e.cols && is_tall; ++k) {
             col[first + k] += part[k];
-            by_weight[first + k] += weighted[k];
+            if (WEIGHTED) by_weight[first + k] += weighted[k];
         }
-        i += n;
+    }
+}
+
+// Adds row sums of squares to out, and column sums to ``col``: [cols] if the strip lies in one large
+// matrix, or [mats, cols] if it has small matrices.
+static void row_col_sums(const Call &call, const Entry &e, const Strip &s, float *col, bool is_one) {
+    if (e.cols <= NARROW) return sums_of_narrow_rows<false>(call, e, s, col, nullptr, is_one);
+    alignas(ALIGNED) float buffer[CHUNK];
+    for (int64_t i = s.begin; i < s.end;) {
+        int64_t line = (e.start + i) / e.cols, c = (e.start + i) % e.cols;
+        int64_t length = e.cols - c < s.end - i ? e.cols - c : s.end - i;  // of the row, or its part here
+        float *to = (is_one ? col : col + line / e.rows * e.cols) + c;
+        double sum = 0;
+        for (int64_t k = 0; k < length; k += CHUNK) {
+            int64_t n = length - k < CHUNK ? length - k : CHUNK;
+            const float *x = value(call, e, i + k, n, buffer);
+            float *__restrict at = to + k;
+            for (int64_t j = 0; j < n; ++j) at[j] += x[j] * x[j];
+            sum += square_sum(x, n);
+        }
+        e.out[line] += static_cast<float>(sum);
+        i += length;
     }
 }
 
@@ -968,7 +944,7 @@ template <class X> static __attribute__((noinline)) void add_squares(X x, int64_
     }
 }
 
-// weighted_sums_narrow for wide rows: four rows of a matrix at a time, so that column sums are updated
+// weighted_sums of wide rows: four rows of a matrix at a time, so that column sums are updated
 // a quarter as often.
 template <class X> static void weighted_sums_wide(const Entry &e, const Strip &s, X x, float *col, float *by_weight, bool is_one) {
     const RowWeights weight(e);
@@ -998,7 +974,7 @@ template <class X> static void weighted_sums_wide(const Entry &e, const Strip &s
 
 static void weighted_sums(const Call &call, const Entry &e, const Strip &s, float *col, float *by_weight, bool is_one) {
     if (e.cols <= NARROW)
-        weighted_sums_narrow(call, e, s, col, by_weight, is_one);
+        sums_of_narrow_rows<true>(call, e, s, col, by_weight, is_one);
     else
         with_gradient(e, call.dtype, 0, [&](auto x) { weighted_sums_wide(e, s, x, col, by_weight, is_one); });
 }
