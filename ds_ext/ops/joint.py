@@ -157,26 +157,6 @@ def _row_col_square_sums(
     return cast(tuple[Tensor, ...], passes.row_col_square_sums(x, joints[0][0]))
 
 
-def row_square_sums(u: Readable, x: Tensor) -> Generator[Any, Any, tuple[Tensor, Tensor]]:
-    """Returns the row sums of the squares of ``u``, and of the matrix ``x`` that it reads."""
-    shard = Shard.whole(tuple(x.shape))
-    passes = functions.passes_over(shard, x)
-    asked = _asked(_row_square_sums, "row_col_sums", u, passes)
-    if asked is None:
-        sums = [passes.row_col_square_sums(some, x)[0].view(-1) for some in (u, x.view(-1))]
-    else:
-        sums = yield asked
-    of_u, of_x = sums
-    return of_u, of_x
-
-
-def _row_square_sums(
-    passes: Any, u: Readable, _: object, joints: Sequence[JointPass]
-) -> tuple[Tensor, ...]:
-    both, like = (u, cast(Source, u).tensors["x"]), joints[0][0]
-    return tuple(passes.row_col_square_sums(some, like)[0] for some in both)
-
-
 def evaluate(x: Readable, shard: Shard, like: Gradient) -> Generator[Any, Any, Tensor]:
     """``ops.evaluate``: returns the values of a run, [len(shard)]."""
     passes = functions.passes_over(shard, like)

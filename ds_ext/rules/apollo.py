@@ -87,9 +87,11 @@ class APOLLO:
 
         s["q"], r = q, r[own]
         adam = ops.AdamStep(ops.RootQuotient(s["m"], s["v"], self.eps), r.view(-1), beta1, beta2)
-        squares = yield from joint.row_square_sums(adam, r)
+        whole = Shard.whole(tuple(r.shape))
+        u_sq, _ = yield from joint.row_col_square_sums(adam, whole, r)
+        own_sq, _ = yield from joint.row_col_square_sums(r.view(-1), whole, r)
         del r, adam  # the joint operation waits for other matrices
-        n_sq, r_sq = yield tuple([ops.pad(x, own, g_sq) for x in squares])
+        n_sq, r_sq = yield tuple([ops.pad(x, own, g_sq) for x in (u_sq, own_sq)])
 
         factor = (1 - beta2**t) ** 0.5 / (1 - beta1**t) * self.scale**0.5
         factor *= 1 - self.lr * self.weight_decay  # weight decay follows the update
