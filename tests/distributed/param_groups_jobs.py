@@ -1,5 +1,6 @@
 """Jobs that step one model by several rules, chosen by name in the JSON config."""
 
+import functools
 from typing import Any
 
 import deepspeed
@@ -26,11 +27,12 @@ def start(stage: int, optimizer: dict[str, Any] = OPTIMIZER) -> deepspeed.DeepSp
     return engines.start(models.Zoo(), None, stage, gradient_clipping=CLIP, **how)
 
 
+def zoo_loss(model: Any, step: int, rank: int, world: int) -> torch.Tensor:
+    return model(models.batch(step, world)[rank], step)
+
+
 def advance(engine: deepspeed.DeepSpeedEngine, steps: range) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for step in steps:
-        engine.backward(engine(models.batch(step, world)[rank], step))
-        engine.step()
+    engines.train(engine, functools.partial(zoo_loss, world=dist.get_world_size()), steps)
 
 
 def train(stage: int, folder: str) -> dict[str, Any]:
@@ -73,17 +75,6 @@ def grouped_by_script(stage: int) -> list[float]:
     groups = [{"params": others}, {"params": vectors, "weight_decay": 0.0}]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     return [group["weight_decay"] for group in engine.optimizer.param_groups]
-
-
-def reference(world: int, optimizers: list[torch.optim.Optimizer], model: nn.Module) -> None:
-    """The same steps in one process, by an optimizer for each kind of parameter."""
-    for step in range(STEPS):
-        losses = [model(batch, step) for batch in models.batch(step, world)]
-        torch.stack(losses).mean().backward()
-        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], CLIP)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 LR = 0.01

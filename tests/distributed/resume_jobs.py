@@ -1,6 +1,6 @@
 """Runs that are saved and gone on from: as they were, elsewhere, by DeepSpeed's tools."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -285,6 +285,13 @@ def accumulate(folder: str, kind: str, stage: int, way: str) -> dict[str, Any]:
     return results
 
 
+def pass_by_pass(engine: Any, numbers: Iterable[int]) -> None:
+    """Micro-batches, the same on all ranks."""
+    for number in numbers:
+        engine.backward(engine(models.batch(number, 1)[0], step=number))
+        engine.step()
+
+
 def load_over(stage: int) -> list[tuple[bool, list[str]]]:
     """Loads between the micro-batches of a step, and trains: as if they had not been."""
     whole_step = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
@@ -293,14 +300,11 @@ def load_over(stage: int) -> list[tuple[bool, list[str]]]:
         engines = [start("came", stage, 7, **whole_step) for _ in range(2)]
         with shared_folder() as folder, logged() as said:
             engines[0].save_checkpoint(folder)
-            engines[0].backward(engines[0](models.batch(9, 1)[0], step=9))
-            engines[0].step()
+            pass_by_pass(engines[0], [9])
             for engine in engines:
                 engine.load_checkpoint(folder, load_module_only=module_only)
         for engine in engines:
-            for part in range(2):
-                engine.backward(engine(models.batch(part, 1)[0], step=part))
-                engine.step()
+            pass_by_pass(engine, range(2))
         weights = list(map(whole, engines))
         moved = not same(weights[0], whole(start("came", stage, 7)))
         lines = [line for line in said if "unfinished step" in line]
@@ -310,19 +314,13 @@ def load_over(stage: int) -> list[tuple[bool, list[str]]]:
 
 def weights_of_an_unfinished_step(stage: int) -> dict[str, Any]:
     """Loads only the weights of a checkpoint that was saved between the micro-batches of a step."""
-
-    def advance(engine: Any, passes: int) -> None:
-        for part in range(passes):
-            engine.backward(engine(models.batch(part, 1)[0], step=part))
-            engine.step()
-
     clip = {"gradient_clipping": 0.5}
     loading = [start("came", stage, 8, gradient_accumulation_steps=2, **clip) for _ in range(2)]
     saving = start("came", stage, 7, gradient_accumulation_steps=2, **clip)
-    advance(saving, 1)
+    pass_by_pass(saving, range(1))
     previous = {"ds_ext": {"clip_mode": "previous"}}
     trained = start("came", stage, 7, **clip, **previous)
-    advance(trained, 1)
+    pass_by_pass(trained, range(1))
     clipping = trained.optimizer.fused.clipping
     results: dict[str, Any] = {"norm": clipping.previous_norm}
     with shared_folder() as folder:
@@ -333,7 +331,7 @@ def weights_of_an_unfinished_step(stage: int) -> dict[str, Any]:
     results["norm after the load"] = clipping.previous_norm
     results["counts"] = [engine.micro_steps % 2 for engine in loading]
     for engine in loading:
-        advance(engine, 2)
+        pass_by_pass(engine, range(2))
     results["same"] = same(*map(whole, loading))
     results["moved"] = not same(whole(loading[0]), whole(saving))
     return results

@@ -274,6 +274,15 @@ WITHOUT_BATCH = [
 ]
 
 
+ALIKE = [
+    Case(1, (2, 2), "sharded"),
+    Case(2, (2, 2), clip=1.0),
+    Case(None, (3, 3), "sharded", ahead=True),
+    Case(3, (2, 2), "sharded"),
+    Case(None, (2, 2), "sharded"),
+]
+
+
 def name(case):
     """The stage and the ends of a case, and what else it sets."""
     more = ["clipped"] * bool(case.clip) + ["goes_on"] * (not case.zero_grad)
@@ -288,6 +297,19 @@ def test_ranks_in_different_passes_all_raise_the_same_error(case):
         *failures, (_, last) = errors
         assert last == DIFFERENT_PASSES
         assert failures in ([], [(1, "Failure")])
+
+
+@pytest.mark.parametrize("case", ALIKE, ids=name)
+def test_a_pass_that_fails_at_the_same_layer_of_all_ranks_leaves_no_trace(case):
+    def without_second(model, number, rank):
+        return loss_of(model, 2 * number, rank)
+
+    model = make(Model)
+    sgd = torch.optim.SGD(model.parameters(), lr=LR)
+    expected = engines.alone(model, sgd, without_second, steps=2, max_norm=case.clip)
+    for errors, after in worlds.run(2, train, case):
+        assert errors == [(1, "Failure")]
+        check_each(after, expected.after, expected.before)
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from tests import worlds
-from tests.common import models
+from tests.common import engines, models
 from tests.common.authors import ordinary
 from tests.common.choose import params
 from tests.common.hypers import TRAINED
-from tests.common.plain import mean_step
 from tests.common.states import same
 from tests.common.updates import check_each, error
 from tests.distributed.fully_shard_jobs import UNITS, local, shard, whole, zoo
@@ -104,24 +103,16 @@ MESHES: dict[str, tuple[tuple[str, str], Callable[[DeviceMesh], Ladder]]] = {
 }
 
 
-def spread(kind: str, rule: str, hypers: dict[str, Any], how: str) -> dict[str, Any]:
+def spread(kind: str, rule: str, hypers: dict[str, Any], clip: float) -> dict[str, Any]:
     """Weights before and after, and norms, of four ranks on a mesh of two dimensions."""
     names, make = MESHES[kind]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     model = make(mesh)
     part = dist.get_rank() if kind == "hybrid" else mesh["data"].get_local_rank()
     optimizer = OPTIMIZERS[rule](model.parameters(), **hypers)
-    fused = None
-    if how != "plain":
-        clip = 0.2 if how == "clipped" else 0.0
-        fused = ds_ext.fuse_into_backward(model, optimizer, bucket_size=20, max_grad_norm=clip)
-    before, norms = whole(model), []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = model.loss(step, part)
-        fused.backward(loss) if fused else loss.backward()
-        optimizer.step()
-        norms.append(fused.norm if fused else None)
+    engine = engines.Fused(model, optimizer, 1, bucket_size=20, max_grad_norm=clip)
+    before = whole(model)
+    norms = engines.train(engine, lambda engine, step, _: engine.module.loss(step, part), STEPS)
     return {"before": before, "after": whole(model), "norms": norms}
 
 
@@ -139,25 +130,22 @@ def test_adamw_is_torchs_whatever_fully_shard_is_told(way):
 
 
 # One job for each mesh: torch hands out meshes of jobs before, whose groups are destroyed.
-CASES = [("hybrid", "came", "fused"), ("tensor", "adalomo", "clipped")]
+CASES = [("hybrid", "came", 0.0), ("tensor", "adalomo", 0.2)]
 MEANT = {"hybrid": "HSDP", "tensor": "tensor parallelism (torch's)"}
 
 
 @pytest.mark.supports(lambda kind: MEANT[kind], stage="fsdp2", optimizer="rule")
-@pytest.mark.parametrize("kind, rule, how", CASES)
-def test_meshes_of_two_dimensions_equal_one_process(kind, rule, how):
+@pytest.mark.parametrize("kind, rule, clip", CASES)
+def test_meshes_of_two_dimensions_equal_one_process(kind, rule, clip):
     hypers = TRAINED[rule] | {"weight_decay": 0.1}
-    first, *others = worlds.run(4, spread, kind, rule, hypers, how)
-    model, norms = Ladder(), []
+    first, *others = worlds.run(4, spread, kind, rule, hypers, clip)
+    model = Ladder()
     hypers = dict(hypers)
     group = {"params": list(model.parameters()), "weight_decay": hypers.pop("weight_decay")}
+    parts = 4 if kind == "hybrid" else 2
     optimizer = ordinary(rule, [group], hypers)
-    for step in range(STEPS):
-        losses = [model.loss(step, part) for part in range(4 if kind == "hybrid" else 2)]
-        norms.append(mean_step(optimizer, losses, 0.2 if how == "clipped" else 0.0))
-    expected = dict(model.named_parameters())
+    _, expected, norms = engines.alone(model, optimizer, Ladder.loss, STEPS, parts, clip)
     check_each(first["after"], expected, first["before"], STEPS)
     assert not any(torch.equal(p, first["before"][n]) for n, p in expected.items())
     assert all(same(first["after"], got["after"]) for got in others)
-    if how != "plain":
-        assert first["norms"] == pytest.approx(norms, rel=1e-5) and max(norms) > 0.2
+    assert first["norms"] == pytest.approx(norms, rel=1e-5) and max(norms) > 0.2

@@ -1,11 +1,13 @@
 """The JSON config: several rules in one model by ``param_groups``, and which names are ours."""
 
+import functools
+
 import galore_torch
 import pytest
 import torch
 
 from tests import worlds
-from tests.common import engines, models, updates
+from tests.common import by_role, engines, models, updates
 from tests.common.authors import ordinary
 from tests.common.choose import params
 from tests.common.updates import check_each
@@ -20,11 +22,12 @@ def by_hand(model):
     ends = [n for n in named if "embed" in n or n == "up.weight"]
     vectors = [n for n in named if "norm" in n or n.endswith("bias")]
     rest = [n for n in named if n not in ends and n not in vectors]
-    return [
+    each = [
         ordinary("adalomo", [{"params": [named[n] for n in rest]}], {"lr": 0.02}),
         galore_torch.GaLoreAdamW([named[n] for n in ends], lr=3e-3),
         torch.optim.SGD([named[n] for n in vectors], lr=0.1),
     ]
+    return by_role.Several(each)
 
 
 @pytest.mark.parametrize("ranks, stage", params(CASES, {(2, 1), (2, 3)}))
@@ -33,8 +36,9 @@ def test_each_parameter_is_stepped_by_its_own_rule(ranks, stage, tmp_path):
     assert got["identical"]
     torch.manual_seed(0)
     model, steps, before = models.Zoo(), param_groups_jobs.STEPS, got["before"]
-    param_groups_jobs.reference(ranks, by_hand(model), model)
-    updates.check(got["after"], dict(model.named_parameters()), before, steps)
+    loss = functools.partial(param_groups_jobs.zoo_loss, world=ranks)
+    alone = engines.alone(model, by_hand(model), loss, steps, ranks, param_groups_jobs.CLIP)
+    updates.check(got["after"], alone.after, before, steps)
     check_each(got["resumed"], got["after"], before, steps)
     said = " ".join(got["said"])
     assert "LOMO, lr=0.1 on: up.bias" in said and "AdaLomo on: " in said

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,9 +13,10 @@ from tests.common import accumulated, engines, models
 from tests.common.choose import params
 from tests.common.ranks import identical, message, whole
 from tests.common.updates import error
-from tests.distributed import fully_shard_jobs, pipelines_jobs
+from tests.distributed import fully_shard_jobs, pipelines_jobs, training_jobs, zero_jobs
 from tests.distributed.pipelines_jobs import ROWS, Run
 from tests.distributed.test_pipelines import chain, merged
+from tests.distributed.training_jobs import Training
 
 STEPS, PASSES = 4, 3
 HYPERS: dict[str, Any] = {
@@ -27,90 +27,53 @@ HYPERS: dict[str, Any] = {
     "eps": 1e-3,
 }
 POLICY = {"gradient_policy": "projected"}
-ZERO: dict[str, dict[str, Any]] = {
-    **{f"stage {stage}": {"stage": stage} for stage in range(4)},
-    "zero.Init": {"stage": 3},
-}
-
-
-def config(stage: dict[str, Any]) -> dict[str, Any]:
-    return engines.config(
-        **stage,
-        gradient_accumulation_steps=PASSES,
-        optimizer={"type": "GaLoreAdamW", "params": HYPERS},
-        ds_ext=POLICY,
-        zero={"reduce_bucket_size": 300, "stage3_param_persistence_threshold": 30},
+STAGES = {f"stage {stage}": stage for stage in range(4)} | {"zero.Init": 3}
+RUNS = {
+    how: Training(
+        "galoreadamw", stage, "projected", accumulation=PASSES, own=HYPERS, is_json=True,
+        zero_init=how == "zero.Init", dropout=0.0, bucket=300,
     )
-
-
-def batch(step: int, number: int) -> torch.Tensor:
-    """The tokens of a micro-batch, for all ranks."""
-    return models.batch(PASSES * step + number, dist.get_world_size())
+    for how, stage in STAGES.items()
+}  # fmt: skip
+BY_HAND = Training("galoreadamw", None, accumulation=PASSES, dropout=0.0)
 
 
 def train(how: str) -> dict[str, Any]:
     """Weights before and after, the rank and weight decay of each parameter, and the norms."""
-    return _by_hand(how) if how in ("plain", "FSDP2") else _by_engine(how)
-
-
-def _told(module: Any, optimizer: Any, norms: list[float], **more: Any) -> dict[str, Any]:
-    after = fully_shard_jobs.whole(module) if more.pop("in_parts", False) else whole(module)
-    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-    keys = ("rank", "weight_decay")
-    return {
-        "after": after,
-        "identical": identical(after),
-        "groups": {
-            n: [groups[p][key] for key in keys] for n, p in module.named_parameters() if p in groups
-        },
-        "norms": norms,
-        **more,
-    }
-
-
-def _by_hand(how: str) -> dict[str, Any]:
-    """Steps by ``fuse_into_backward``."""
-    rank, in_parts = dist.get_rank(), how == "FSDP2"
-    model = fully_shard_jobs.shard(fully_shard_jobs.apart()) if in_parts else models.make()
-    before = fully_shard_jobs.whole(model) if in_parts else whole(model)
-    optimizer = ds_ext.GaLoreAdamW.for_model(model, **HYPERS)
-    fused = ds_ext.fuse_into_backward(model, optimizer, bucket_size=300, **POLICY)
-    norms = []
-    for step in range(STEPS):
-        for i in range(PASSES):
-            (model(batch(step, i)[rank], step=step) / PASSES).backward()
-        optimizer.step()
-        norms.append(fused.norm)
-    return _told(model, optimizer, norms, before=before, in_parts=in_parts)
-
-
-def _by_engine(how: str) -> dict[str, Any]:
-    made = config(ZERO[how])
-    if how == "zero.Init":
-        with deepspeed.zero.Init(config_dict_or_path=made):
-            model = models.make()
-        filled = models.make()
-        for p, q in zip(model.parameters(), filled.parameters(), strict=True):
-            with deepspeed.zero.GatheredParameters([p], modifier_rank=0):
-                p.data.copy_(q.data)
+    run, weights = RUNS.get(how, BY_HAND), whole
+    if how in RUNS:
+        engine = training_jobs.start(run, zero_jobs.build(run))
     else:
         model = models.make()
-    engine = deepspeed.initialize(model=model, config=made)[0]
-    before, norms, refused = whole(engine.module), [], []
+        if how == "FSDP2":
+            model, weights = (
+                fully_shard_jobs.shard(fully_shard_jobs.apart()),
+                fully_shard_jobs.whole,
+            )
+        optimizer = ds_ext.GaLoreAdamW.for_model(model, **HYPERS)
+        engine = engines.Fused(model, optimizer, PASSES, bucket_size=300, **POLICY)
+    module, rank, world = engine.module, dist.get_rank(), dist.get_world_size()
+    before, norms, refused = weights(module), [], []
     for step in range(STEPS):
-        for i in range(PASSES):
-            engine.backward(engine(batch(step, i)[dist.get_rank()], step=step))
-            if step == 1 and i == 0:
+        for part in range(PASSES):
+            engine.backward(training_jobs.loss_of(engine, run, step, part, rank, world))
+            if how in RUNS and (step, part) == (1, 0):
                 refused = [
                     message(lambda: engine.save_checkpoint("not written")),
-                    message(lambda: safe_get_full_grad(engine.module.up.weight)),
+                    message(lambda: safe_get_full_grad(module.up.weight)),
                 ]
             engine.step()
         norms.append(float(engine.get_global_grad_norm()))
-    return _told(engine.module, engine.optimizer, norms, before=before, refused=refused)
+    after, keys = weights(module), ("rank", "weight_decay")
+    groups = {
+        p: [g[key] for key in keys] for g in engine.optimizer.param_groups for p in g["params"]
+    }
+    told = {"before": before, "after": after, "identical": identical(after), "norms": norms}
+    told["groups"] = {n: groups[p] for n, p in module.named_parameters() if p in groups}
+    return told | {"refused": refused}
 
 
-HOW = ("plain", "FSDP2", *ZERO)
+HOW = ("plain", "FSDP2", *RUNS)
 CASES = [(how, ranks) for how in HOW for ranks in (2, 3)]
 QUICK = [("FSDP2", 2), ("stage 2", 3), ("stage 3", 2)]
 
@@ -128,7 +91,7 @@ def reference(ranks, groups, model):
         micro = {name: [] for name in books}
         for i in range(PASSES):
             model.zero_grad()
-            tokens = models.batch(PASSES * step + i, ranks)
+            tokens = models.batch(10 * step + i, ranks)
             (sum(model(x, step=step) for x in tokens) / ranks / PASSES).backward()
             for name in books:
                 if named[name].grad is not None:
@@ -145,7 +108,7 @@ def reference(ranks, groups, model):
 
 
 def stage_of(how):
-    return {"plain": None, "FSDP2": "fsdp2"}.get(how, ZERO.get(how, {}).get("stage"))
+    return "fsdp2" if how == "FSDP2" else STAGES.get(how)
 
 
 @pytest.mark.supports(
@@ -164,7 +127,7 @@ def test_equals_the_textbook(how, ranks):
         assert error(got["after"], {name: expected[name]}, got["before"]) <= 1e-4
     assert error(got["after"], expected, got["before"]) <= 1e-5
     assert got["norms"] == pytest.approx(norms, rel=1e-4)
-    if "refused" in got:
+    if how in RUNS:
         assert "call it after the step" in got["refused"][0]
         assert '"gradient_policy": "sharded"' in got["refused"][1]
 

@@ -193,9 +193,9 @@ def discarded_batch(pair, draw):
         hows = hows[:2]
     elif pair.way == "engine" and pair.setup["stage"] == 3:
         hows = hows[:3]
-    how = draw.choice(hows)
-    pair.do(lambda s: s.discard(seed + 9, how))
-    pair.compare()
+    for how in hows:
+        pair.do(lambda s, how=how: s.discard(seed + 9, how))
+        pair.compare()
 
 
 @call(4)
