@@ -1,4 +1,7 @@
-"""The sizes of updates and weights against those computed from the weights before and after."""
+"""The sizes of updates and weights against those computed from the weights before and after.
+
+Those of ranks, step by step, are in test_engine_api.py of tests/distributed.
+"""
 
 import copy
 
@@ -11,7 +14,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.update_stats import UpdateStats, rms
 from ds_ext.optimizer.updates import RunUpdate
-from tests.common import choose, needs, optimizer_ranks, paths, table
+from tests.common import choose, needs, paths, table
 from tests.common.hypers import FOR_ALL, NEEDED, changed
 from tests.common.plain import steps
 
@@ -35,20 +38,12 @@ if needs.TRITON:
     QUICK_BY_PATH += [("flashadamw", torch.bfloat16, "master24", "kernels")]
 
 
-def measured(name, mode):
-    """Returns what makes an optimizer that measures its updates."""
-
-    def make(params):
-        optimizer = OPTIMIZERS[name](params, **HYPERS[name], weight_update=mode)
-        optimizer.update_stats = UpdateStats(1)
-        return optimizer
-
-    return make
-
-
 def make(name, dtype, mode, shapes=SHAPES):
+    """Parameters, and an optimizer that measures its updates."""
     params = [nn.Parameter(p) for p in table.weights(shapes, dtype)]
-    return params, measured(name, mode)(params)
+    optimizer = OPTIMIZERS[name](params, **HYPERS[name], weight_update=mode)
+    optimizer.update_stats = UpdateStats(1)
+    return params, optimizer
 
 
 def held(optimizer, params):
@@ -88,20 +83,6 @@ def test_measuring_changes_no_bit(name, dtype, mode):
     assert all(p.equal(q) for p, q in zip(params, others, strict=True))
 
 
-@pytest.mark.parametrize(
-    "mode, world", [("stochastic", 3), ("nearest", 2), ("master", 7), ("master24", 2)]
-)
-def test_sums_of_ranks_add_up_to_the_whole_s(mode, world):
-    def sums(world):
-        weights = table.weights(SHAPES, torch.bfloat16)
-        ranks = optimizer_ranks.made(measured("lomo", mode), weights, world)
-        optimizer_ranks.step(ranks, *table.gradients(1, SHAPES, torch.bfloat16))
-        return sum(rank.optimizer.update_stats.sums() for rank in ranks)
-
-    assert sums(world).allclose(sums(1), rtol=5e-4, atol=0)
-    assert sums(world)[0, 2] == sum(p.numel() for p in table.weights(SHAPES))
-
-
 @pytest.mark.parametrize("path", paths.EACH)
 def test_groups_are_measured_apart_and_replicas_once(path, monkeypatch):
     paths.use(monkeypatch, path)
@@ -118,17 +99,6 @@ def test_groups_are_measured_apart_and_replicas_once(path, monkeypatch):
     assert [f["update_rms"] for f in figures] == pytest.approx([0.5, 0.1, 0])
     assert [f["weight_rms"] for f in figures] == pytest.approx([0.5, 1.9, 0])
     assert optimizer.update_stats.sums()[:, 2].tolist() == [12, 6, 0]
-
-
-def test_sums_begin_anew_when_cleared():
-    params, optimizer = make("lomo", torch.float32, "nearest", [(3, 4)])
-    (one,), (two,) = table.gradients(2, [(3, 4)], torch.float32)
-    steps(optimizer, params, [[one]])
-    optimizer.update_stats.clear()
-    assert optimizer.update_stats.sums().tolist() == [[0, 0, 0]]
-    steps(optimizer, params, [[two]])
-    moved, _, n = optimizer.update_stats.sums()[0].tolist()
-    assert (moved, n) == (pytest.approx(1e-6 * two.square().sum().item(), rel=1e-3), 12)
 
 
 def test_a_meter_goes_with_a_copy_and_stays_when_a_state_is_loaded():
