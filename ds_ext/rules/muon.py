@@ -156,7 +156,7 @@ class Muon:
         for row, values in edges.items():
             if shard.start <= row * shard.cols < shard.stop:  # exactly one rank adds the row
                 gram.addr_(values, values)
-        (packed,) = yield Joint(_pack, gram)
+        (packed,) = yield Joint(pack, gram)
         (packed,) = yield (packed,)
         return _Rows(x, edges, (yield from self.shared(self.factor, packed, shard)), terms)
 
@@ -181,7 +181,7 @@ class Muon:
             short = min(shard.rows, shard.cols)
             packed = of.new_zeros((short + 1) // 2, short + 1)
         (packed,) = yield (packed,)
-        (q,) = yield Joint(_unpack, packed)
+        (q,) = yield Joint(unpack, packed)
         return q
 
     # Joint operations, over stacks of the tensors of several matrices.
@@ -197,14 +197,14 @@ class Muon:
 
     def factor(self, packed: Tensor) -> tuple[Tensor, ...]:
         """Returns the packed polynomials of packed Gram matrices."""
-        return self._factor(unpack(packed))
+        return self._factor(*unpack(packed))
 
     def factor_of_wholes(self, x: Tensor) -> tuple[Tensor, ...]:
         """Returns the packed polynomials of whole matrices, [n, rows, cols]."""
         return self._factor(*self.gram(x.mT if x.shape[1] < x.shape[2] else x))
 
     def _factor(self, gram: Tensor) -> tuple[Tensor, ...]:
-        return _pack(polynomial(gram, self.coefficients, self.eps, TERMS[self.ns_dtype][1]))
+        return pack(polynomial(gram, self.coefficients, self.eps, TERMS[self.ns_dtype][1]))
 
     def operations(self, shard: Shard) -> float:
         """Returns the operations of the rank that computes ``shared`` for a matrix."""
@@ -255,14 +255,6 @@ class _Rows:
         if row is not None:
             return (row @ self.q[:, b.cols]).view(b.shape)
         return product(ops.read(self.x, b)[0], self.q, self.terms).unsqueeze(0)
-
-
-def _pack(matrices: Tensor) -> tuple[Tensor, ...]:
-    return (pack(matrices),)
-
-
-def _unpack(packed: Tensor) -> tuple[Tensor, ...]:
-    return (unpack(packed),)
 
 
 def _edges(x: Tensor, shard: Shard) -> dict[int, Tensor]:

@@ -112,7 +112,10 @@ def polynomial(gram: Tensor, coefficients: Coefficients, eps: float, terms: int)
     return q / norm
 
 
-def pack(matrices: Tensor) -> Tensor:
+# Joint operations: the results are tuples.
+
+
+def pack(matrices: Tensor) -> tuple[Tensor, ...]:
     """Returns the upper triangles of matrices, [n, side, side] -> [n, (side + 1) / 2, side + 1].
 
     A triangle has side - i elements of row i. Packed row i also contains row side - 1 - i.
@@ -121,13 +124,13 @@ def pack(matrices: Tensor) -> Tensor:
     packed = matrices.new_zeros(n, half, side + 1)
     packed[..., :side] = matrices.flip(1, 2)[:, :half].tril()
     packed[..., 1:] += matrices[:, :half].triu()
-    return packed
+    return (packed,)
 
 
-def unpack(packed: Tensor) -> Tensor:
+def unpack(packed: Tensor) -> tuple[Tensor, ...]:
     """Returns the symmetric matrices that ``pack`` has packed."""
     n, half, side = *packed.shape[:2], packed.shape[2] - 1
     upper = packed.new_zeros(n, side, side)
     upper[:, side - half :] = packed[..., :side].tril().flip(1, 2)
     upper[:, :half] = packed[..., 1:].triu()
-    return upper.add_(upper.triu(1).mT)
+    return (upper.add_(upper.triu(1).mT),)
