@@ -383,11 +383,13 @@ class FusedBackward:
         Raises:
             RuntimeError: the pass reaches a model with another loss scale.
         """
-        reached = owners.others_reached(self)
-        for other in reached:
+        others = owners.others_reached(self)
+        if not self.own_loss_is_running:
+            others += owners.others_hidden(self)
+        for other in others:
             if (scale := other.state.reader.loss_scale) != self.reader.loss_scale:
                 raise RuntimeError(error_texts.OTHER_SCALE % (scale, self.reader.loss_scale))
-        return not self.own_loss_is_running and bool(reached or owners.may_hide_others(self))
+        return bool(others) and not self.own_loss_is_running
 
     def _step_kept(self, state: StepState) -> None:
         """Steps parameters by their kept gradients, a bucket at a time, and frees the gradients."""

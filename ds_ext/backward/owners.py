@@ -183,12 +183,11 @@ def others_used(by: GradientOwner) -> list[GradientOwner]:
     ]
 
 
-def may_hide_others(by: GradientOwner) -> bool:
-    """Whether the backward pass may reach other owners' parameters in checkpointed segments.
+def others_hidden(by: GradientOwner) -> list[GradientOwner]:
+    """Returns other owners whose parameters the backward pass may reach in checkpointed segments.
 
     A segment's graph does not contain the leaves of the outer graph. The outer graph does not
     contain the leaves of the segment.
     """
-    own = by.uses
-    others = [o.uses for o in others_used(by) if o.uses.used_at > own.made_at]
-    return any(own.in_segment or uses.in_segment for uses in others)
+    others = [other for other in others_used(by) if other.uses.used_at > by.uses.made_at]
+    return [other for other in others if by.uses.in_segment or other.uses.in_segment]

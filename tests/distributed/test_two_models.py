@@ -152,6 +152,8 @@ def beside_a_failed_pass() -> int:
 def of_two_precisions(stage: int, is_last: bool, has_engine: bool) -> tuple[str, bool]:
     """One loss of an fp16 model and of an fp32 one -> the error; whether the weights stay."""
     models = make()
+    if is_last:  # one of the two is hidden from the graph of the other
+        models = models[0], Checkpointed(models[1])
     half, other = models[is_last], models[not is_last]
     fp16 = {"enabled": True, "loss_scale": 256.0}
     with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
