@@ -126,7 +126,7 @@ def _cached(
 
 
 def share_time_limit() -> None:
-    """Gives our groups, and those with torch's default timeout, the timeout of all ranks' group.
+    """Gives all groups with torch's default timeout the timeout of the group of all ranks.
 
     DeepSpeed creates its groups with the default, half an hour for gloo.
     """
@@ -136,7 +136,7 @@ def share_time_limit() -> None:
     set_timeout = getattr(distributed, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     defaults = dist.constants.default_pg_timeout, dist.constants.default_pg_nccl_timeout
     for group in [*dist.distributed_c10d._world.pg_map]:
-        if group in _made.values() or _timeout(group) in defaults:
+        if _timeout(group) in defaults:
             set_timeout(_timeout(world), group)
 
 
