@@ -18,7 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -123,21 +123,6 @@ def _cached(
     assert isinstance(made, dist.ProcessGroup)
     _made[backend, queue, ranks] = made
     return made
-
-
-def share_time_limit() -> None:
-    """Gives all groups with torch's default timeout the timeout of the group of all ranks.
-
-    DeepSpeed creates its groups with the default, half an hour for gloo.
-    """
-    world = everyone()
-    assert world is not None
-    distributed: Any = dist  # torch 2.15 adds set_timeout, and warns about the older name
-    set_timeout = getattr(distributed, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    defaults = dist.constants.default_pg_timeout, dist.constants.default_pg_nccl_timeout
-    for group in [*dist.distributed_c10d._world.pg_map]:
-        if _timeout(group) in defaults:
-            set_timeout(_timeout(world), group)
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta:

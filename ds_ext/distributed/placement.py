@@ -96,6 +96,11 @@ class Placement:
         """Lets the sums of steps use a group with their own queue, as ``groups`` makes it."""
         self.statistics_group = with_own_queue(self.statistics_group)
 
+    @property
+    def groups(self) -> set[Group]:
+        """The groups of its collectives."""
+        return {self.group, self.statistics_group}
+
     def shape(self, param: Tensor) -> tuple[int, ...]:
         """Returns the shape of this rank's part of a parameter, before ZeRO-3 partitions it."""
         return tuple(param.shape)
@@ -250,6 +255,11 @@ class Sharded(Summed):
         self.publish_group = group
         self.num_shards = self.world
         self.shard_index = 0 if group is None else dist.get_rank(group)
+
+    @property
+    def groups(self) -> set[Group]:
+        """See ``Placement.groups``."""
+        return super().groups | {self.publish_group}
 
     def connect(self, with_own_queue: Callable[..., Group]) -> None:
         """Lets reductions use a group, too; updated runs are published in that of steps."""

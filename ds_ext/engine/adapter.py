@@ -18,7 +18,6 @@ from ds_ext.backward.buckets import ENDED
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.config import config_checks, parsing
 from ds_ext.distributed import consensus
-from ds_ext.distributed.groups import share_time_limit
 from ds_ext.engine import (
     deepspeed_config,
     engine_settings,
@@ -28,7 +27,7 @@ from ds_ext.engine import (
     safe_access,
 )
 from ds_ext.engine.checkpoint_contents import Contents, stepped
-from ds_ext.engine.layouts import layout_of
+from ds_ext.engine.layouts import layout_of, share_time_limit
 from ds_ext.engine.offload_states import OffloadedStates
 from ds_ext.engine.parameters import unpartitioned_shape
 from ds_ext.engine.rank_logging import log, warn
@@ -56,7 +55,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.dp_process_group = self.layout.group  # DeepSpeed uses it in file names
         if isinstance(self.layout, Zero3Layout):  # trainers remove its hooks during generation
             self.parameter_offload = self.layout.offload
-        share_time_limit()
+        share_time_limit(self.layout)
         config = engine_settings.effective(engine)
         kept_for, overlap = pipeline.gradients_kept_for(engine), bool(engine.zero_overlap_comm())
         grad_config = parsing.gradients(config, engine.monitor.enabled, kept_for)

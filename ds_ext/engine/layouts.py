@@ -18,7 +18,7 @@ t: the tensor-parallel ranks.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -60,6 +60,22 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
     if offload is None:
         return Layout(group, names, placement_of)
     return Zero3Layout(offload, group, names, placement_of, bool(engine.zero_overlap_comm()))
+
+
+def share_time_limit(layout: Layout) -> None:
+    """Sets the timeout of the layout's groups to that of the default process group.
+
+    DeepSpeed creates its groups with torch's default timeout, half an hour for gloo.
+    """
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    distributed: Any = dist  # torch 2.15 adds set_timeout, and warns about the older name
+    set_timeout = getattr(distributed, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    model_parallel = {*groups._get_expert_parallel_group_dict().values()}  # they exchange tokens
+    model_parallel.add(groups._TENSOR_MODEL_PARALLEL_GROUP)
+    for group in (layout.groups | model_parallel) - {None}:
+        limit = everyone._get_backend(layout.device).options._timeout
+        set_timeout(limit, group)
 
 
 def _alike(placement: Placement) -> PlacementOf:

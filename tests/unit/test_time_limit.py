@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from ds_ext import logs
-from ds_ext.distributed import consensus, groups
+from ds_ext.distributed import consensus
+from ds_ext.engine import layouts
 from ds_ext.errors import LostRankError
 
 
@@ -52,16 +53,14 @@ def test_a_lost_connection_names_the_function_that_others_have_not_called(monkey
 
 def test_groups_get_their_time_limit_without_a_warning(monkeypatch):
     """By the function that torch 2.15 has, which warns of the older one."""
-    told, limit, default = [], timedelta(seconds=7), dist.constants.default_pg_timeout
-    timeouts = {"everyone": limit, "DeepSpeed's": default, "a program's": timedelta(hours=9)}
-    c10d = SimpleNamespace(_set_pg_timeout=None, _world=SimpleNamespace(pg_map=timeouts))
+    told, limit = [], timedelta(seconds=7)
+    backend = SimpleNamespace(options=SimpleNamespace(_timeout=limit))
+    everyone = SimpleNamespace(_get_backend=lambda device: backend)
     torch_215 = SimpleNamespace(
-        constants=dist.constants,
+        group=SimpleNamespace(WORLD=everyone),
         set_timeout=lambda *given: told.append(given),
-        distributed_c10d=c10d,
+        distributed_c10d=SimpleNamespace(_set_pg_timeout=None),
     )
-    monkeypatch.setattr(groups, "dist", torch_215)
-    monkeypatch.setattr(groups, "everyone", lambda: "everyone")
-    monkeypatch.setattr(groups, "_timeout", timeouts.get)
-    groups.share_time_limit()
-    assert told == [(limit, "DeepSpeed's")]
+    monkeypatch.setattr(layouts, "dist", torch_215)
+    layouts.share_time_limit(SimpleNamespace(groups={"a group"}, device="cpu"))
+    assert told == [(limit, "a group")]
