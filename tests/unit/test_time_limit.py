@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from ds_ext import logs
-from ds_ext.distributed import consensus
+from ds_ext.distributed import consensus, groups
 from ds_ext.engine import layouts
 from ds_ext.errors import LostRankError
 
