@@ -14,12 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds_ext.ops import block_sizes
 from ds_ext.ops.runs import ReadByPasses, Runs
 from ds_ext.ops.schema import FORMS
-from ds_ext.ops.shard import BLOCK, Block
+from ds_ext.ops.shard import Block
 
-SMALL_BLOCK = BLOCK // 4  # of a run on a CPU that is extended to whole groups: more temporaries
 Number: TypeAlias = Tensor | float  # a tensor [] is read on the device when the kernel runs
 
 
@@ -231,12 +229,6 @@ class PaddedToGroups:
             own,
             new.reshape(-1)[first : first + own.shape[2]].view(own.shape),
         )
-
-    @property
-    def limit(self) -> int:
-        """The most elements of a block."""
-        device = self.before.device
-        return SMALL_BLOCK if device.type == "cpu" else block_sizes.product_limit(device)
 
     def _cut(self, b: Block) -> tuple[slice, Block, slice]:
         """The elements of a block before the run, in it and after it."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ds_ext.ops import block_sizes
 from ds_ext.ops.expressions import (
     Gradient,
     Number,
@@ -126,7 +127,9 @@ class Reference:
         decays = isinstance(weight_decay, Tensor) or weight_decay != 0
         if isinstance(lr, Tensor):
             u, weight_decay, lr = times(u, lr), lr * weight_decay, 1.0
-        limit = p.limit if isinstance(p, PaddedToGroups) else self.limit
+        limit = self.limit
+        if isinstance(p, PaddedToGroups):  # whose passes are found without its device
+            limit = block_sizes.product_limit(p.before.device)
         for b in self.shard.blocks(limit):
             old = read(p, b)
             change = read(u, b)
