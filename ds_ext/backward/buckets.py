@@ -66,10 +66,8 @@ class Buckets:
         owner: GradientOwner,
         overlap: bool = False,
     ) -> None:
-        self.layout = layout
-        self.size = size
+        self.layout, self.size, self.owner = layout, size, owner
         self.comm_dtype = comm_dtype
-        self.owner = owner
         self.has_followed = False  # edits of groups, since the last forward or backward pass began
         self.overlap = overlap
         self.streams = side_streams(layout.device, overlap)
@@ -81,8 +79,7 @@ class Buckets:
         self.asked: Callable[[], Agreement] | None = None  # waits for their answer
         self.has_asked = False  # whether this pass has sent a question to other ranks
         self.history = 0  # a hash of events, in order: see ``note``
-        # An error of this rank, which the next question to the others raises on all of them. If
-        # all have one, or there is one rank, what has found it raises it, after the question.
+        # This rank's error. The next question raises it on all ranks, or what found it does later.
         self.error: Exception | None = None
         self.unread: Callable[[], Agreement] | None = None  # an answer to a pass that was dropped
         self.asks_ahead = self.streams is not None and not layout.agrees_at_once
@@ -92,12 +89,9 @@ class Buckets:
         leaves = layout.leaves(module)
         self.leaf_params = {p for params in leaves.values() for p in params}
         self.uses = ModuleCalls(module, leaves | layout.units(), layout.brings_gradients)
-        self.size_of = {
-            p: placement.padded_numel(p) for p, placement in layout.placement_of.items()
-        }
-        self.counted = {
-            p: placement.max_padded_numel(p) for p, placement in layout.placement_of.items()
-        }
+        placed = layout.placement_of.items()
+        self.size_of = {p: placement.padded_numel(p) for p, placement in placed}
+        self.counted = {p: placement.max_padded_numel(p) for p, placement in placed}
         self.reduction = Reduction(layout, self.streams, self.size_of, comm_dtype, self.leaf_params)
         self.trained: set[Tensor] = set()  # parameters that have been seen to be trainable
         self.untrained = layout.params  # the others

@@ -12,6 +12,10 @@ CLIPPED_TOGETHER = (
     "step scales ds_ext's gradients by their own norm. Clip the others by a call of their own, "
     "freeze them, or put them into the optimizer that steps the model."
 )
+DROPPED_AFTER_NORM = (
+    "zero_grad() of some parameters after clip_grad_norm_: the step would clip by the norm of the "
+    "other gradients alone. Call zero_grad() before clip_grad_norm_, or for all parameters."
+)
 REPLACED = (
     "another engine or fuse_into_backward call steps this model now: use that one, or create a new "
     "one. If the two models share layers, freeze these in one of them."

@@ -288,6 +288,8 @@ class FusedBackward:
             logger.warning(error_texts.STEPPED, *counts, self.grad_config.setting_names.sharded)
         given = set(params)
         if any(owners.owner(p) is self for p in self.trained - given):
+            if self.clipping.max_norm and self.state.is_norm_read and given & self.state.keeps:
+                raise RuntimeError(error_texts.DROPPED_AFTER_NORM)
             self.buckets.discard(given)
             projected_grads.drop_unstepped(self.optimizer, given & self.state.projected.keys())
             self.state.drop(given)
@@ -318,11 +320,9 @@ class FusedBackward:
 
     @torch.no_grad()
     def norm_so_far(self) -> float:
-        """Returns the norm of all gradients since the last step, before clipping.
-
-        All ranks call it.
-        """
-        self.buckets.note(READ)  # a rank that has skipped backward is here before others
+        """Returns the norm of all gradients since the last step, before clipping, on all ranks."""
+        if self.grad_config.has_engine:
+            self.buckets.note(READ)  # a rank that has skipped backward is here before others
         self.finish()
         self._rollback_skipped()
         return self.state.norm_so_far()
@@ -336,9 +336,8 @@ class FusedBackward:
 
     def begin_with(self, kept: Mapping[Tensor, Tensor]) -> None:
         """Begins a step with runs of gradients of earlier micro-batches."""
-        size_of = {
-            p: self.buckets.size_of[p] // self.layout.placement_of[p].num_shards for p in kept
-        }
+        sizes, placement_of = self.buckets.size_of, self.layout.placement_of
+        size_of = {p: sizes[p] // placement_of[p].num_shards for p in kept}
         padded = {p: nn.functional.pad(x, (0, size_of[p] - len(x))) for p, x in kept.items()}
         self._begin_step({p: ReducedGrad(x) for p, x in padded.items()})
 

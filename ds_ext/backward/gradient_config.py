@@ -76,6 +76,7 @@ class GradientConfig:
     average: bool = True  # over the ranks, else summed
     accumulate_in: torch.dtype | None = None  # of kept gradients; None: fp32
     measure_updates: bool = False  # the RMS of updates and weights, by group
+    has_engine: bool = False  # which ends each backward pass at once, not with the step
     overlap: bool = False  # reduce and step buckets in parallel with backward, two in flight
     setting_names: SettingNames = CONFIG
 

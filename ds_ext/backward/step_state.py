@@ -56,6 +56,7 @@ class StepState:
     norm: float | None = None  # over all ranks, once it is known
     coefficient: float = 1.0  # by which gradients are clipped
     must_keep: bool = False  # whether gradients wait for the step, whatever the policy
+    is_norm_read: bool = False  # whether clip_grad_norm_ has returned the norm of this step
     is_measured: bool = False  # whether the norm of the next backward pass was measured
     rules: list[Any] = field(default_factory=list)  # of the groups, when backward began to step
     used_up: set[Tensor] = field(default_factory=set)  # parameters whose gradient was taken
@@ -189,6 +190,7 @@ class StepState:
     def norm_so_far(self) -> float:
         """Returns the norm of all gradients that have come; all ranks call it."""
         layout = self.reader.layout
+        self.is_norm_read = True
         kept = self.measurable()
         if self.norm is not None and not kept:
             return self.norm

@@ -66,7 +66,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             engine.module,
             optimizer,
             self.layout,
-            replace(grad_config, average=engine.gradient_average, overlap=overlap),
+            replace(grad_config, average=engine.gradient_average, overlap=overlap, has_engine=True),
             self._comm_dtype,
             self._is_boundary,
             on_replaced=self._leave,

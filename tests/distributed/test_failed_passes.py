@@ -64,6 +64,7 @@ class Case(NamedTuple):
     reads_norm: bool = False  # by torch's function, before each step
     ahead: bool = False  # as on a GPU, whose ranks read an answer when the next bucket is full
     is_checkpointed: bool = False  # the whole model, reentrantly
+    bucket: int = 40  # elements
 
 
 class Towers(nn.Module):
@@ -121,7 +122,7 @@ def train(case: Case) -> tuple[list[tuple[int, str]], dict[str, Tensor]]:
         how: dict[str, Any] = {"bucket_size": 40, "gradient_policy": case.policy}
         engine: Any = asking_ahead(model, optimizer, **how)
     else:
-        how = {"gradient_clipping": case.clip, "zero": {"reduce_bucket_size": 40}}
+        how = {"gradient_clipping": case.clip, "zero": {"reduce_bucket_size": case.bucket}}
         engine = engines.start(model, optimizer, case.stage, case.policy, **how)
     for step in range(STEPS):
         fails_after = case.ends[rank] if step == 1 else WELL
@@ -270,7 +271,6 @@ WITHOUT_BATCH = [
     Case(0, (WELL, NO_BATCH), "sharded"),
     Case(None, (NO_BATCH, WELL), clip=1.0),
     Case(1, (NO_BATCH, WELL), reads_norm=True),
-    Case(None, (NO_BATCH, WELL), reads_norm=True),
 ]
 
 
@@ -322,6 +322,14 @@ def test_a_pass_that_fails_at_the_same_layer_of_all_ranks_leaves_no_trace(case):
 )
 def test_what_asks_other_ranks_nothing_is_no_error(how, first, last):
     assert worlds.run(2, legal, how, limit=20) == [first, last]
+
+
+@pytest.mark.parametrize("bucket", [40, 10**6])
+def test_a_rank_without_a_batch_may_read_the_norm_without_an_engine(bucket):
+    case = Case(None, (NO_BATCH, WELL), reads_norm=True, bucket=bucket)
+    _, without = worlds.run(2, train, case._replace(reads_norm=False), limit=20)[0]
+    for errors, after in worlds.run(2, train, case, limit=20):
+        assert not errors and all(torch.equal(p, without[n]) for n, p in after.items())
 
 
 MISTAKES = [(3, "fused", "gradient"), (1, "sharded", "gradient"), (None, "fused", "gradient")]

@@ -5,6 +5,7 @@ How replicas train is in tests/scenarios.
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -67,3 +68,23 @@ def test_buffers_arrive_however_they_lie_in_memory():
         assert torch.equal(second[name], value), name
     assert first["kept"]
     assert first["flags"].tolist() == [[True, False]] * 3
+
+
+def drop_part(before_norm: bool) -> str:
+    """The error of dropping the gradients of a layer before or after the norm was read."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
+    ds_ext.fuse_into_backward(model, optimizer, gradient_policy="sharded", max_grad_norm=1.0)
+    model(torch.eye(4)).square().sum().backward()
+    if before_norm:
+        model[0].zero_grad()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    told = "" if before_norm else message(model[0].zero_grad)
+    optimizer.step()
+    return told
+
+
+@pytest.mark.parametrize("before_norm, error", [(True, ""), (False, "zero_grad() of some parame")])
+def test_part_of_the_gradients_is_dropped_only_before_the_norm_is_read(before_norm, error):
+    for told in worlds.run(2, drop_part, before_norm):
+        assert told.startswith(error) and bool(told) == bool(error)
