@@ -360,7 +360,7 @@ class FusedBackward:
         self.layout.refuse_resized()
         state = self.state
         state.rules = self.optimizer.check_param_groups()
-        if self._is_of_others() or self._keeps():
+        if owners.may_reach_others(self) or self._keeps():
             self.stepper.log_kept(self.grad_config)
             if self.grad_config.policy == "projected":
                 return receivers.Projecting(self.stepper, state, self.grad_config.accumulate_in)
@@ -372,23 +372,6 @@ class FusedBackward:
             raise RuntimeError(error_texts.measure_first(self.grad_config.setting_names))
         state.coefficient = self.clipping.coefficient(self.clipping.previous_norm)
         return receivers.Stepping(self.stepper, state)
-
-    def _is_of_others(self) -> bool:
-        """Whether another model's loss may have started the backward pass in progress.
-
-        In a GAN, the generator's loss reaches the discriminator, whose gradients zero_grad()
-        discards before the discriminator is trained.
-
-        Raises:
-            RuntimeError: the pass reaches a model with another loss scale.
-        """
-        others = owners.others_reached(self)
-        if not self.own_loss_is_running:
-            others += owners.others_hidden(self)
-        for other in others:
-            if (scale := other.state.reader.loss_scale) != self.reader.loss_scale:
-                raise RuntimeError(error_texts.OTHER_SCALE % (scale, self.reader.loss_scale))
-        return bool(others) and not self.own_loss_is_running
 
     def _step_kept(self, state: StepState) -> None:
         """Steps parameters by their kept gradients, a bucket at a time, and frees the gradients."""

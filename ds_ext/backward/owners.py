@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ds_ext.backward import error_texts
 from ds_ext.distributed import consensus
 from ds_ext.distributed.groups import Group
 from ds_ext.logs import logger
@@ -129,10 +130,29 @@ def take_over(params: Iterable[Tensor], group: Group = None) -> None:
         )
 
 
-def others_reached(by: GradientOwner) -> list[GradientOwner]:
-    """Returns other owners whose parameters are in the graph of the backward pass in progress."""
+def may_reach_others(by: GradientOwner) -> bool:
+    """Returns whether another model's loss may have started the backward pass in progress.
+
+    In a GAN, the generator's loss reaches the discriminator, whose gradients zero_grad() discards
+    before the discriminator is trained.
+
+    Raises:
+        RuntimeError: the pass reaches a model with another loss scale.
+    """
     if len(_owners_by_number) < 2:
-        return []
+        return False
+    others = _others_reached(by)
+    if not by.own_loss_is_running:
+        others += _others_hidden(by)
+    own = by.state.reader.loss_scale
+    for other in others:
+        if (scale := other.state.reader.loss_scale) != own:
+            raise RuntimeError(error_texts.OTHER_SCALE % (scale, own))
+    return bool(others) and not by.own_loss_is_running
+
+
+def _others_reached(by: GradientOwner) -> list[GradientOwner]:
+    """Returns other owners whose parameters are in the graph of the backward pass in progress."""
     return [
         other
         for other in all_owners()
@@ -183,7 +203,7 @@ def others_used(by: GradientOwner) -> list[GradientOwner]:
     ]
 
 
-def others_hidden(by: GradientOwner) -> list[GradientOwner]:
+def _others_hidden(by: GradientOwner) -> list[GradientOwner]:
     """Returns other owners whose parameters the backward pass may reach in checkpointed segments.
 
     A segment's graph does not contain the leaves of the outer graph. The outer graph does not

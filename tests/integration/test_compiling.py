@@ -80,7 +80,8 @@ def step(name, dtype, mode, shapes, meter=None):
     shards[-1] = Shard(tuple(params[-1].shape), 0, params[-1].numel() // 8 * 4, 16)
     runs = [torch.ones(len(s), dtype=dtype) for s in shards]
     first = optimizer.first_round_checks(dict(zip(params, shards, strict=True)))
-    votes = {p: torch.ones(()) for p in params if p not in first}
+    batched = optimizer.in_batches(dict(zip(params, shards, strict=True)), torch.device("cpu"))
+    votes = {p: torch.ones(()) for p in batched if p not in first}
     for bound, judge in (
         (1.0, None),
         (None, GradCheck(first, votes, GradFlags())),
