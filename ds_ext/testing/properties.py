@@ -11,16 +11,18 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from ds_ext import rules
+from ds_ext import ops, rules
 from ds_ext.distributed import lockstep
 from ds_ext.hyperparams import NonNegative
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves, mapped, saved
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
+from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.testing.simulation import EXACT, Ranks, Shape, errors, gradients, weights, with_zeros
 
 Reference = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 CLOSE = 1e-4  # the largest error in fp32, relative to the update
+BOUND = 1e30  # of elements of gradients, which none exceeds
 
 
 def equals_reference(rule: Any, reference: Reference, shapes: Sequence[Shape]) -> None:
@@ -168,15 +170,24 @@ def endures_zeros(rule: Any, shapes: Sequence[Shape]) -> None:
 
 
 def equals_itself_in_a_batch(rule: Any, shapes: Sequence[Shape]) -> None:
-    """Compares a batch with parameters that are stepped one by one, in fp32."""
-    before, found = weights(shapes, torch.float32), list[list[Tensor]]()
+    """Compares a batch with parameters that are stepped one by one, in fp32.
+
+    The batch reads gradients as an engine gives them: with a divisor, and with a bound.
+    """
+    before, steps = weights(shapes, torch.float32), gradients(4, shapes, torch.float32)
     entry = rules.entry_of(type(rule))
-    for batches in (entry.batches, lambda rule, shard: False):
-        with _registered(dataclasses.replace(entry, batches=batches)):
-            params, optimizer = _optimizer(rule, before)
-            _step(optimizer, params, gradients(4, shapes, torch.float32))
-            found.append([p.detach() for p in params])
-    for shape, error in zip(shapes, errors(found[0], found[1], before), strict=True):
+    params, optimizer = _optimizer(rule, before)
+    for grads in steps:
+        updates = [
+            RunUpdate(p, p.detach().view(-1), ops.Scaled(2 * g.view(-1), 0.5, BOUND), whole)
+            for p, g in zip(params, grads, strict=True)
+            for whole in [Shard.whole(tuple(p.shape))]
+        ]
+        optimizer.update(updates, None)
+    with _registered(dataclasses.replace(entry, batches=lambda rule, shard: False)):
+        alone, optimizer = _optimizer(rule, before)
+        _step(optimizer, alone, steps)
+    for shape, error in zip(shapes, errors(params, alone, before), strict=True):
         what = f"is the same in a batch as alone: shape {shape}, error {error:.1e}"
         _require(error <= CLOSE, rule, what)
 
