@@ -67,8 +67,9 @@ def fuse_into_backward(
     optimizer = _unwrapped(optimizer)
     if not isinstance(optimizer, RuleOptimizer):
         raise TypeError(
-            f"fuse_into_backward: the optimizer is of {type(optimizer)}. Only optimizers of "
-            "ds_ext, such as ds_ext.AdaLomo(model.parameters()), can step inside backward."
+            f"fuse_into_backward(model, optimizer): the optimizer is of {type(optimizer)}. Only "
+            "optimizers of ds_ext, such as ds_ext.AdaLomo(model.parameters()), can step inside "
+            "backward. That of a rule of yours, MyRule, is ds_ext.MyRule(model.parameters())."
         )
     if isinstance(group, float | int):
         raise TypeError(

@@ -11,6 +11,7 @@ from deepspeed.runtime import config as runtime_config
 from deepspeed.runtime import constants, lr_schedules
 from deepspeed.runtime.activation_checkpointing import config as activation_config
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
 from ds_ext.config import config_checks
@@ -40,7 +41,7 @@ def read(make: Callable[[], None], config: dict[str, Any]) -> None:
     """
     found = [
         f'{key} is "auto", which is filled in by HF Trainer and accelerate only: write a number.'
-        for key in (*SIZES, "zero_optimization.stage")
+        for key in (*SIZES, "zero_optimization.stage", "gradient_clipping")
         if lookup(config, key) == "auto"
     ]
     given = filled(config)[0]
@@ -136,7 +137,13 @@ def translated() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        wrong = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        is_zero = error.title == DeepSpeedZeroConfig.__name__
+        known = DeepSpeedZeroConfig.model_fields if is_zero else ()
+        wrong = []
+        for one in error.errors():
+            key = ".".join(map(str, one["loc"]))
+            guess = did_you_mean(key, known) if one["type"] == "extra_forbidden" else ""
+            wrong.append(f"{key}: {one['msg']}{guess}")
         what = f"{error.title}: {'; '.join(wrong)}"
         raise ValueError(f"DeepSpeed refuses the config: {what}") from None
     except (DeepSpeedConfigError, AssertionError, AttributeError, KeyError, TypeError) as error:

@@ -308,7 +308,7 @@ def _checked(entry: RuleEntry, given: Keys, where: str) -> Keys:
     """The checked keys of a group; ValueError for wrong keys."""
     keys = {k: v for k, v in given.items() if k != "type"}
     rule = named(given["type"], f"{where}.type").rule if "type" in given else entry.rule
-    checked = hyperparams.check(hypers_of(rule), keys, where)
+    checked = hyperparams.check(hypers_of(rule), keys, where, ("type",))
     return {k: rule.__name__ if k == "type" else checked[k] for k in given}
 
 

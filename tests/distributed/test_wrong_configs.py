@@ -44,6 +44,8 @@ MISTAKES = {  # the error; or "" and the one warning
         "",
     ),
     "auto_sizes": ('ValueError: train_batch_size is "auto", which is filled in by HF', ""),
+    "auto_clipping": ('ValueError: gradient_clipping is "auto", which is filled in by HF', ""),
+    "no_type": ("", "optimizer.type is missing, so the section"),
 }
 
 

@@ -119,6 +119,7 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
     ("unknown key ds_ext.polcy", {"ds_ext": {"polcy": 1}}),
     ("ds_ext.clip_mode is 'previos'", {"ds_ext": {"clip_mode": "previos"}}),
     ("DeepSpeedZeroConfig: stge", {"zero_optimization": {"stge": 3}}),
+    ('Did you mean "offload_optimizer"?', _zero(3, offload_optimiser={"device": "cpu"})),
     ("zero_quantized_weights = True was removed", _zero(3, zero_quantized_weights="true")),
     ("zero_optimization.mics_shard_size = 2 is not supported", _zero(3, mics_shard_size=2)),
     ("zero_optimization.zenflow", _zero(2, zenflow={"topk_ratio": 0.1})),
@@ -134,6 +135,7 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
     ),
     ("optimizer.type is 'AdaLom'", {"optimizer": {"type": "AdaLom"}} | OURS),
     ("is imported (--import MODULE)", {"optimizer": {"type": "HeavyBall"}}),
+    ('Did you mean "type"?', _ours({"param_groups": [{"match": "a", "typ": "Lion"}]})),
     (None, _zero(3, offload_optimizer={"device": "cpu"})),
     ('gradient_policy = "projected"', {"ds_ext": {"gradient_policy": "projected"}}),
     ("weight_update", {"ds_ext": {"weight_storage": "int8"}} | _ours({"weight_update": "master"})),
@@ -361,6 +363,15 @@ class Mistakes:
         _engine(
             nn.Linear(4, 4), {key: "auto" for key in ("train_batch_size", *SIZES) if "size" in key}
         )
+
+    def auto_clipping(self) -> None:
+        """A norm that HF would fill in."""
+        _engine(nn.Linear(4, 4), {"gradient_clipping": "auto"})
+
+    def no_type(self) -> None:
+        """Hyper-parameters of an optimizer that the config does not name."""
+        config = SIZES | _zero(3) | {"optimizer": {"params": {"lr": 1e-3}}}
+        deepspeed.initialize(model=nn.Linear(4, 4), config=config)
 
 
 def _engine(model: nn.Module, changes: Any = None, **given: Any) -> Any:

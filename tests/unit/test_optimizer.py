@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 import ds_ext
-from ds_ext import hyperparams
+from ds_ext import hyperparams, ops
+from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 from tests.common import authors, table
 from tests.common.hypers import FOR_ALL, SIMULATED
@@ -49,6 +51,26 @@ def test_groups_have_their_own_hyper_parameters(name):
     steps(optimizer, params, gradients)
     steps(authors.ordinary(name, groups, HYPERS[name]), theirs, gradients)
     assert max(errors(params, theirs, table.weights(shapes))) <= 1e-9
+
+
+def test_a_batch_steps_gradients_with_factors_of_their_own():
+    """As tensor parallelism has them: parameters that it replicates have another divisor."""
+    params = parameters(torch.float32, [(8, 8), (5,), (3, 4)])
+    before, gradients = [p.detach().clone() for p in params], [torch.ones_like(p) for p in params]
+    optimizer, factors = ds_ext.LOMO(params, lr=0.5), [1.0, 0.25, torch.tensor(2.0)]
+    for some in (slice(0, 2), slice(0, 3)):
+        updates = [
+            RunUpdate(
+                p,
+                p.detach().view(-1),
+                g.view(-1) if factor == 1 else ops.Scaled(g.view(-1), factor),
+                Shard.whole(tuple(p.shape)),
+            )
+            for p, g, factor in zip(params[some], gradients[some], factors[some], strict=True)
+        ]
+        optimizer.update(updates, None)
+    moved = [float((old - p.detach()).mean()) for old, p in zip(before, params, strict=True)]
+    assert moved == pytest.approx([2 * 0.5, 2 * 0.125, 1.0], rel=1e-6)
 
 
 def test_groups_of_a_scheduled_optimizer_make_another():
