@@ -30,9 +30,9 @@ def train(name: str) -> dict[str, Any]:
     order: list[list[str]] = []
     send = reduction.Reduction.begin
 
-    def noting(self: reduction.Reduction, params: Any, grads: Any, voters: Any) -> Any:
+    def noting(self: reduction.Reduction, params: Any, *given: Any) -> Any:
         order.append([self.layout.name(param) for param in params])
-        return send(self, params, grads, voters)
+        return send(self, params, *given)
 
     with mock.patch.object(reduction.Reduction, "begin", noting):
         found = training_jobs.train(RUNS[name])
