@@ -72,6 +72,16 @@ def _names_ours(section: dict[str, Any]) -> bool:
     return any(isinstance(name, str) and registry_key(name) for name in names)
 
 
+def refuse_misspelled(name: str) -> None:
+    """Raises ValueError if a config's type is unknown, but similar to the name of our optimizer.
+
+    Any other unknown type is an error of DeepSpeed, whose engine it is.
+    """
+    near = difflib.get_close_matches(key_of(name), [*REGISTRY, *deepspeeds()], n=1)
+    if name.lower().startswith(PREFIX) or (near and near[0] in REGISTRY):
+        refuse_unknown(name)
+
+
 def refuse_unknown(name: str) -> None:
     """Checks that ds_ext, DeepSpeed or torch has an optimizer with this name.
 

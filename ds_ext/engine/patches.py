@@ -145,7 +145,7 @@ def build(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) 
     named = parsing.lookup(config._param_dict, "optimizer.type")
     name = type(client).__name__ if client is not None else named
     if name and client is None:
-        optimizer_names.refuse_unknown(name)
+        optimizer_names.refuse_misspelled(name)
     elif not name and config._param_dict.get("optimizer"):
         warn(_NO_TYPE)
     if "ds_ext" in config._param_dict:

@@ -134,7 +134,7 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
         _ours({"param_groups": [{"match": "a", "type": "AdaLom"}]}),
     ),
     ("optimizer.type is 'AdaLom'", {"optimizer": {"type": "AdaLom"}} | OURS),
-    ("is imported (--import MODULE)", {"optimizer": {"type": "HeavyBall"}}),
+    ("is imported (--import MODULE)", {"optimizer": {"type": "HeavyBall"}} | OURS),
     ('Did you mean "type"?', _ours({"param_groups": [{"match": "a", "typ": "Lion"}]})),
     (None, _zero(3, offload_optimizer={"device": "cpu"})),
     ('gradient_policy = "projected"', {"ds_ext": {"gradient_policy": "projected"}}),
