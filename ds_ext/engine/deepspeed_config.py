@@ -138,11 +138,11 @@ def translated() -> Iterator[None]:
         yield
     except ValidationError as error:
         is_zero = error.title == DeepSpeedZeroConfig.__name__
-        known = DeepSpeedZeroConfig.model_fields if is_zero else ()
         wrong = []
         for one in error.errors():
             key = ".".join(map(str, one["loc"]))
-            guess = did_you_mean(key, known) if one["type"] == "extra_forbidden" else ""
+            is_own = is_zero and len(one["loc"]) == 1 and one["type"] == "extra_forbidden"
+            guess = did_you_mean(key, DeepSpeedZeroConfig.model_fields) if is_own else ""
             wrong.append(f"{key}: {one['msg']}{guess}")
         what = f"{error.title}: {'; '.join(wrong)}"
         raise ValueError(f"DeepSpeed refuses the config: {what}") from None

@@ -72,6 +72,12 @@ def test_all_that_is_wrong_is_told(what, tmp_path, capsys):
     assert all(any(word in error for error in errors) for word in words), errors
 
 
+def test_a_key_of_a_section_within_a_section_is_not_taken_for_the_section(tmp_path, capsys):
+    zero = {"stage": 3, "offload_optimizer": {"devcie": "cpu"}}
+    (error,) = checked(changed(zero_optimization=zero), tmp_path, capsys)[0]
+    assert "offload_optimizer.devcie: Extra inputs" in error and "Did you mean" not in error
+
+
 def test_batch_sizes_have_to_fit_the_ranks(tmp_path, capsys):
     sizes = changed(train_batch_size=8, train_micro_batch_size_per_gpu=2)
     assert checked(sizes, tmp_path, capsys) == ([], [])
