@@ -262,8 +262,8 @@ def check_spec(rule: type, parts: Parts) -> Parts:
         TypeError: it is no dict, or has something other than parts.
         ValueError: a key is one that ds_ext uses itself.
     """
-    wrong = [parts] if not isinstance(parts, Mapping) else [part for _, part in leaves(parts)]
-    for x in wrong:
+    declared = [part for _, part in leaves(parts)] if isinstance(parts, Mapping) else [parts]
+    for x in declared:
         if not isinstance(x, Part):
             raise TypeError(
                 f"{rule.__name__}.state_spec returned {type(x).__name__}, which declares no state: "

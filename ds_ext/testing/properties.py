@@ -177,13 +177,11 @@ def equals_itself_in_a_batch(rule: Any, shapes: Sequence[Shape]) -> None:
     before, steps = weights(shapes, torch.float32), gradients(4, shapes, torch.float32)
     entry = rules.entry_of(type(rule))
     params, optimizer = _optimizer(rule, before)
+    shards = [Shard.whole(tuple(p.shape)) for p in params]
     for grads in steps:
-        updates = [
-            RunUpdate(p, p.detach().view(-1), ops.Scaled(2 * g.view(-1), 0.5, BOUND), whole)
-            for p, g in zip(params, grads, strict=True)
-            for whole in [Shard.whole(tuple(p.shape))]
-        ]
-        optimizer.update(updates, None)
+        scaled = [ops.Scaled(2 * g.view(-1), 0.5, BOUND) for g in grads]
+        runs = [p.detach().view(-1) for p in params]
+        optimizer.update(map(RunUpdate, params, runs, scaled, shards), None)
     with _registered(dataclasses.replace(entry, batches=lambda rule, shard: False)):
         alone, optimizer = _optimizer(rule, before)
         _step(optimizer, alone, steps)
