@@ -152,7 +152,6 @@ def rehearsed(stage, on=ON):
 def test_the_first_stage_is_the_self_test():
     found = rehearsed(selftest)
     assert {row["verdict"] for row in found} == {"right"} and len(found) == 2 * 12
-    assert {row["passes"] for row in found} == {"apply_"}
 
 
 @pytest.mark.slow

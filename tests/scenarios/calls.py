@@ -376,7 +376,7 @@ def resumed_between_micro_batches(pair, draw):
     for micro in range(pair.setup["accumulation"]):
         if micro:
             pair.do(resume)
-            pair.saved = pair.composition()
+            pair.saved = None  # of the twin, it lacks the gradients: no later call may load it
         pair.do(lambda s, n=seed + 10 * micro: s.backward(s.loss(n)))
         pair.do(lambda s: s.step())
     pair.compare()
