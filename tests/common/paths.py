@@ -10,6 +10,7 @@ from ds_ext.ops.executors import unbatched
 from ds_ext.ops.executors.native import library, native_table
 from ds_ext.ops.executors.triton import devices, kernel_table
 from tests.common import needs
+from tests.common.spies import noted
 
 # Where kernels run: on a GPU if there is one, else in Triton's interpreter on the CPU.
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -36,17 +37,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the passes that native code and kernels make from now on."""
     names: list[str] = []
 
-    def note(table: type) -> None:
-        run = table.run
-
-        def noted(self: object, name: str, *args: object, **kwargs: object) -> None:
-            names.append(name)
-            run(self, name, *args, **kwargs)
-
-        monkeypatch.setattr(table, "run", noted)
-
-    note(native_table.NativeTable)
-    note(kernel_table.KernelTable)
+    for table in (native_table.NativeTable, kernel_table.KernelTable):
+        noted(monkeypatch, table, "run", lambda self, name, *_, **__: names.append(name))
     return names
 
 

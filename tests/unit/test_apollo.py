@@ -31,12 +31,11 @@ SETTINGS = {
 }
 
 
-def authors(before, steps, are_numbered=False, **hypers):
-    """The parameters after ``steps``, by apollo_torch; their streams are 0, or their numbers."""
+def authors(before, steps, **hypers):
+    """The parameters after ``steps``, by apollo_torch; their streams are 0."""
 
     def make(params):
-        streams = {p: i if are_numbered else 0 for i, p in enumerate(params)}
-        return low_rank.APOLLO(streams, gap=GAP, **hypers)
+        return low_rank.APOLLO(dict.fromkeys(params, 0), gap=GAP, **hypers)
 
     return plain.stepped(make, before, steps)[0]
 

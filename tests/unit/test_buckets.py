@@ -11,6 +11,7 @@ from torch import nn
 import ds_ext
 from ds_ext.backward import buckets, reduction
 from tests import worlds
+from tests.common.spies import noted
 
 
 class Layer(nn.Module):
@@ -27,59 +28,46 @@ class Layer(nn.Module):
 @pytest.fixture
 def sent(monkeypatch):
     """Sizes of the parameters of each bucket that is reduced."""
-    found = []
-    begin = reduction.Reduction.begin
-
-    def noted(self, params, grads, *more):
-        found.append([p.numel() for p in params])
-        return begin(self, params, grads, *more)
-
-    monkeypatch.setattr(reduction.Reduction, "begin", noted)
-    return found
+    return noted(
+        monkeypatch,
+        reduction.Reduction,
+        "begin",
+        lambda self, params, *_: [p.numel() for p in params],
+    )
 
 
 @pytest.mark.parametrize(
-    "size, expected",
+    "size, tiny, expected",
     [
         # From the last layer to the first: back, linear, and two vectors of the norm.
-        (512, [[512], [512], [8, 8, 512], [512], [8, 8]]),  # few elements take one more
-        (257, [[512], [512], [8, 8, 512], [512], [8, 8]]),  # of any size
-        (256, [[512], [512], [8, 8], [512], [512], [8, 8]]),  # 16 are a sixteenth, and not few
-        (1024, [[512, 512], [8, 8, 512], [512, 8, 8]]),
-        (1056, [[512, 512, 8, 8], [512, 512, 8, 8]]),
-        (1, [[512], [512], [8], [8], [512], [512], [8], [8]]),
-        (None, [[512], [512], [8, 8, 512], [512], [8, 8]]),  # as many as the largest has
+        (512, {}, [[512], [512], [8, 8, 512], [512], [8, 8]]),  # few elements take one more
+        (257, {}, [[512], [512], [8, 8, 512], [512], [8, 8]]),  # of any size
+        (256, {}, [[512], [512], [8, 8], [512], [512], [8, 8]]),  # 16 are a sixteenth, and not few
+        (1024, {}, [[512, 512], [8, 8, 512], [512, 8, 8]]),
+        (1056, {}, [[512, 512, 8, 8], [512, 512, 8, 8]]),
+        (1, {}, [[512], [512], [8], [8], [512], [512], [8], [8]]),
+        (None, {}, [[512], [512], [8, 8, 512], [512], [8, 8]]),  # as many as the largest has
+        # Tiny ones wait for the end of backward, unless they fill as much as "MIN_FILL".
+        (1056, {"SMALL": 8 / 1056}, [[512, 512], [512, 512], [8, 8, 8, 8]]),
+        (
+            1056,
+            {"SMALL": 8 / 1056, "MIN_FILL": 16 / 1056},
+            [[512, 512, 8, 8], [512, 512, 8, 8]],
+        ),
     ],
 )
-def test_small_parameters_join_a_bucket_and_large_ones_fill_it(sent, size, expected):
-    model = nn.Sequential(Layer(), Layer())
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
-    ds_ext.fuse_into_backward(model, optimizer, bucket_size=size)
-    model(torch.randn(3, 8)).square().sum().backward()
-    optimizer.step()
-    assert sent == expected
-    for p, old in zip(model.parameters(), before, strict=True):
-        assert not torch.equal(p, old)
-
-
-@pytest.mark.parametrize(
-    "min_fill, expected",
-    [
-        (1 / 16, [[512, 512], [512, 512], [8, 8, 8, 8]]),
-        (16 / 1056, [[512, 512, 8, 8], [512, 512, 8, 8]]),  # they do not wait if they fill as much
-    ],
-)
-def test_tiny_parameters_wait_for_the_end_of_backward(sent, monkeypatch, min_fill, expected):
-    monkeypatch.setattr(buckets, "SMALL", 8 / 1056)
-    monkeypatch.setattr(buckets, "MIN_FILL", min_fill)
+def test_small_parameters_join_a_bucket_and_large_ones_fill_it(
+    sent, monkeypatch, size, tiny, expected
+):
+    for name, value in tiny.items():
+        monkeypatch.setattr(buckets, name, value)
     model = nn.Sequential(Layer(), Layer())
     x = torch.randn(3, 8)
     model(x).square().sum().backward()
     stepped = [p.detach() - 0.1 * p.grad for p in model.parameters()]
     model.zero_grad()
     optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
-    ds_ext.fuse_into_backward(model, optimizer, bucket_size=1056)
+    ds_ext.fuse_into_backward(model, optimizer, bucket_size=size)
     model(x).square().sum().backward()
     optimizer.step()
     assert sent == expected

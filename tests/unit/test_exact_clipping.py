@@ -257,26 +257,6 @@ def test_a_loss_that_writes_its_saved_gradients_in_place_is_refused_before_a_wei
     updates.check_each(state(model), state(plain), before)
 
 
-class Normed(nn.Module):
-    """Batch norms, one of them in a checkpointed segment."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-        self.first = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9))
-        self.second = nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9, affine=False), nn.Tanh())
-        self.register_buffer("calls", torch.zeros(()))
-        self.last = nn.Linear(9, 4)
-
-    def segment(self, h):
-        self.calls = self.calls + 1  # a new tensor each time
-        return self.second(h)
-
-    def forward(self, x):
-        h = checkpoint(self.segment, self.first(x), use_reentrant=self.reentrant)
-        return self.last(h).square().sum()
-
-
 class Segmented(nn.Module):
     """A checkpointed segment between two layers."""
 

@@ -25,6 +25,7 @@ from tests.common import plain, table
 from tests.common.accumulated import side_of, textbook
 from tests.common.choose import params
 from tests.common.simulated import BROKEN, EXACT, Formula, Ranks, errors
+from tests.common.spies import noted
 from tests.common.table import WORLDS
 
 STEPS, GAP = 20, 7  # a basis is renewed twice
@@ -147,14 +148,11 @@ def test_the_basis_has_the_same_bits_on_any_number_of_ranks(setting):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_ranks_share_the_renewals_of_a_bucket_and_agree_on_all(world, monkeypatch):
-    shapes, found, renewed = 2 * MATRICES[:3], [], []
-    original = lowrank._gram
+    def rank_of(g, tall, shard):
+        return shard.start // shard.size if shard.has_turn else None
 
-    def gram(g, tall, shard):
-        renewed.append(shard.start // shard.size if shard.has_turn else None)
-        return original(g, tall, shard)
-
-    monkeypatch.setattr(lowrank, "_gram", gram)
+    shapes, found = 2 * MATRICES[:3], []
+    renewed = noted(monkeypatch, lowrank, "_gram", rank_of)
     for is_spread in (True, False):
         ranks = Ranks(GaLoreAdamW(rank=2), table.weights(shapes, torch.float32), world)
         ranks.shards = [

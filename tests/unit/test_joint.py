@@ -20,6 +20,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import lowrank
 from tests.common import paths, table
 from tests.common.simulated import Ranks, errors
+from tests.common.spies import noted
 
 CPU = torch.device("cpu")
 MATRICES, STEPS = 5, 3
@@ -120,23 +121,15 @@ def asking(operation, x, found):
     found.append(total)
 
 
-def count_answers(monkeypatch, sizes):
-    """Adds to ``sizes`` how many matrices each joint operation answers."""
-    original = Joint.answers
-
-    def answers(self, joints):
-        sizes.append(len(joints))
-        return original(self, joints)
-
-    monkeypatch.setattr(Joint, "answers", answers)
+@pytest.fixture
+def sizes(monkeypatch):
+    """How many matrices each joint operation answers."""
+    return noted(monkeypatch, Joint, "answers", lambda self, joints: len(joints))
 
 
 @pytest.mark.parametrize("run", [lambda steps: lockstep.run(steps, None), lockstep.lockstep])
-def test_operations_are_joined_by_function_and_shape_and_results_keep_their_places(
-    run, monkeypatch
-):
-    sizes, found = [], []
-    count_answers(monkeypatch, sizes)
+def test_operations_are_joined_by_function_and_shape_and_results_keep_their_places(run, sizes):
+    found = []
     xs = [torch.full((n,), float(i)) for i, n in enumerate((3, 4, 3, 3, 4))]
     operations = [doubled, doubled, halved, doubled, doubled]
     results = [[] for _ in xs]
@@ -154,9 +147,8 @@ def test_operations_are_joined_by_function_and_shape_and_results_keep_their_plac
         assert torch.equal(*found, expected)
 
 
-def test_no_more_matrices_wait_than_fill_a_block(monkeypatch):
-    sizes, waiting, most = [], [0], [0]
-    count_answers(monkeypatch, sizes)
+def test_no_more_matrices_wait_than_fill_a_block(sizes, monkeypatch):
+    waiting, most = [0], [0]
     monkeypatch.setattr(block_sizes, "product_limit", lambda device: 100)
 
     def step():

@@ -19,6 +19,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from tests.common import needs, optimizer_ranks, paths, table
 from tests.common.choose import params, spread
 from tests.common.hypers import FOR_ALL, SIMULATED, changed
+from tests.common.spies import noted
 
 pytestmark = needs.triton
 DEVICE = paths.DEVICE
@@ -63,15 +64,7 @@ def kernels(monkeypatch):
 @pytest.fixture
 def launched(monkeypatch):
     """The passes of all launches."""
-    names = []
-    original = launches.launch_kernel
-
-    def start(launch, *args):
-        names.append(launch.kind.name)
-        original(launch, *args)
-
-    monkeypatch.setattr(launches, "launch_kernel", start)
-    return names
+    return noted(monkeypatch, launches, "launch_kernel", lambda launch, *_: launch.kind.name)
 
 
 def trained(name, dtype, mode, world, hypers=None, shapes=SHAPES, wrap=lambda g: g, device=DEVICE):
@@ -155,15 +148,11 @@ def test_moments_and_what_they_make_of_weights_have_the_bits_of_the_ops(
 @pytest.mark.parametrize("name", params(["adalomo", "lamb"], []))
 def test_vectors_give_the_same_bits(name, kernels, monkeypatch):
     shapes = ((32, 64), (48,), (3, 8, 16), (20, 30), (5,))
-    aligned = []
-    original = launches.launch_kernel
 
-    def noted(launch, *args):
-        name = launch.kind.name.removesuffix("_and_cache_norm")
-        aligned.append((name, launch.kind.fields.get("ALIGNED")))
-        original(launch, *args)
+    def note(launch, *_):
+        return launch.kind.name.removesuffix("_and_cache_norm"), launch.kind.fields.get("ALIGNED")
 
-    monkeypatch.setattr(launches, "launch_kernel", noted)
+    aligned = noted(monkeypatch, launches, "launch_kernel", note)
     found, before = trained(name, torch.bfloat16, "master", 2, shapes=shapes)
     assert {("apply", True), ("apply", False)} <= set(aligned)
     monkeypatch.setattr(sizes, "ALIGNMENT", 2**40)  # which no address is a multiple of
@@ -240,14 +229,7 @@ def test_fp64_and_what_no_kernel_reads_are_left_to_the_ops(kernels, launched):
 
 
 def test_kernels_round_products_before_they_add_them(kernels, monkeypatch):
-    given = []
-    original = launches.options
-
-    def options(warps):
-        given.append(original(warps))
-        return given[-1]
-
-    monkeypatch.setattr(launches, "options", options)
+    given = noted(monkeypatch, launches, "options", launches.options)
     monkeypatch.setattr(launches, "_compiled", {})
     x = torch.ones(6, device=DEVICE)
     assert ops.square_sum(x, Shard.whole((6,)), x) == 6

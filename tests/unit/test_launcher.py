@@ -27,7 +27,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.nonfinite import GradCheck, GradFlags
 from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.optimizer.updates import RunUpdate
-from tests.common import needs, paths, table
+from tests.common import needs, paths, spies, table
 from tests.common.choose import params, spread
 from tests.common.hypers import SIMULATED
 from tests.unit.test_native import BATCHED
@@ -266,13 +266,9 @@ def test_arrays_are_copied_once_and_those_of_a_step_with_the_next(monkeypatch):
     memory = launch_memory.Memory(torch.device("cpu"))
     arrays = launch_memory.DeviceArrays(memory)
     one, two, three = (np.full(i, i, dtype=np.int64).tobytes() for i in (1, 2, 3))
-    copied, copy_ = [], launch_memory.DeviceArrays._copy
-
-    def noting(of, contents):
-        copied.append([*contents])
-        copy_(of, contents)
-
-    monkeypatch.setattr(launch_memory.DeviceArrays, "_copy", noting)
+    copied = spies.noted(
+        monkeypatch, launch_memory.DeviceArrays, "_copy", lambda of, contents: [*contents]
+    )
     arrays.begin([one])
     a, b, c = arrays.addresses([two, one, two])
     assert a == c and at(a, 2, np.int64).tolist() == [2, 2] and at(b, 1, np.int64).tolist() == [1]
