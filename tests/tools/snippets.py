@@ -10,7 +10,7 @@ A document marks the block that it quotes a function, method or class in:
 and the table of optimizers lies between ``<!-- optimizers: ... -->`` and
 ``<!-- end of optimizers -->``; likewise the keys of a config (reference.py), and the
 tables of learning rates (rates.py). The learning rates that examples set are those of
-ds_ext/rates.py.
+ds_ext/rates.json.
 ``make readme`` (``python -m tests.tools.snippets``) writes all of these anew in README.md and
 docs/, and the files in configs/; tests fail while they are not what the source says.
 """
