@@ -3,10 +3,13 @@
 Importing this module checks the version of torch.
 
 ``contract.json`` holds the names that exist in the supported versions, with the parameters of
-functions and hashes of their source. It has a name for each row of ``TABLE`` and each patch. With
-these versions, or older ones, nothing is checked, because tests run with them. With a newer one,
-``check`` finds names that are missing or take other arguments. ``make contract`` compares all names
-with the installed versions.
+functions and hashes of their source. "MODULE:CLASS.NAME" is a method or class attribute, and
+"MODULE:CLASS@NAME" an attribute that the module's source assigns or reads. Each name says "why"
+ds_ext needs it, except for patched methods: their patches say so. With these versions, or older
+ones, nothing is checked, because tests run with them. With a newer one, ``check`` finds names that
+are missing or take other arguments. ``make contract`` compares all names with the installed
+versions. To add a name, write its "why" into ``contract.json`` and run
+``make contract ARGS=--write``.
 """
 
 import functools
@@ -28,123 +31,6 @@ LOWEST_TORCH = (2, 6)
 LOWEST_DEEPSPEED = (0, 19, 8)
 SWITCH = "DS_EXT_ANY_DEEPSPEED"  # set to 1 to go on with a version that fails the check
 RECORDS = Path(__file__).with_suffix(".json")
-
-# "NAME": why, by module. "CLASS.NAME" is a method or class attribute, and "CLASS@NAME" an attribute
-# that the module's source assigns or reads. Patched methods are not listed: their patches say why.
-TABLE: dict[str, dict[str, str]] = {
-    "deepspeed.runtime.engine": {
-        "DeepSpeedEngine._save_checkpoint": "writes the weights of a checkpoint",
-        "DeepSpeedEngine._save_moe_checkpoint": "the same for models with DeepSpeed's experts",
-        "DeepSpeedEngine._save_zero_checkpoint": "writes the optimizer's state",
-        "DeepSpeedEngine@save_zero_checkpoint": "whether this rank writes that state",
-        "DeepSpeedEngine@save_non_zero_checkpoint": "whether this rank writes the weights",
-        "DeepSpeedEngine@checkpoint_engine": "is replaced during a save, to record files",
-        "DeepSpeedEngine@_config": "the parsed config; its gradient_clipping is set to 0",
-        "DeepSpeedEngine@_running_engine_backward": "whether engine.backward scaled the loss",
-        "DeepSpeedEngine@_manual_backward_expected": "whether engine.scale scaled the loss",
-        "DeepSpeedEngine@module_forward_pre_hook": "is removed with the engine",
-        "DeepSpeedEngine@module_forward_post_hook": "is removed with the engine",
-        "DeepSpeedEngine@inside_no_sync_ctxt": "whether gradients accumulate without a step",
-        "DeepSpeedEngine@param_names": "names in checkpoints",
-    },
-    "deepspeed.runtime.pipe.module": {
-        "PipelineModule@_layer_specs": "names of layers in checkpoints",
-        "PipelineModule@tied_comms": "which layers are tied over stages",
-    },
-    "deepspeed.runtime.config": {
-        "DEEPSPEED_OPTIMIZERS": "names that a config's type may have",
-        "DeepSpeedConfig@_param_dict": "the config as given",
-        "DeepSpeedConfig._configure_train_batch_size": "checks batch sizes for any number of ranks",
-    },
-    "deepspeed.runtime.base_optimizer": {
-        "ZeROOptimizer.enter_backward": "begins a backward pass",
-        "ZeROOptimizer.exit_backward": "ends a backward pass",
-        "ZeROOptimizer.clear_backward_seen_flag": "forgets an abandoned backward pass",
-        "ZeROOptimizer.queue_post_backward_callback": "queues the end of a backward pass",
-        "ZeROOptimizer@_backward_hook_state": "the state of a backward pass",
-        "BackwardHookStateManager@_grad_acc_post_hooks": "hooks that the measuring pass suspends",
-        "BackwardHookStateManager@post_backward_callback_queued": "is reset after that pass",
-        "BackwardHookStateManager@backward_active_depth": "is reset after a failed pass",
-    },
-    "deepspeed.runtime.zero.parameter_offload": {
-        "FWD_MODULE_STACK": "keeps models alive, so it holds ours weakly",
-        "DeepSpeedZeRoOffload.__init__": "partitions and gathers the parameters at stage 3",
-        "DeepSpeedZeRoOffload.empty_partition_cache": "partitions what is gathered",
-        "DeepSpeedZeRoOffload.partition_all_parameters": "partitions parameters after a step",
-        "DeepSpeedZeRoOffload.get_param_coordinator": "orders the gathers",
-        "DeepSpeedZeRoOffload@persistent_parameters": "are gathered after a step",
-        "DeepSpeedZeRoOffload@applied_pre_backward_ref_cnt": "is restored after the measuring pass",
-        "DeepSpeedZeRoOffload@ds_grads_remaining": "is restored after the measuring pass",
-    },
-    "deepspeed.runtime.zero.partitioned_param_coordinator": {
-        "PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release": (
-            "has a cache that keeps models alive"
-        ),
-        "PartitionedParameterCoordinator.release_sub_module": "also releases frozen parameters",
-        "PartitionedParameterCoordinator@ds_active_sub_modules": "what keeps a parameter gathered",
-        "iter_params": "the parameters that a module's hooks gather",
-    },
-    "deepspeed.runtime.zero.partition_parameters": {
-        "Init@ds_tensor": "this rank's run of a parameter",
-        "Init@ds_shape": "the shape of the whole parameter",
-        "Init@ds_status": "whether a parameter is gathered",
-        "Init@ds_process_group": "the ranks that share a parameter",
-        "Init@ds_persist": "whether a parameter stays gathered",
-        "Init@ds_secondary_tensor": "hpZ's copy, which an update makes stale",
-        "MultipleAllGatherHandles": "the handle of a gather of weights in 8 bits",
-        "ZeroParamStatus": "values of ds_status",
-    },
-    "deepspeed.runtime.fp16.loss_scaler": {
-        "CreateLossScaler": "makes the loss scaler",
-        "LossScalerBase.scale_loss": "scales a loss",
-        "DynamicLossScaler.update_scale": "follows overflows",
-    },
-    "deepspeed.runtime.torch_autocast": {"get_comm_dtype": "the dtype of reductions"},
-    "deepspeed.runtime.lr_schedules": {"VALID_LR_SCHEDULES": "names of schedulers"},
-    "deepspeed.utils.groups": {
-        "_get_sequence_parallel_group": "ranks that share sequences",
-        "_get_expert_parallel_rank": "the number of this rank's first expert",
-        "_get_expert_parallel_group_dict": "groups of experts",
-        "_get_expert_data_parallel_group": "ranks that hold the same experts",
-        "_create_zero_param_parallel_group": "ranks that share hpZ's copies",
-        "_get_zero_param_intra_parallel_group": "ranks that share hpZ's copies",
-    },
-    "torch": {
-        "_C._current_graph_task_id": "which backward pass runs",
-        "_C._will_engine_execute_node": "which parameters a backward pass reaches",
-        "jit._recursive.get_hook_stubs": "leaves our hooks out of scripted modules",
-    },
-    "torch.utils._pytree": {
-        "tree_flatten": "finds the tensors in arguments of modules",
-        "tree_unflatten": "puts pieces of them into arguments again",
-    },
-    "torch.distributed.distributed_c10d": {
-        "_get_default_store": "ranks announce in it that they save",
-        "_hash_ranks_to_str": "names groups, alike on all ranks",
-        "_set_pg_timeout": "gives our groups the timeout of DeepSpeed's",
-        "_world": "which groups still exist",
-    },
-    "torch.distributed.fsdp._fully_shard._fsdp_state": {
-        "FSDPState@_fsdp_param_groups": "the groups of parameters of a unit",
-        "FSDPState@_training_state": "is reset for a call in backward",
-    },
-    "torch.distributed.fsdp._fully_shard._fully_shard": {
-        "FSDPModule._get_fsdp_state": "the state of a unit",
-    },
-    "torch.distributed.fsdp._fully_shard._fsdp_param": {
-        "FSDPParam@_unsharded_param": "the leaf of a graph for a sharded parameter",
-        "FSDPParam@unsharded_accumulated_grad": "gradients that are not reduced yet",
-    },
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group": {
-        "FSDPParamGroup@fsdp_params": "the parameters of a group",
-        "FSDPParamGroup@_training_state": "whether a group's gradients are reduced",
-        "FSDPParamGroup@_partial_reduce_output": "gradients that are reduced within a replica only",
-    },
-    "transformers.trainer_callback": {
-        "CallbackHandler@callbacks": "the order in which callbacks see metrics",
-    },
-    "accelerate.state": {"PartialState@_shared_state": "whether ranks see each other on CPUs"},
-}
 
 
 def numbers(version: str) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ EMBEDDINGS = (nn.Embedding, layers.VocabParallelEmbedding, layers.HiddenParallel
 
 
 def deepspeed_parameter(param: Tensor) -> Any:
-    """Returns the parameter; types of DeepSpeed's attributes (``contract.TABLE``) are unknown."""
+    """Returns the parameter; types of DeepSpeed's attributes (``contract.json``) are unknown."""
     return param
 
 

@@ -27,7 +27,7 @@ PACKAGES = ("deepspeed", "torch", "transformers", "accelerate")
 
 
 def names() -> list[str]:
-    """The names of the table, and the methods that patches and our engines replace."""
+    """The recorded names that say why, and the methods that patches and our engines replace."""
     # Imported here: this program also runs where they cannot be imported.
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -35,7 +35,7 @@ def names() -> list[str]:
     from ds_ext.engine.own_engine import COMMUNICATING, OwnEngine
     from ds_ext.engine.patches import PATCHES
 
-    found = {f"{module}:{name}" for module, rows in contract.TABLE.items() for name in rows}
+    found = {name for name, recorded in contract.records()["names"].items() if "why" in recorded}
     replaced = [(patch.owner, patch.name) for patch in PATCHES]
     for name in {*vars(OwnEngine), *COMMUNICATING}:
         base = DeepSpeedEngine if hasattr(DeepSpeedEngine, name) else PipelineEngine
@@ -44,15 +44,20 @@ def names() -> list[str]:
 
 
 def described(name: str) -> dict[str, str] | None:
-    """The parameters and the hash of the source of a name, if it has any; None if it is missing."""
+    """What is recorded of a name as it is installed; None if it is missing.
+
+    That is why ds_ext needs it, and the parameters and the hash of the source, if it has any.
+    """
     try:
         value = contract.resolve(name)
     except (ImportError, AttributeError):
         return None
+    known = contract.records()["names"].get(name, {})
+    found = {"why": known["why"]} if "why" in known else {}
     parameters = contract.parameters(value)
     if parameters is None:
-        return {}
-    return {"parameters": parameters, "source": hashed(inspect.getsource(value))}
+        return found
+    return found | {"parameters": parameters, "source": hashed(inspect.getsource(value))}
 
 
 def hashed(source: str) -> str:
@@ -77,13 +82,15 @@ def changes(recorded: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
 
 def main() -> None:
     versions = {p: importlib.metadata.version(p).partition("+")[0] for p in PACKAGES}
-    known = contract.records() if contract.RECORDS.exists() else {"versions": {}, "names": {}}
+    known = contract.records()
     listed = names() if "--write" in sys.argv else sorted(known["names"])
     found = {name: new for name in listed if (new := described(name)) is not None}
     for package, version in versions.items():
         print(f"{package}: {known['versions'].get(package)} is supported, {version} is installed")
     print(*changes(known["names"], found), sep="\n")
     if "--write" in sys.argv:
+        if missing := [name for name in listed if name not in found]:
+            sys.exit(f"missing, so nothing was recorded: {', '.join(missing)}")
         newest = {p: max(v, known["versions"].get(p, v), key=numbers) for p, v in versions.items()}
         said = {"versions": newest, "names": found}
         contract.RECORDS.write_text(json.dumps(said, indent=1) + "\n")
