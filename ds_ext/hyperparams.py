@@ -9,7 +9,7 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import fields
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -165,6 +165,17 @@ def did_you_mean(key: str, known: Iterable[str]) -> str:
     by_lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(key.lower(), by_lower, n=1)
     return f' Did you mean "{by_lower[near[0]]}"?' if near else ""
+
+
+def wrong_call(function: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """Returns why a function refuses arguments, with the closest known names; "" if it does not."""
+    known = inspect.signature(function)
+    try:
+        known.bind(*args, **options)
+    except TypeError as error:
+        unknown = [key for key in options if key not in known.parameters]
+        return f"{error}.{''.join(did_you_mean(key, known.parameters) for key in unknown)}"
+    return ""
 
 
 def dotted(where: str, key: str) -> str:

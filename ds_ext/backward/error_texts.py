@@ -20,10 +20,13 @@ REPLACED = (
     "another engine or fuse_into_backward call steps this model now: use that one, or create a new "
     "one. If the two models share layers, freeze these in one of them."
 )
+NO_SCALES = (
+    "use bf16 or fp32 for both models instead of fp16, or freeze one of them in this backward "
+    "pass: model.requires_grad_(False)."
+)
 OTHER_SCALE = (
     "the loss is scaled for one of its models, and gradients of another one would be wrong: their "
-    "loss scales are %g and %g. Use bf16 or fp32 for both models instead of fp16, or freeze one of "
-    "them in this backward pass: model.requires_grad_(False)."
+    f"loss scales are %g and %g; {NO_SCALES}"
 )
 BEGUN = "ema() was called between backward and the end of the step: end the step first."
 LOADED = (

@@ -65,6 +65,12 @@ def fuse_into_backward(
         ``metrics`` has more figures. ``remove()`` undoes the call.
     """
     optimizer = _unwrapped(optimizer)
+    if not isinstance(model, nn.Module):
+        swapped = " The two are swapped." if isinstance(optimizer, nn.Module) else ""
+        raise TypeError(
+            f"fuse_into_backward(model, optimizer): the model is of {type(model)}; allowed: an "
+            f"nn.Module.{swapped}"
+        )
     if not isinstance(optimizer, RuleOptimizer):
         raise TypeError(
             f"fuse_into_backward(model, optimizer): the optimizer is of {type(optimizer)}. Only "

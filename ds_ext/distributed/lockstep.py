@@ -7,6 +7,7 @@ generators, which are N ranks, in one process.
 """
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -17,6 +18,8 @@ from torch import Tensor
 from ds_ext.ops.joint import Joint
 
 Sums: TypeAlias = tuple[Tensor, ...]
+_OF_TUPLES = re.compile("tuple|sequence|unpack")
+_UNPACK = "yield returns a tuple, with a total for each sum: write (total,) = yield (x,)"
 StepGenerator = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
 
 
@@ -101,6 +104,11 @@ def _next(generator: StepGenerator, totals: Sums | None) -> Sums | None:
             sums = generator.send(())
     except StopIteration:
         return None
+    except (TypeError, AttributeError, ValueError) as error:
+        is_known = _UNPACK in str(error)  # the generator merges others
+        if totals and not is_known and _OF_TUPLES.search(str(error)):
+            raise TypeError(f"{error}. {_UNPACK}") from error
+        raise
     if not isinstance(sums, tuple):
         raise TypeError(
             f"a rule's step yields a {type(sums).__name__}; allowed: a tuple of partial sums, such "

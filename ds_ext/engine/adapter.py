@@ -13,7 +13,7 @@ from deepspeed.runtime.torch_autocast import get_comm_dtype
 from torch import Tensor
 
 from ds_ext import logs
-from ds_ext.backward import startup_log, streams
+from ds_ext.backward import error_texts, startup_log, streams
 from ds_ext.backward.buckets import ENDED
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.config import config_checks, parsing
@@ -202,7 +202,8 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         if self.needs_scaler() and not (scaled or self._is_prepass):
             raise RuntimeError(
                 f"fp16 requires loss scaling (current scale {self.loss_scale:g}): "
-                "call engine.backward(loss), or engine.scale(loss).backward()."
+                "call engine.backward(loss), or engine.scale(loss).backward(). If one loss is of "
+                f"two engines with fp16: {error_texts.NO_SCALES}"
             )
 
     def _check_create_graph(self) -> None:

@@ -19,7 +19,7 @@ from ds_ext.config.config_checks import raise_first
 from ds_ext.config.optimizer_names import misspelt_sections
 from ds_ext.config.parsing import filled, lookup, normalized, place_of
 from ds_ext.engine import rank_logging
-from ds_ext.hyperparams import did_you_mean, dotted
+from ds_ext.hyperparams import did_you_mean, dotted, wrong_call
 from ds_ext.settings import SETTINGS, SIZES
 
 # Top-level keys that neither ``SETTINGS`` nor constants of DeepSpeed's modules name.
@@ -125,10 +125,8 @@ def scheduler_problems(config: dict[str, Any]) -> Iterator[str]:
         where = "DeepSpeed and torch.optim.lr_scheduler"
         yield f"scheduler.type is {name!r}, which {where} do not have.{guess}"
         return
-    try:
-        inspect.signature(made).bind(None, **params)
-    except TypeError as error:
-        yield f"scheduler.params: {name} {error}."
+    if wrong := wrong_call(made, None, **params):
+        yield f"scheduler.params: {name} {wrong}"
 
 
 @contextmanager

@@ -10,12 +10,12 @@ import functools
 import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
 from ds_ext import ops
-from ds_ext.hyperparams import did_you_mean, unchecked
+from ds_ext.hyperparams import did_you_mean, unchecked, wrong_call
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.sixteen_bit import RoundingConfig
 from ds_ext.ops.state import Part, Parts, leaves
@@ -107,8 +107,24 @@ _SHARED_SEED = next(f for f in dataclasses.fields(RoundingConfig) if f.name == "
 _TYPES = "says which values it may have (NonNegative, … of ds_ext.hyperparams; bool; Literal)"
 
 R = TypeVar("R", bound=type)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
+def _explained(function: Callable[P, T]) -> Callable[P, T]:
+    """Returns ``register``, with errors that say how it is written."""
+
+    @functools.wraps(function)
+    def explained(*args: P.args, **options: P.kwargs) -> T:
+        if wrong := wrong_call(function, *args, **options):
+            usage = '@register(paper="", state="4/d", rounds="0")'
+            raise TypeError(f"register: {wrong} Write it as {usage}.")
+        return function(*args, **options)
+
+    return explained
+
+
+@_explained
 def register(
     *,
     paper: str,

@@ -149,8 +149,8 @@ def beside_a_failed_pass() -> int:
     return ended.call_count
 
 
-def of_two_precisions(stage: int, is_last: bool, has_engine: bool) -> tuple[str, bool]:
-    """One loss of an fp16 model and of an fp32 one -> the error; whether the weights stay."""
+def of_two_precisions(stage: int, is_last: bool, other_kind: str) -> tuple[str, bool]:
+    """One loss of an fp16 model and of another one -> the error; whether the weights stay."""
     models = make()
     if is_last:  # one of the two is hidden from the graph of the other
         models = models[0], Checkpointed(models[1])
@@ -159,15 +159,21 @@ def of_two_precisions(stage: int, is_last: bool, has_engine: bool) -> tuple[str,
     with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
         optimizer = ds_ext.LOMO(half.half().parameters(), lr=LR)
         scaled = engines.start(half, optimizer, stage, "", fp16=fp16)
+        if other_kind == "fp16":
+            optimizer = ds_ext.LOMO(other.half().parameters(), lr=LR)
+            called = scaled, engines.start(other, optimizer, stage, "", fp16=fp16)
     optimizer = ds_ext.LOMO(other.parameters(), lr=LR)
-    if has_engine:
+    if other_kind == "fp32":
         engines.start(other, optimizer, stage)
-    else:
+    elif other_kind == "no engine":
         ds_ext.fuse_into_backward(other, optimizer)
     before = parts(models)
     g, d = models
-    h = g(noise(0, dist.get_rank(), 3).to(torch.float if is_last else torch.half))
-    loss = d(h.to(torch.half if is_last else torch.float)).float().square().mean()
+    if other_kind == "fp16":  # the hooks of each engine see the backward pass
+        g, d = reversed(called) if is_last else called
+    of_other = torch.half if other_kind == "fp16" else torch.float
+    h = g(noise(0, dist.get_rank(), 3).to(of_other if is_last else torch.half))
+    loss = d(h.to(torch.half if is_last else of_other)).float().square().mean()
     with pytest.raises(RuntimeError) as error:
         scaled.backward(loss)
     return str(error.value), all(map(torch.equal, before, parts(models)))
@@ -241,9 +247,11 @@ def test_an_engine_whose_backward_pass_has_failed_takes_no_part_in_another_engin
     assert worlds.run(2, beside_a_failed_pass) == [0, 0]
 
 
-@pytest.mark.parametrize("has_engine", [True, False])
+@pytest.mark.parametrize("other", ["fp32", "no engine", "fp16"])
 @pytest.mark.parametrize("stage, is_last", [(1, True), (2, False), (3, False)])
-def test_one_loss_of_two_loss_scales_is_refused_before_a_weight_moves(stage, is_last, has_engine):
+def test_one_loss_of_two_loss_scales_is_refused_before_a_weight_moves(stage, is_last, other):
     """Otherwise the gradients of the fp32 model would be 256 times too large."""
-    for error, stays in worlds.run(2, of_two_precisions, stage, is_last, has_engine):
-        assert "loss scales are" in error and stays
+    for error, stays in worlds.run(2, of_two_precisions, stage, is_last, other):
+        is_seen = other == "fp16" and not is_last  # the other engine's hooks run, too
+        words = "one loss is of two engines with" if is_seen else "loss scales are"
+        assert words in error and "use bf16 or fp32 for both models" in error and stays

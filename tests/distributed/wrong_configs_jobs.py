@@ -182,7 +182,7 @@ JUDGED: list[tuple[str | None, dict[str, Any]]] = [
         },
     ),
     ("scheduler.type is 'WarmupLRR'", {"scheduler": WARMUP | {"type": "WarmupLRR"}}),
-    ("WarmupLR got an unexpected", {"scheduler": WARMUP | {"params": {"warmup_max": 1e-3}}}),
+    ('Did you mean "warmup_max_lr"', {"scheduler": WARMUP | {"params": {"warmup_max": 1e-3}}}),
     ("'total_num_steps'", {"scheduler": {"type": "WarmupDecayLR", "params": {}}}),
     ("'T_max'", {"scheduler": {"type": "CosineAnnealingLR", "params": {}}}),
     (None, {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 3}}}),

@@ -181,6 +181,22 @@ def test_what_a_rule_yields_is_a_tuple():
         one_step(torch.float32, False)
 
 
+@pytest.mark.parametrize("is_batched", [True, False])
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_totals_that_are_not_unpacked_are_named_once(is_batched, is_fused):
+    with registered(not_unpacked, is_batched), pytest.raises(TypeError) as raised:
+        one_step(torch.float32, is_fused)
+    assert str(raised.value).count("write (total,) = yield (x,)") == 1
+
+
+def test_a_wrong_call_of_register_says_how_it_is_written():
+    texts = {"paper": "", "state": "", "rounds": ""}
+    with pytest.raises(TypeError, match="too many positional arg.* Write it as @register"):
+        rules.register(Quotient)
+    with pytest.raises(TypeError, match="'batched'. Did you mean \"is_batched\".* Write it as"):
+        rules.register(**texts, batched=True)
+
+
 def test_a_class_that_is_no_rule_is_refused():
     with pytest.raises(TypeError, match="Own lacks @dataclass.*, the method st"):
         rules.register(paper="", state="", rounds="")(type("Own", (), {}))
@@ -287,9 +303,15 @@ def branch(self, p, g, s, t, shard):
     ops.apply_(p, g, shard, lr=self.lr / 2 if total > 1 else self.lr)
 
 
+def not_unpacked(self, p, g, s, t, shard):
+    total = yield (ops.square_sum(g, shard, g),)
+    ops.apply_(p, g, shard, lr=self.lr * torch.sqrt(total))
+
+
 FAULTS = {
     undeclared: r"Own lacks .*: it runs: KeyError\('w'\) \(state_spec does not declare it\)",
     returned: "Own.step returned Tensor: return nothing, and write the weight with ops.apply_",
+    not_unpacked: r"not tuple. yield returns a tuple, .*: write \(total,\) = yield \(x,\)$",
     branch: "Own lacks .*: it runs: .*a total is a vector in a batch: write torch.where",
     nothing: r"changes the weight: shape .*ops.apply_ writes it",
     plain_weight: "mul_ cannot read it: p and g of a rule",

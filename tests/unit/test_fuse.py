@@ -285,6 +285,8 @@ def test_an_optimizer_of_others_is_a_type_error():
     before = layer.weight.detach().clone()
     with pytest.raises(TypeError, match="torch.optim.adamw.AdamW'>. Only optimizers of ds_ext"):
         ds_ext.fuse_into_backward(layer, torch.optim.AdamW(layer.parameters()))
+    with pytest.raises(TypeError, match="'ds_ext.AdaLomo'>; .* nn.Module. The two are swapped."):
+        ds_ext.fuse_into_backward(ds_ext.AdaLomo(layer.parameters()), layer)
     assert torch.equal(layer.weight, before) and not layer._forward_pre_hooks
 
 
