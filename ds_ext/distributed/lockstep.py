@@ -31,7 +31,11 @@ def lockstep(generators: Iterable[StepGenerator]) -> Iterator[Tensor]:
     waiting, _ = _advance_all(zip(generators, itertools.repeat(None), strict=False))
     while waiting:
         partial = [x for _, sums in waiting for x in sums]
-        flat = torch.cat([x.reshape(-1) for x in partial])
+        try:
+            flat = torch.cat([x.reshape(-1) for x in partial])
+        except AttributeError:  # of a number
+            kinds = sorted({type(x).__name__ for x in partial})
+            raise TypeError(f"a rule's step yields {kinds}; allowed: tensors.") from None
         yield flat
         parts = iter(flat.split([x.numel() for x in partial]))
         answered = list[tuple[StepGenerator, Sums]]()

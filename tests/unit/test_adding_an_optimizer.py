@@ -303,6 +303,11 @@ def branch(self, p, g, s, t, shard):
     ops.apply_(p, g, shard, lr=self.lr / 2 if total > 1 else self.lr)
 
 
+def number(self, p, g, s, t, shard):
+    (total,) = yield (1.0,)
+    ops.apply_(p, g, shard, lr=self.lr * total)
+
+
 def not_unpacked(self, p, g, s, t, shard):
     total = yield (ops.square_sum(g, shard, g),)
     ops.apply_(p, g, shard, lr=self.lr * torch.sqrt(total))
@@ -312,6 +317,7 @@ FAULTS = {
     undeclared: r"Own lacks .*: it runs: KeyError\('w'\) \(state_spec does not declare it\)",
     returned: "Own.step returned Tensor: return nothing, and write the weight with ops.apply_",
     not_unpacked: r"not tuple. yield returns a tuple, .*: write \(total,\) = yield \(x,\)$",
+    number: "yields .'float'.; allowed: tensors",
     branch: "Own lacks .*: it runs: .*a total is a vector in a batch: write torch.where",
     nothing: r"changes the weight: shape .*ops.apply_ writes it",
     plain_weight: "mul_ cannot read it: p and g of a rule",
