@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import State, mapped
 from ds_ext.optimizer import param_checks, sections, state_checks
 from ds_ext.optimizer.bucket_step import BucketStep, WeightNorms
+from ds_ext.optimizer.ema import GroupRule
 from ds_ext.optimizer.host_offload import OffloadedBucket
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import GroupIndex, ParamTable
@@ -27,10 +27,10 @@ class BucketOptimizer(ParamTable):
         super().__init__()
         self._plans: dict[tuple[object, ...], BucketPlan] = {}  # of the buckets stepped so far
         self.are_all_batched = False  # whether the rules of all groups accept batches
-        self._checked_version: Any = None  # of the last ``check_param_groups``
+        self._checked_version: object = None  # of the last ``check_param_groups``
         self._norms: WeightNorms = {}  # of weights since the last ``commit_weight_norms``
 
-    def check_param_groups(self) -> list[Any]:
+    def check_param_groups(self) -> list[GroupRule]:
         """Follows edits of ``param_groups``, and checks the hyper-parameters that groups have now.
 
         Returns:
@@ -155,36 +155,31 @@ class BucketOptimizer(ParamTable):
         if self.offload is not None or any(u.p.device != device for u in updates):
             offloaded = OffloadedBucket(updates, states, self.offload)
             updates, states = offloaded.updates, offloaded.states
-        plan = self._prepared(updates, states)
-        return BucketStep(self, plan, updates, states, offloaded, check, self._norms)
-
-    def _prepared(self, updates: Sequence[RunUpdate], states: Sequence[State]) -> BucketPlan:
-        """The plan of a bucket's step, after counting the step in the states of batched runs.
-
-        Makes missing states and checks the others. If it raises ValueError, no state has changed.
-        """
-        device, key, new = updates[0].g.device, _key(updates), list[State]()
-        plan = self._plans.get(key)
-        if plan is not None and not plan.fits(self, updates, states):
-            plan = None
-        try:
-            for u, state in zip(updates, states, strict=True) if plan is None else ():
-                if not state:
-                    new.append(state)
-                    state_checks.make(self, u, state)
-                state_checks.check(self, u, state, device)
-        except ValueError:
-            for state in new:
-                state.clear()
-            raise
+        plan = self._fitting_plan(updates, states, device)
         if plan is None:
+            for u, state in zip(updates, states, strict=True):
+                if not state:
+                    state_checks.make(self, u, state)
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
-            plan = BucketPlan(self, updates, states)
-            self._plans[key] = plan
+            plan = self._plans[_key(updates)] = BucketPlan(self, updates, states)
         for i in plan.batched:
             states[i]["step"] += 1
-        return plan
+        return BucketStep(self, plan, updates, states, offloaded, check, self._norms)
+
+    def _fitting_plan(
+        self, updates: Sequence[RunUpdate], states: Sequence[State], device: torch.device | None
+    ) -> BucketPlan | None:
+        """The plan of a bucket; None if it has none that still fits, after checks of its states.
+
+        Moves these states to ``device`` if given. Raises ValueError before a state is made.
+        """
+        plan = self._plans.get(_key(updates))
+        if plan is not None and plan.fits(self, updates, states):
+            return plan
+        for u, state in zip(updates, states, strict=True):
+            state_checks.check(self, u, state, device)
+        return None
 
     def commit_weight_norms(self) -> None:
         """Commits the cached norms of the updated weights.
@@ -224,14 +219,7 @@ class BucketOptimizer(ParamTable):
         """
         for updates in buckets:
             states = [self.state.get(u.param) or {} for u in updates]
-            plan = self._plans.get(_key(updates))
-            if plan is not None and plan.fits(self, updates, states):
-                continue
-            for u, state in zip(updates, states, strict=True):
-                if state:
-                    state_checks.check(self, u, state, None)
-                else:
-                    param_checks.refuse_shape(self, u.param, u.shard)
+            self._fitting_plan(updates, states, None)
 
     def first_round_checks(self, shards: Mapping[Tensor, Shard]) -> set[Tensor]:
         """Returns the parameters whose gradients the first round can check; equal on all ranks.

@@ -18,6 +18,7 @@ from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.executors.triton.launch_memory import Memory
 from ds_ext.ops.runs import Runs
 from ds_ext.optimizer import ema, expert_stacks, nonfinite, sections
+from ds_ext.optimizer.ema import GroupRule
 from ds_ext.optimizer.host_offload import OffloadedBucket
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
@@ -35,7 +36,7 @@ class BatchedStep:
         self,
         table: ParamTable,
         plan: BatchPlan,
-        rule: Any,
+        rule: GroupRule,
         updates: Sequence[RunUpdate],
         states: Sequence[State],
     ) -> None:
@@ -65,7 +66,8 @@ class BatchedStep:
             p = replace(p, update_sums=Runs.at(totals.data_ptr(), places, (totals,)))
         passes = self.batch.passes
         passes.gradients, passes.square_parts = self.gradients, None
-        step: StepGenerator = rule.step(p, self.gradients, self.state, t, self.batch)
+        # A batch replaces the shard, and its weights those of a run.
+        step = rule.step(p, self.gradients, self.state, t, self.batch)  # type: ignore[arg-type]
         passes.begin(p, self.gradients, self.state)
         if not rule.ema_decay:
             return step
@@ -185,7 +187,9 @@ class BucketStep:
             self.plan.memory_sizes = [*map(max, self.plan.memory_sizes, self.memory.used)]
 
 
-def begin_rules(table: ParamTable, u: RunUpdate, state: State, rule: Any) -> list[StepGenerator]:
+def begin_rules(
+    table: ParamTable, u: RunUpdate, state: State, rule: GroupRule
+) -> list[StepGenerator]:
     """Begins a parameter's step, and counts it in the state.
 
     Args:

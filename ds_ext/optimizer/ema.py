@@ -8,7 +8,7 @@ includes it.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.sixteen_bit import StochasticWeight
 from ds_ext.ops.state import Part, Parts, State
 from ds_ext.optimizer import expert_stacks
-from ds_ext.rules.base import check_spec
+from ds_ext.rules.base import Rounds, check_spec
 
 EMA = "ema"  # the key of the average in a state
 _SEED = 2**40  # added to the seed: the bits differ from those that round weights
@@ -48,7 +48,20 @@ class EmaConfig:
         return {**parts, EMA: replace(Part.like(shard), dtype=dtype)}
 
 
-def average(s: State, rule: Any, number: Any, t: int, first: int = 0) -> Average | None:
+@dataclass(frozen=True)
+class GroupRule(sixteen_bit.RoundingConfig, EmaConfig):
+    """The rule of a param group, with the hyper-parameters that every optimizer has.
+
+    The class of the rule is another base of each subclass: see ``param_table.hypers_of``.
+    """
+
+    if TYPE_CHECKING:
+
+        def step(self, p: ops.Writable, g: Any, s: State, t: int, shard: Shard) -> Rounds:
+            """See ``Rule.step``; ``g`` may also be the rule's own projection of a gradient."""
+
+
+def average(s: State, rule: GroupRule, number: Any, t: int, first: int = 0) -> Average | None:
     """Returns the average that step ``t`` advances; None if the rule keeps none.
 
     Args:
@@ -69,7 +82,7 @@ def average(s: State, rule: Any, number: Any, t: int, first: int = 0) -> Average
     return StochasticWeight(e, key(rule.seed + _SEED, number, t), first)
 
 
-def needs_own_step(rule: Any, dtype: torch.dtype) -> bool:
+def needs_own_step(rule: GroupRule, dtype: torch.dtype) -> bool:
     """Returns whether no batched pass advances a rule's averages of weights of a dtype.
 
     A bf16 average reads a weight and its master as one expression, for which tables have no form.
@@ -79,7 +92,7 @@ def needs_own_step(rule: Any, dtype: torch.dtype) -> bool:
 
 
 def averaged(
-    step: StepGenerator, rule: Any, p: Any, e: Average | None, t: int, shard: Any
+    step: StepGenerator, rule: GroupRule, p: Any, e: Average | None, t: int, shard: Any
 ) -> StepGenerator:
     """Yields from a step, then advances the average of the weights.
 
@@ -104,7 +117,7 @@ def averaged(
         ops.apply_(e, u, shard, lr=weight, weight_decay=1.0)  # type: ignore[arg-type]
 
 
-def start_or_drop(rule: Any, shard: Shard, state: State, p: Tensor) -> None:
+def start_or_drop(rule: GroupRule, shard: Shard, state: State, p: Tensor) -> None:
     """Follows a change of ``ema_decay`` after the first step.
 
     Args:

@@ -16,6 +16,7 @@ from ds_ext import ops
 from ds_ext.ops import Gradient
 from ds_ext.ops.shard import Section, Shard
 from ds_ext.ops.state import NestedState, Parts, State
+from ds_ext.rules import Rule
 
 EXPERTS = "experts"  # the key of their states in the state of the parameter
 
@@ -79,7 +80,7 @@ def matrices(shard: Shard, state: State) -> Iterator[tuple[slice, Shard, State]]
         yield run, own, s
 
 
-def state_spec(rule: Any, shard: Shard, first: int = 0) -> Parts:
+def state_spec(rule: Rule, shard: Shard, first: int = 0) -> Parts:
     """Returns the state that ``rule`` declares for a stack; experts are numbered from ``first``."""
     return {
         EXPERTS: {str(i): rule.state_spec(own) for i, (_, own) in enumerate(split(shard), first)}

@@ -8,7 +8,7 @@ other parameters get the keys of ``others``.
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from ds_ext.optimizer.sections import SectionConfig
 from ds_ext.rules import RuleEntry, named
 
 Keys: TypeAlias = Mapping[str, Any]  # of a group: a "type" and hyper-parameters of that
+T = TypeVar("T")
 SECTION = "optimizer.params"
 _NOT_SHOWN = ("params", "name", "type", "weight_decay")
 
@@ -31,6 +32,15 @@ class Grouped(NamedTuple):
 
     groups: list[ParamGroup]
     hypers: dict[str, Any]  # all hyper-parameters, the defaults of groups
+
+
+class Params(NamedTuple):
+    """The checked "params" of a config's section "optimizer"."""
+
+    hypers: dict[str, Any]  # all hyper-parameters of the optimizer's rule
+    entries: list[tuple[str, Keys]]  # of ``param_groups``: an expression, and the keys of its group
+    targets: Sequence[str]  # the expressions of ``target_modules``; empty: "all-linear"
+    rest: Keys  # of the parameters that the rule does not step
 
 
 def of_config(
@@ -49,20 +59,19 @@ def of_config(
         ValueError: a key is unknown or its value wrong, or it is not clear how to step a
             parameter; the message names the key.
     """
-    rest = dict(given)
-    entries = rest.pop("param_groups", None)
-    of_roles = {k: rest.pop(k) for k in ("target_modules", "others") if entry.roles and k in rest}
-    hypers = hyperparams.check(hypers_of(entry.rule), rest, where, _beside(entry))
+    read, problems = _read(entry, given, where)
+    if problems:
+        raise ValueError("\n".join(problems))
     groups = _as_groups(params)
-    decay = hypers.get("weight_decay", 0.0)  # a rule may have none
+    decay = read.hypers.get("weight_decay", 0.0)  # a rule may have none
     if decay and not any(isinstance(x, dict) for x in params):
         groups = decay_groups(model, groups[0]["params"], decay)
-    if entries is not None:
-        groups = matched_groups(entry, model, groups, entries, where)
+    if read.entries:
+        groups = _matched_groups(model, groups, read.entries, where)
     if entry.roles:
-        groups = role_groups(entry, model, groups, **of_roles, where=where)
-    groups = _section_groups(entry, model, groups, hypers, entries or (), where)
-    return Grouped(_named(entry, groups, decay), hypers)
+        groups = _role_groups(entry, model, groups, read, where)
+    groups = _section_groups(entry, model, groups, read, where)
+    return Grouped(_named(entry, groups, decay), read.hypers)
 
 
 def stand_ins(entry: RuleEntry, given: Keys) -> tuple[list[str], Grouped]:
@@ -74,35 +83,38 @@ def stand_ins(entry: RuleEntry, given: Keys) -> tuple[list[str], Grouped]:
         entry: the registry's entry of the optimizer's rule.
         given: "params" of the config's section "optimizer".
     """
-    rest = dict(given)
-    entries = rest.pop("param_groups", None)
-    others = rest.pop("others", None) if entry.roles else None
-    targets = rest.pop("target_modules", "all-linear") if entry.roles else "all-linear"
-    hypers, found = hyperparams.checked(hypers_of(entry.rule), rest, SECTION, _beside(entry))
-
-    def noted(check: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return check(*args)
-        except ValueError as error:
-            found.extend(str(error).splitlines())
-            return {}
-
-    of_roles = [noted(_rest, entry, others), *entry.roles.values()] if entry.roles else []
-    if targets != "all-linear":
-        noted(_patterns, targets, _targets_key(entry))
-    if entries is not None:
-        noted(_entries_of, entries)
-    numbered = enumerate(entries if isinstance(entries, list) else ())
-    keys: list[Keys] = [{}, *(noted(_entry_keys, entry, *each) for each in numbered), *of_roles]
+    read, problems = _read(entry, given, SECTION)
+    keys: list[Keys] = [{}, *(own for _, own in read.entries)]
+    if entry.roles:
+        keys += [read.rest, *entry.roles.values()]
     # Not of one tensor: within zero.Init, torch.empty makes it on a device.
     matrices = [Parameter(torch.empty(8, 8, dtype=torch.float32, device="meta")) for _ in keys]
     groups = [{"params": [p], **own} for p, own in zip(matrices, keys, strict=True)]
-    return found, Grouped(groups, hypers)
+    return problems, Grouped(groups, read.hypers)
 
 
-def _beside(entry: RuleEntry) -> tuple[str, ...]:
-    """The keys of a config's "params" that are not hyper-parameters."""
-    return ("param_groups", *(("target_modules", "others") if entry.roles else ()))
+def _read(entry: RuleEntry, given: Keys, where: str) -> tuple[Params, list[str]]:
+    """The checked keys of a config's "params", without those that are wrong; and the errors."""
+    rest = dict(given)
+    entries = rest.pop("param_groups", None)
+    targets, others, own_keys = "all-linear", None, ["param_groups"]
+    if entry.roles:
+        targets, others = rest.pop("target_modules", targets), rest.pop("others", None)
+        own_keys += ["target_modules", "others"]
+    hypers, problems = hyperparams.checked(hypers_of(entry.rule), rest, where, own_keys)
+
+    def noted(check: Callable[..., T], *args: object) -> T | None:
+        try:
+            return check(*args)
+        except ValueError as error:
+            problems.extend(str(error).splitlines())
+            return None
+
+    listed = noted(_entries_of, entries, where) or ()
+    read = [noted(_entry_of, entry, i, x, where) for i, x in enumerate(listed)]
+    patterns = noted(_patterns, targets, _targets_key(entry, where))
+    keys = noted(_rest, entry, others, where) if entry.roles else None
+    return Params(hypers, [x for x in read if x], patterns or (), keys or {}), problems
 
 
 def described(
@@ -144,71 +156,55 @@ def decay_groups(model: ModelView, params: list[Tensor], weight_decay: float) ->
     ]
 
 
-def matched_groups(
-    entry: RuleEntry,
+def _matched_groups(
     model: ModelView,
     groups: Sequence[ParamGroup],
-    entries: Any,
-    where: str = SECTION,
+    entries: Sequence[tuple[str, Keys]],
+    where: str,
 ) -> list[ParamGroup]:
-    """Splits groups by ``entries``; at most one entry may match a parameter.
+    """Splits groups by the entries of ``param_groups``; at most one may match a parameter.
 
-    An entry is {"match": a regular expression that is searched in names, "type": another rule, and
-    hyper-parameters of that rule}. Parameters without a match stay in their group.
+    An expression is searched in names. Parameters without a match stay in their group.
 
     Raises:
-        ValueError: a key is wrong, an expression matches nothing, or two match one parameter.
+        ValueError: an expression matches nothing, or two match one parameter.
     """
     trained = [p for group in groups for p in group["params"] if p in model.owners]
     chosen: dict[Tensor, int] = {}
-    keys = []
-    for i, given in enumerate(_entries_of(entries, where)):
+    for i, (pattern, _) in enumerate(entries):
         match = f"{_entry(i, where)}.match"
-        keys.append({**_entry_keys(entry, i, given, where), "name": given["match"]})
-        for p in _matched(given["match"], trained, model, match):
+        for p in _matched(pattern, trained, model, match):
             if p in chosen:
                 raise ValueError(
-                    f"{match}: {given['match']!r} matches {model.owners[p][0]}, as does "
+                    f"{match}: {pattern!r} matches {model.owners[p][0]}, as does "
                     f"param_groups[{chosen[p]}]: one entry at most may match a parameter."
                 )
             chosen[p] = i
+    keys = [{**own, "name": pattern} for pattern, own in entries]
     return _split(groups, lambda p: keys[chosen[p]] if p in chosen else {})
 
 
-def role_groups(
-    entry: RuleEntry,
-    model: ModelView,
-    groups: Sequence[ParamGroup],
-    target_modules: Any = "all-linear",
-    others: Any = None,
-    where: str = SECTION,
+def _role_groups(
+    entry: RuleEntry, model: ModelView, groups: Sequence[ParamGroup], read: Params, where: str
 ) -> list[ParamGroup]:
     """Splits groups into the rule's own matrices and the rest; groups with a "type" do not change.
 
-    Args:
-        entry: the registry's entry of the rule.
-        model: the model.
-        groups: of its parameters.
-        target_modules: regular expressions, one or a list, that are searched in the names of
-            matrices; a plain part of a name is one too. "all-linear" selects the weights of all
-            linear layers except the output head, and the matrices of stacked experts.
-        others: keys for the rest, in addition to those that the rule is registered with.
-        where: the section of the config, for messages; "" for arguments in Python.
+    The own matrices are those whose names ``target_modules`` matches, or with "all-linear" the
+    weights of all linear layers except the output head, and the matrices of stacked experts.
 
     Raises:
-        ValueError: ``target_modules`` matches no trained matrix, or a key is wrong.
+        ValueError: ``target_modules`` matches no trained matrix.
     """
     free = [group for group in groups if "type" not in group]
     matrices = [p for g in free for p in g["params"] if p in model.owners and model.dims(p) == 2]
     targets = _targets_key(entry, where)
-    chosen = set(_targets(target_modules, matrices, model, targets)) if free else set()
-    rest = _rest(entry, others, where)
+    chosen = set(_targets(read.targets, matrices, model, targets)) if free else set()
 
     def keys(p: Tensor) -> Keys:
         if p in chosen:
             return {}
         own = entry.roles.get(model.role(p), entry.roles["other"])
-        return rest if own == entry.roles["other"] else own
+        return read.rest if own == entry.roles["other"] else own
 
     return [part for g in groups for part in ([g] if "type" in g else _split([g], keys))]
 
@@ -217,8 +213,7 @@ def _section_groups(
     entry: RuleEntry,
     model: ModelView,
     groups: Sequence[ParamGroup],
-    hypers: Keys,
-    entries: Sequence[Keys],
+    read: Params,
     where: str,
 ) -> list[ParamGroup]:
     """Checks the sections of all groups.
@@ -234,9 +229,10 @@ def _section_groups(
     ]
 
     def value(group: ParamGroup, key: str) -> Any:
-        return group.get(key, None if "type" in group else hypers.get(key))
+        return group.get(key, None if "type" in group else read.hypers.get(key))
 
-    of_entries = {given["match"]: i for i, given in enumerate(entries) if {*keys} & given.keys()}
+    matches = enumerate(read.entries)
+    of_entries = {pattern: i for i, (pattern, own) in matches if {*keys} & own.keys()}
     for group in groups:
         i = of_entries.get(group.get("name", ""))
         section = where if i is None else _entry(i, where)
@@ -285,23 +281,27 @@ def _entry(i: int, where: str) -> str:
     return hyperparams.dotted(where, f"param_groups[{i}]")
 
 
-def _entries_of(entries: Any, where: str = SECTION) -> list[Any]:
-    """The entries of ``param_groups``; ValueError if it is no list of entries."""
+def _entries_of(entries: Any, where: str) -> list[Any]:
+    """The entries of ``param_groups``, if it is given; ValueError if it is no list of entries."""
+    if entries is None:
+        return []
     if not isinstance(entries, list) or not entries:
         key = hyperparams.dotted(where, "param_groups")
         raise ValueError(f"{key} is {entries!r}; allowed: a list of {_ENTRY}.")
     return entries
 
 
-def _entry_keys(entry: RuleEntry, i: int, given: Any, where: str = SECTION) -> Keys:
-    """The checked keys of entry number ``i``, without "match"; ValueError for wrong keys."""
+def _entry_of(entry: RuleEntry, i: int, given: Any, where: str) -> tuple[str, Keys]:
+    """The expression and the checked keys of entry number ``i``; ValueError if one is wrong."""
     where = _entry(i, where)
     if not isinstance(given, dict) or not isinstance(given.get("match"), str):
         raise ValueError(f"{where} is {given!r}; allowed: {_ENTRY}.")
     if len(given) < 2:
         raise ValueError(f'{where} has only a "match", which changes nothing; allowed: {_ENTRY}.')
-    _compiled(given["match"], f"{where}.match")
-    return _checked(entry, {k: v for k, v in given.items() if k != "match"}, where)
+    keys = dict(given)
+    pattern = keys.pop("match")
+    _refuse_invalid(pattern, f"{where}.match")
+    return pattern, _checked(entry, keys, where)
 
 
 def _checked(entry: RuleEntry, given: Keys, where: str) -> Keys:
@@ -312,7 +312,7 @@ def _checked(entry: RuleEntry, given: Keys, where: str) -> Keys:
     return {k: rule.__name__ if k == "type" else checked[k] for k in given}
 
 
-def _rest(entry: RuleEntry, others: Any, where: str = SECTION) -> Keys:
+def _rest(entry: RuleEntry, others: Any, where: str) -> Keys:
     """The keys of the remaining parameters: those of the registry, and those of the config."""
     registered = entry.roles["other"]
     if others is None:
@@ -329,11 +329,10 @@ def _matched(
 ) -> list[Tensor]:
     """The parameters whose names match ``pattern``; ValueError if there are none."""
     names = {p: model.owners[p][0] for p in params}
-    _compiled(pattern, where)
     found = [p for p, name in names.items() if finds(pattern, name)]
     if not found:
         parts = {part for name in names.values() for part in name.split(".")}
-        guess = hyperparams.did_you_mean(str(pattern), parts)
+        guess = hyperparams.did_you_mean(pattern, parts)
         raise ValueError(
             f"{where}: {pattern!r} matches no trained {what}.{guess} "
             f"Known: {summary(names.values())}."
@@ -341,39 +340,39 @@ def _matched(
     return found
 
 
-def _targets(targets: Any, matrices: list[Tensor], model: ModelView, where: str) -> list[Tensor]:
+def _targets(
+    patterns: Sequence[str], matrices: list[Tensor], model: ModelView, where: str
+) -> list[Tensor]:
     """The matrices that ``target_modules`` selects."""
-    if targets == "all-linear":
+    if not patterns:
         linear = [p for p in matrices if model.role(p) == "linear"]
         if not linear:
             raise ValueError(
                 f'{where} is "all-linear", but no nn.Linear weight is trained: list names.'
             )
         return linear
-    return [
-        p
-        for pattern in _patterns(targets, where)
-        for p in _matched(pattern, matrices, model, where, "matrix")
-    ]
+    return [p for pattern in patterns for p in _matched(pattern, matrices, model, where, "matrix")]
 
 
-def _targets_key(entry: RuleEntry, where: str = SECTION) -> str:
+def _targets_key(entry: RuleEntry, where: str) -> str:
     return f"{entry.rule.__name__}: {hyperparams.dotted(where, 'target_modules')}"
 
 
 def _patterns(targets: Any, where: str) -> Sequence[str]:
-    """The regular expressions of ``target_modules``; ValueError if one is invalid."""
+    """The expressions of ``target_modules``, () for "all-linear"; ValueError if one is invalid."""
+    if targets == "all-linear":
+        return ()
     patterns = [targets] if isinstance(targets, str) else targets
     if not patterns or not isinstance(patterns, list | tuple) or "" in patterns:
         raise ValueError(
             f'{where} is {targets!r}; allowed: "all-linear" or a list of (parts of) names.'
         )
     for pattern in patterns:
-        _compiled(pattern, where)
+        _refuse_invalid(pattern, where)
     return patterns
 
 
-def _compiled(pattern: Any, where: str) -> None:
+def _refuse_invalid(pattern: Any, where: str) -> None:
     """Raises ValueError if ``pattern`` is no regular expression."""
     try:
         re.compile(pattern)

@@ -20,7 +20,7 @@ from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
 from ds_ext.optimizer import expert_stacks, host_offload
-from ds_ext.optimizer.ema import EmaConfig
+from ds_ext.optimizer.ema import EmaConfig, GroupRule
 from ds_ext.optimizer.sections import SectionConfig
 from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.rules import Rule
@@ -108,7 +108,7 @@ def hypers_of(rule: type[rules.Rule]) -> type:
         ValueError: the state of the rule has a key that ds_ext uses itself.
     """
     split = (SectionConfig,) if rules.entry_of(rule).has_sections else ()
-    bases = (sixteen_bit.RoundingConfig, EmaConfig, *split, rule)
+    bases = (GroupRule, *split, rule)
     doc = {"__doc__": rule.__doc__}  # else help() shows the annotations of all fields
     made = make_dataclass(rule.__name__, [], bases=bases, namespace=doc, frozen=True)
     for shape in ((2, 2), (2,)):  # ``state_spec`` refuses reserved keys
@@ -121,7 +121,7 @@ def names_of_all_rules() -> set[str]:
     return {name for entry in rules.REGISTRY.values() for name in hyperparams.names(entry.rule)}
 
 
-def _structure(rule: Any) -> object:
+def _structure(rule: GroupRule) -> object:
     """What a rule's states, batches and checks of gradients may depend on.
 
     That is all but lr, weight_decay, and the values of nonzero floats: ``state_spec`` and the
@@ -131,7 +131,7 @@ def _structure(rule: Any) -> object:
     return type(rule), *values
 
 
-def _value_structure(value: Any) -> object:
+def _value_structure(value: object) -> object:
     if isinstance(value, tuple):
         return tuple(map(_value_structure, value))
     return (float, value != 0) if isinstance(value, float) else value
@@ -149,7 +149,8 @@ class GroupRules:
 
     def __init__(self, rule: type[rules.Rule]) -> None:
         self.rule, self.version = rule, 0
-        self._made: dict[int, tuple[type, list[Any], Any]] = {}  # by position: class, values, rule
+        # By the position of the group: the class of its rule, the values, and the rule.
+        self._made: dict[int, tuple[type, list[object], GroupRule]] = {}
 
     def complete(self, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a copy of a group with all hyper-parameters, and "type" if it has another rule.
@@ -179,7 +180,7 @@ class GroupRules:
         """Returns the class of a group's rule, a dataclass of hyper-parameters."""
         return hypers_of(rules.named(group["type"]).rule if "type" in group else self.rule)
 
-    def of(self, group_index: int, group: Mapping[str, Any]) -> Any:
+    def of(self, group_index: int, group: Mapping[str, Any]) -> GroupRule:
         """Returns the rule of a group.
 
         Args:
@@ -305,7 +306,7 @@ class ParamTable:
         """Returns the class of a group's rule, a dataclass of its hyper-parameters."""
         return self._rules.hypers(group)
 
-    def rule_of(self, param: Tensor) -> Any:
+    def rule_of(self, param: Tensor) -> GroupRule:
         """Returns the rule of a parameter, with the hyper-parameters that its group has now.
 
         Raises:
@@ -313,7 +314,7 @@ class ParamTable:
         """
         return self.rule_at(self.index.group_index_of[param])
 
-    def rule_at(self, group_index: int) -> Any:
+    def rule_at(self, group_index: int) -> GroupRule:
         """Returns the rule of a group by its position; raises as ``rule_of``."""
         return self._rules.of(group_index, self.index.groups[group_index])
 

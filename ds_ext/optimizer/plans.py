@@ -29,6 +29,7 @@ from ds_ext.ops.schema import DTYPES
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts, leaves
 from ds_ext.optimizer import ema, expert_stacks, nonfinite, sections
+from ds_ext.optimizer.ema import GroupRule
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import State
@@ -79,7 +80,7 @@ class BatchPlan:
         self,
         group_index: int,
         pieces: Sequence[BatchItem],
-        rule: Any,
+        rule: GroupRule,
         dtype: torch.dtype,
         states: Sequence[State],
         device: torch.device,
@@ -139,9 +140,9 @@ class BatchPlan:
         return Runs(runs, Layout(runs[0].dtype, self.device, self.batch.run_sizes))
 
 
-def _layouts(state: State) -> list[Any]:
+def _layouts(state: State) -> list[object]:
     """What a step relies on of the runs or tensors in a state, which is nested in dicts."""
-    found: list[Any] = []
+    found: list[object] = []
     for key, x in state.items():
         if isinstance(x, dict):
             found += [key, *_layouts(x)]
@@ -263,7 +264,7 @@ def are_batched(
     table: ParamTable,
     param: Tensor,
     shard: Shard,
-    rule: Any,
+    rule: GroupRule,
     dtypes: Sequence[torch.dtype],
     device: torch.device,
 ) -> bool:

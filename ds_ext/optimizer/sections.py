@@ -7,7 +7,7 @@ state has one number per element of the whole parameter, so it does not depend o
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from ds_ext.ops.shard import Section, Shard, StridedRange
 from ds_ext.ops.sixteen_bit import Weight
 from ds_ext.ops.state import Part, State
 from ds_ext.optimizer import ema, expert_stacks
+from ds_ext.optimizer.ema import GroupRule
 from ds_ext.optimizer.update_stats import measured
 
 Shape = tuple[int, ...]
@@ -36,12 +37,12 @@ class SectionConfig:
 _UNSET = (None, None, 0)
 
 
-def are_set(rule: Any) -> bool:
+def are_set(rule: object) -> TypeGuard[SectionConfig]:
     """Returns whether a rule's hyper-parameters name sections."""
     return isinstance(rule, SectionConfig) and (rule.split, rule.heads, rule.split_dim) != _UNSET
 
 
-def of(rule: Any, shape: Shape) -> tuple[Section, ...]:
+def of(rule: object, shape: Shape) -> tuple[Section, ...]:
     """Returns the sections of a matrix; () if it is stepped as a whole.
 
     Args:
@@ -62,7 +63,7 @@ def of(rule: Any, shape: Shape) -> tuple[Section, ...]:
     return tuple(found)
 
 
-def refuse(rule: Any, shape: Shape, name: str, where: str = "") -> None:
+def refuse(rule: object, shape: Shape, name: str, where: str = "") -> None:
     """Raises ValueError if a rule's sections are not those of a matrix.
 
     Args:
@@ -75,10 +76,10 @@ def refuse(rule: Any, shape: Shape, name: str, where: str = "") -> None:
         return
     key = "split" if rule.split else "heads" if rule.heads else "split_dim"
     given = {"split": rule.split, "heads": rule.heads, "split_dim": rule.split_dim}[key]
-    given = list(given) if isinstance(given, tuple) else given
+    shown = list(given) if isinstance(given, tuple) else given
     if why := _problem(rule, shape):
         raise ValueError(
-            f"{where}{key} is {given!r}, but {name} has the shape {list(shape)}: {why}."
+            f"{where}{key} is {shown!r}, but {name} has the shape {list(shape)}: {why}."
         )
 
 
@@ -115,7 +116,7 @@ def _undivided_state(rule: Any, shape: Shape) -> str:
 
 
 def steps(
-    rule: Any,
+    rule: GroupRule,
     p: Weight,
     g: Any,
     s: State,

@@ -58,11 +58,13 @@ def make_for_dtensors(table: ParamTable, params: Iterable[Tensor]) -> None:
 def check(table: ParamTable, u: RunUpdate, state: State, device: torch.device | None) -> None:
     """Checks the sizes of a run; casts its state, and moves it to ``device`` if given.
 
-    Starts or drops its average of the weights if ``ema_decay`` has changed.
+    Starts or drops its average of the weights if ``ema_decay`` has changed. An empty state stays
+    empty; ``make`` can then make one.
 
     Raises:
         ValueError: the weight is complex, weight or gradient have another size than the shard, or
-            the state lacks a key, or has a tensor of another shape or kind of dtype.
+            the state lacks a key, or has a tensor of another shape or kind of dtype; or the rule
+            cannot step parameters of this shape.
     """
     param_checks.refuse_complex(table, [u.param])
     n, sizes = len(u.shard), (u.p.numel(), u.g.numel())
@@ -72,6 +74,9 @@ def check(table: ParamTable, u: RunUpdate, state: State, device: torch.device | 
             f"its gradient {sizes[1]}, but the optimizer expects {n}. Compute the gradients again "
             "after you replace the data of parameters."
         )
+    if not state:
+        param_checks.refuse_shape(table, u.param, u.shard)
+        return
     rule = table.rule_of(u.param)
     ema.start_or_drop(rule, u.shard, state, u.p)
     parts = table.state_spec(u.param, u.shard, rule)

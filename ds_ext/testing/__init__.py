@@ -51,29 +51,19 @@ def check_rule(
     if not rules.entry_of(type(made)).any_shape:
         shapes = tuple(shape for shape in shapes if len(shape) == 2)
     try:
-        _check(made, reference, shapes, worlds, half_error)
+        if reference is not None:
+            properties.equals_reference(made, reference, shapes)
+        for world in worlds:
+            properties.is_the_same_on_ranks(made, world, shapes)
+        properties.keeps_its_state_spec(made, shapes)
+        properties.yields_before_it_writes(made, shapes)
+        properties.resumes(made, shapes)
+        properties.endures_zeros(made, shapes)
+        for half in (torch.bfloat16, torch.float16):
+            properties.works_in(made, half, shapes, half_error)
+        properties.equals_itself_in_a_batch(made, shapes)
     except (KeyError, RuntimeError) as error:
         advice = " (state_spec does not declare it)" if isinstance(error, KeyError) else ""
         if "Boolean value of Tensor" in str(error):
             advice = " (a total is a vector in a batch: write torch.where for a branch)"
         raise AssertionError(properties.lacks(made, f"runs: {error!r}{advice}")) from error
-
-
-def _check(
-    made: Rule,
-    reference: Reference | None,
-    shapes: tuple[Shape, ...],
-    worlds: tuple[int, ...],
-    half_error: float,
-) -> None:
-    if reference is not None:
-        properties.equals_reference(made, reference, shapes)
-    for world in worlds:
-        properties.is_the_same_on_ranks(made, world, shapes)
-    properties.keeps_its_state_spec(made, shapes)
-    properties.yields_before_it_writes(made, shapes)
-    properties.resumes(made, shapes)
-    properties.endures_zeros(made, shapes)
-    for half in (torch.bfloat16, torch.float16):
-        properties.works_in(made, half, shapes, half_error)
-    properties.equals_itself_in_a_batch(made, shapes)

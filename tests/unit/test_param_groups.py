@@ -187,9 +187,8 @@ class Layered(nn.Module):
 
 def grouped(module, params, targets="all-linear", **view):
     """Groups as GaLore's target_modules make them."""
-    groups = params if isinstance(params[0], dict) else [{"params": params}]
-    entry = REGISTRY["galoreadamw"]
-    return param_groups.role_groups(entry, ModelView(module, **view), groups, targets)
+    entry, given = REGISTRY["galoreadamw"], {"target_modules": targets}
+    return param_groups.of_config(entry, given, ModelView(module, **view), params).groups
 
 
 def projected(module, groups):

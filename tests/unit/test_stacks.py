@@ -239,7 +239,7 @@ def test_hugging_faces_experts_are_found(kind):
     # GaLore projects them as it does linear layers, and their biases are not decayed.
     matrices = {n for n in expected if "bias" not in n}
     entry, view = rules.REGISTRY["galoreadamw"], ModelView(model)
-    groups = param_groups.role_groups(entry, view, [{"params": list(model.parameters())}])
+    groups = param_groups.of_config(entry, {}, view, list(model.parameters())).groups
     projected = {p for g in groups if "rank" not in g for p in g["params"]}
     assert matrices <= {n for n, p in model.named_parameters() if p in projected}
     assert not projected & {p for n, p in model.named_parameters() if "bias" in n or "gate.w" in n}
