@@ -66,7 +66,7 @@ def saved(table: ParamTable, param: Tensor, state: State) -> State:
     declared = _declared(parts, shard)
     rows = [(i, _declared(table.state_spec(param, row, rule), row)) for i, row in _rows(shard)]
 
-    def spread(path: Path, x: Any) -> Any:
+    def spread(path: Path, x: Any) -> object:
         """Makes a tensor a DTensor, unless every rank holds it whole."""
         part = declared.get(path)
         if part is None or part.is_shared:
@@ -106,7 +106,7 @@ def own(table: ParamTable, param: Tensor, state: State, parts: Parts) -> State:
         return state
     declared = _declared(parts, placement.shard(param))
 
-    def take(path: Path, x: Any) -> Any:
+    def take(path: Path, x: object) -> object:
         """Takes this rank's part of a tensor."""
         part = declared.get(path)
         if not isinstance(x, Tensor) or part is None:
@@ -126,7 +126,7 @@ def _declared(parts: Parts, shard: Shard) -> dict[Path, Part]:
     return {**dict(leaves(parts)), ("master",): Part.like(shard)}
 
 
-def _changed(state: Mapping[str, Any], change: Callable[[Path, Any], Any], *above: str) -> State:
+def _changed(state: Mapping[str, Any], change: Callable[[Path, Any], object], *above: str) -> State:
     """A copy of a state, nested in dicts, with ``change`` of each value."""
     return {
         key: _changed(x, change, *above, key)

@@ -59,7 +59,7 @@ def refuse_all_frozen(optimizer: ParamTable) -> None:
         )
 
 
-def refuse_no_params(optimizer: str, params: Collection[Any]) -> None:
+def refuse_no_params(optimizer: str, params: Collection[object]) -> None:
     """Raises ValueError if an optimizer gets no parameter, as of a model that is all frozen."""
     if not params:
         raise ValueError(

@@ -44,7 +44,11 @@ class Params(NamedTuple):
 
 
 def of_config(
-    entry: RuleEntry, given: Keys, model: ModelView, params: Sequence[Any], where: str = SECTION
+    entry: RuleEntry,
+    given: Keys,
+    model: ModelView,
+    params: Sequence[Tensor | ParamGroup],
+    where: str = SECTION,
 ) -> Grouped:
     """Returns the groups and hyper-parameters that a config asks for.
 
@@ -249,7 +253,7 @@ def _section_groups(
     return groups
 
 
-def _as_groups(params: Sequence[Any]) -> list[ParamGroup]:
+def _as_groups(params: Sequence[Tensor | ParamGroup]) -> list[ParamGroup]:
     """Parameters, groups, or a list of both, as groups."""
     groups: list[ParamGroup] = []
     for x in params:
@@ -281,7 +285,7 @@ def _entry(i: int, where: str) -> str:
     return hyperparams.dotted(where, f"param_groups[{i}]")
 
 
-def _entries_of(entries: Any, where: str) -> list[Any]:
+def _entries_of(entries: object, where: str) -> list[object]:
     """The entries of ``param_groups``, if it is given; ValueError if it is no list of entries."""
     if entries is None:
         return []
@@ -291,7 +295,7 @@ def _entries_of(entries: Any, where: str) -> list[Any]:
     return entries
 
 
-def _entry_of(entry: RuleEntry, i: int, given: Any, where: str) -> tuple[str, Keys]:
+def _entry_of(entry: RuleEntry, i: int, given: object, where: str) -> tuple[str, Keys]:
     """The expression and the checked keys of entry number ``i``; ValueError if one is wrong."""
     where = _entry(i, where)
     if not isinstance(given, dict) or not isinstance(given.get("match"), str):
@@ -312,7 +316,7 @@ def _checked(entry: RuleEntry, given: Keys, where: str) -> Keys:
     return {k: rule.__name__ if k == "type" else checked[k] for k in given}
 
 
-def _rest(entry: RuleEntry, others: Any, where: str) -> Keys:
+def _rest(entry: RuleEntry, others: object, where: str) -> Keys:
     """The keys of the remaining parameters: those of the registry, and those of the config."""
     registered = entry.roles["other"]
     if others is None:
@@ -358,7 +362,7 @@ def _targets_key(entry: RuleEntry, where: str) -> str:
     return f"{entry.rule.__name__}: {hyperparams.dotted(where, 'target_modules')}"
 
 
-def _patterns(targets: Any, where: str) -> Sequence[str]:
+def _patterns(targets: object, where: str) -> Sequence[str]:
     """The expressions of ``target_modules``, () for "all-linear"; ValueError if one is invalid."""
     if targets == "all-linear":
         return ()

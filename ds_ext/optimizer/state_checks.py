@@ -110,7 +110,7 @@ def check_model(table: ParamTable, layout: Layout) -> None:
 
 def read(
     table: ParamTable, state_dict: Mapping[str, Any]
-) -> tuple[list[dict[str, Any]], dict[Any, State]]:
+) -> tuple[list[dict[str, Any]], dict[int, State]]:
     """Returns a state dict's groups as of this version, and copies of its states as rules declare.
 
     The states are by parameter number.
@@ -131,7 +131,7 @@ def read(
     of_saved = GroupRules(table.rule)
     rule_of = [of_saved.of(row, group) for row, group in enumerate(groups) for _ in group["params"]]
     ids = itertools.chain(*(group["params"] for group in groups))
-    found: dict[Any, State] = {}
+    found: dict[int, State] = {}
     for i, param, rule in zip(ids, params, rule_of, strict=True):
         given = state_dict["state"].get(i)
         if not given:
@@ -189,7 +189,7 @@ def fit(
 
 def _fit(
     parts: Parts,
-    state: Any,
+    state: object,
     dtype: torch.dtype,
     device: torch.device | None,
     copy: bool,
@@ -212,7 +212,7 @@ def _fit(
 
 
 def _fitted(
-    part: Part, x: Any, dtype: torch.dtype, device: torch.device | None, copy: bool, *keys: str
+    part: Part, x: object, dtype: torch.dtype, device: torch.device | None, copy: bool, *keys: str
 ) -> Tensor:
     """Returns a tensor with the declared dtype on ``device``: itself, if it fits already."""
     if not isinstance(x, Tensor) or is_dtensor(x):
