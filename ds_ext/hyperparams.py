@@ -217,14 +217,22 @@ def describe(hint: Any) -> str:
     options = get_args(hint)
     if get_origin(hint) is Annotated:
         return describe(options[0])
-    if get_origin(hint) is Literal:
-        *others, last = (json.dumps(option, default=str) for option in options)
+    if get_origin(hint) is Literal or NoneType in options:
+        *others, last = _alternatives(hint)
         return f"{', '.join(others)} or {last}" if others else last
-    if NoneType in options:
-        return " or ".join(describe(o) for o in options if o is not NoneType) + " or null"
     if getattr(hint, "__origin__", None) is tuple:
         return f"a list of {len(options)}: [" + ", ".join(map(describe, options)) + "]"
     return {bool: "true or false"}.get(hint, str(hint))
+
+
+def _alternatives(hint: Any) -> list[str]:
+    """The values that a type allows, with null as the last one."""
+    options = get_args(hint)
+    if get_origin(hint) is Literal:
+        return [json.dumps(option, default=str) for option in options]
+    if NoneType in options:
+        return [*(a for o in options if o is not NoneType for a in _alternatives(o)), "null"]
+    return [describe(hint)]
 
 
 def _unknown(rule: type, key: str, known: list[str]) -> str:

@@ -26,8 +26,6 @@ DESCRIPTION = (
     "which optimizer steps which parameters; no weights are read. The exit code is 1 if there is a "
     "problem."
 )
-
-
 # The lines of a report, by their kind.
 NOTE, UNCHECKED, ERROR = "note", "not checked", "error"
 Report: TypeAlias = dict[str, list[str]]
@@ -62,19 +60,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) -> Report:
-    """Returns the problems of a config, and what a run with it would do.
+    """Returns the problems of a config, in which HF may fill in "auto", and facts about a run.
 
     Args:
-        config: a DeepSpeed config, in which HF may have to fill in "auto".
+        config: a DeepSpeed config.
         model: the model on the device "meta"; None to skip the checks that need it.
         ranks: the number of data-parallel ranks; None if it is not known.
-
-    Returns:
-        Facts about the run, settings that need more information, and settings that a run would
-        refuse or ignore.
     """
-    notes: list[str] = []
-    unchecked: list[str] = []
+    notes, unchecked = list[str](), list[str]()
     config, autos = parsing.filled(config)
     if "optimizer" not in config:
         without = '; without one, the section "ds_ext" has no effect' * ("ds_ext" in config)
@@ -105,13 +98,13 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
     unchecked += _unchecked(read.values, model, ranks)
     found = read.problems
     has_deepspeed = importlib.util.find_spec("deepspeed") is not None
-    if not has_deepspeed:
-        notes.append("DeepSpeed is not installed here: its own keys are not checked")
-    else:
+    if has_deepspeed:
         from ds_ext.engine import deepspeed_config
 
         found += deepspeed_config.scheduler_problems(read.values)
         found += deepspeed_config.unknown(config)
+    else:
+        notes.append("DeepSpeed is not installed here: its own keys are not checked")
     found += config_checks.unread(read.values, read.other) if read.other else []
     if has_deepspeed and found:
         unchecked.append("DeepSpeed's own errors; mend the others first")

@@ -50,22 +50,16 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns its exit code. A wrong option ends the process with code 2."""
     parser = Parser(prog="python -m ds_ext", description="Fused, sharded optimizers for DeepSpeed.")
     parser.add_argument("--version", action="version", version=f"ds_ext {ds_ext.__version__}")
-    run.add_launcher_options(parser)
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # of the launcher ``deepspeed``
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     parsers = {}
     for name, command in COMMANDS.items():
-        parsers[name] = commands.add_parser(
-            name, help=command.HELP, description=command.DESCRIPTION
-        )
-        command.add_options(parsers[name])
-        parsers[name].add_argument(
-            "--import",
-            dest="imports",
-            action="append",
-            default=[],
-            metavar="MODULE",
-            help="a Python module that registers optimizers of yours; may be given several times",
-        )
+        own = commands.add_parser(name, help=command.HELP, description=command.DESCRIPTION)
+        command.add_options(own)
+        what = "a Python module that registers optimizers of yours; may be given several times"
+        several: Any = {"dest": "imports", "action": "append", "default": []}
+        own.add_argument("--import", metavar="MODULE", help=what, **several)
+        parsers[name] = own
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         whose = parsers.get(options.command, parser)

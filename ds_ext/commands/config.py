@@ -25,16 +25,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``config``."""
     names = ", ".join(entry.spelling for entry in REGISTRY.values())
     parser.add_argument("optimizer", metavar="OPTIMIZER", help=f"one of {names}, in any case")
-    stages = ("0", "1", "2", "3")
-    parser.add_argument("--stage", choices=stages, default="3", help="ZeRO stage (default 3)")
+    parser.add_argument("--stage", choices=[*"0123"], default="3", help="ZeRO stage (default 3)")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--hf", action="store_true", help='"auto" for HF Trainer (the default)')
     kinds.add_argument("--numbers", action="store_true", help='numbers instead of "auto"')
-    parser.add_argument(
-        "--model",
-        help="with --numbers: a model as for `plan`, whose size chooses the learning rate "
-        f"(default: one of {rates.MODEL} parameters)",
-    )
+    what = "with --numbers: a model as for `plan`, whose size chooses the learning rate"
+    parser.add_argument("--model", help=f"{what} (default: one of {rates.MODEL} parameters)")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -61,7 +57,7 @@ def rate_source(optimizer: str, parameters: int) -> str:
 
 
 def make(optimizer: str, stage: int, numbers: bool = False, parameters: int = 0) -> dict[str, Any]:
-    """Returns a DeepSpeed config.
+    """Returns a DeepSpeed config; ValueError if ds_ext does not have the optimizer.
 
     Args:
         optimizer: its name, in any case, with or without "ds_ext.".
@@ -70,35 +66,23 @@ def make(optimizer: str, stage: int, numbers: bool = False, parameters: int = 0)
             learning rate of ``ds_ext.rates``, the default weight decay, bf16, no clipping, and one
             sample per step and rank.
         parameters: the number of the model's parameters, which chooses the learning rate.
-
-    Raises:
-        ValueError: ds_ext does not have the optimizer.
     """
     kind = named(optimizer, "OPTIMIZER")
-    name = kind.__name__.lower()
-    spelling = REGISTRY[name].spelling
-    hypers = kind.hypers()
+    name, hypers = kind.__name__.lower(), kind.hypers()
     lr: Any = getattr(hypers, "lr", None)  # a rule of the user has no entry in RATES
-    rate = RATES.get(name, Rate(lr))
     start, _ = rates.for_size(name, parameters) or (lr, "")
+    decay = getattr(hypers, "weight_decay", None)
 
     def value(number: Any) -> Any:
         return number if numbers else "auto"
 
-    decay = getattr(hypers, "weight_decay", None)
-    zero: dict[str, Any] = {"stage": stage}
-    if stage == 3:
-        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    params = {"lr": value(start)} | ({} if decay is None else {"weight_decay": value(decay)})
+    params |= RATES.get(name, Rate(lr)).params
+    gathers = {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
+    spelling = optimizer_names.in_config(REGISTRY[name].spelling)
     return {
-        "optimizer": {
-            "type": optimizer_names.in_config(spelling),
-            "params": {
-                "lr": value(start),
-                **({"weight_decay": value(decay)} if decay is not None else {}),
-                **rate.params,
-            },
-        },
-        "zero_optimization": zero,
+        "optimizer": {"type": spelling, "params": params},
+        "zero_optimization": {"stage": stage, **gathers},
         "bf16": {"enabled": value(True)},
         "gradient_clipping": value(0.0),
         "gradient_accumulation_steps": value(1),
@@ -107,13 +91,7 @@ def make(optimizer: str, stage: int, numbers: bool = False, parameters: int = 0)
 
 
 def of_plan(options: PlanOptions, parameters: int = 0, numbers: bool = True) -> dict[str, Any]:
-    """Returns the DeepSpeed config of a plan of one optimizer with a micro-batch.
-
-    Args:
-        options: the plan's options.
-        parameters: the number of the model's parameters.
-        numbers: whether to write numbers instead of "auto", as of ``make``.
-    """
+    """Returns the DeepSpeed config of a plan of one optimizer with a micro-batch; see ``make``."""
     (kind,), (stage,) = options.optimizers, options.stages
     assert stage is not None
     made = make(kind.__name__, stage, numbers, parameters)

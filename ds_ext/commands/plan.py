@@ -47,9 +47,10 @@ def _fit(given: argparse.Namespace, path: Path, options: PlanOptions) -> None:
     plan, taken = fit.cheapest_reductions(options)
     last, unit = taken[-1].options, table.unit_of(step.use.total for step in taken)
     totals = [step.use.total / table.UNITS[unit] for step in taken]
-    lines = [["", "total", "saves"], [taken[0].name, f"{totals[0]:.2f}", "-"]]
-    for step, (before, total) in zip(taken[1:], itertools.pairwise(totals), strict=True):
-        lines.append([f"{step.name} ({step.cost})", f"{total:.2f}", f"{before - total:.2f}"])
+    lines = [["", "total", "saves"], [taken[0].step.name, f"{totals[0]:.2f}", "-"]]
+    for use, (before, total) in zip(taken[1:], itertools.pairwise(totals), strict=True):
+        name = f"{use.step.name} ({use.step.cost})"
+        lines.append([name, f"{total:.2f}", f"{before - total:.2f}"])
     written = config.of_plan(last, plan.n, numbers=not given.hf)
     try:
         path.write_text(config.as_text(written), encoding="utf-8")

@@ -24,29 +24,16 @@ DESCRIPTION = (
 CHILDREN = Path(__file__).parent / "children"
 
 
-def add_launcher_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the argument that the launcher ``deepspeed`` puts before all others."""
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``run``. TARGET and its own arguments follow them."""
     parser.usage = "python -m ds_ext run [-h] [--import MODULE] [-m] TARGET [ARGUMENT ...]"
     parser.add_argument("-m", dest="is_module", action="store_true", help="TARGET is a module")
-    parser.add_argument(
-        "target",
-        metavar="TARGET",
-        nargs=argparse.REMAINDER,
-        help="a Python file, a command such as trl or torchrun, or with -m a module; and arguments",
-    )
+    what = "a Python file, a command such as trl or torchrun, or with -m a module; and arguments"
+    parser.add_argument("target", metavar="TARGET", nargs=argparse.REMAINDER, help=what)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Becomes the program.
-
-    Raises:
-        ValueError: the program does not exist, or Python ignores PYTHONPATH.
-    """
+    """Becomes the program; ValueError if it does not exist, or if Python ignores PYTHONPATH."""
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise ValueError("python -E, -I and -S keep PYTHONPATH or site from the program.")
     arguments = [] if options.local_rank is None else [f"--local_rank={options.local_rank}"]
@@ -66,12 +53,10 @@ def environment(current: Mapping[str, str], imports: Sequence[str] = ()) -> dict
         current: the environment of this process.
         imports: modules to import with DeepSpeed; the program finds those of this folder too.
     """
-    paths = [str(CHILDREN), *filter(None, [current.get("PYTHONPATH")])]
-    paths += [os.getcwd()] if imports else []
-    own = {"PYTHONPATH": os.pathsep.join(paths)}
-    if imports:
-        own[IMPORTS] = " ".join(imports)
-    return {**current, **own}
+    folder = os.getcwd() if imports else None
+    paths = filter(None, [str(CHILDREN), current.get("PYTHONPATH"), folder])
+    own = {IMPORTS: " ".join(imports)} if imports else {}
+    return {**current, "PYTHONPATH": os.pathsep.join(paths), **own}
 
 
 def _command(target: list[str], is_module: bool, first: list[str]) -> list[str]:

@@ -70,9 +70,7 @@ def read(config: dict[str, Any], model: ModelView | None = None) -> Reading:
 def problems(config: dict[str, Any], kept_for: str = "") -> Iterator[str]:
     """Yields a message for each setting that ds_ext cannot honour. All ranks yield the same.
 
-    Args:
-        config: a ``normalized`` DeepSpeed config.
-        kept_for: see ``parsing.gradients``.
+    For ``config`` and ``kept_for`` see ``parsing.gradients``.
     """
     for key in (key for key in SETTINGS if is_on(config, key)):
         yield from _refused(config, key)
@@ -109,12 +107,7 @@ def _refused(config: dict[str, Any], key: str) -> Iterator[str]:
 
 
 def ignored(config: dict[str, Any], optimizer: RuleOptimizer | None) -> Iterator[str]:
-    """Yields a message for each setting that is accepted but has no effect, or almost none.
-
-    Args:
-        config: a ``normalized`` DeepSpeed config.
-        optimizer: the optimizer, if it is known.
-    """
+    """Yields a message for each setting of a ``normalized`` config that has almost no effect."""
     for key, setting in SETTINGS.items():
         if setting.no_effect and is_on(config, key):
             yield f"{key} = {lookup(config, key)!r} has no effect: {setting.no_effect}."
@@ -137,12 +130,7 @@ def _keeps_moments(rule: Any) -> bool:
 
 
 def size_problems(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
-    """Yields messages about group sizes that a run refuses.
-
-    Args:
-        config: a ``normalized`` DeepSpeed config.
-        ranks: the number of data-parallel ranks; None if unknown.
-    """
+    """Yields a message for each group size that does not divide the ranks (None: unknown)."""
     for key in group_keys(config) if ranks is not None else ():
         size = lookup(config, key)
         means_all = SETTINGS[key].may_exceed_ranks and size >= ranks
@@ -174,12 +162,10 @@ def _make_optimizer(made: Reading, model: ModelView | None) -> None:
         made.other = section["type"]
         return
     own = hyperparams.names(hypers_of(REGISTRY[key].rule))
-    moved = parsing.misplaced(config, param_groups.SECTION)
-    moved = {name: message for name, message in moved.items() if name not in own}
+    moved = parsing.misplaced(config, param_groups.SECTION, own)
     rest = {name: value for name, value in params.items() if name not in moved}
-    found = [*_unread_keys(section), *moved.values()]
-    problems, grouped = param_groups.stand_ins(REGISTRY[key], rest)
-    if found := [*found, *problems]:
+    wrong, grouped = param_groups.stand_ins(REGISTRY[key], rest)
+    if found := [*_unread_keys(section), *moved.values(), *wrong]:
         raise ValueError("\n".join(found))
     if model is not None:
         trained = [p for p in model.module.parameters() if p.requires_grad]

@@ -38,11 +38,7 @@ def in_config(name: str) -> str:
 
 
 def concerns_us(config: Any) -> bool:
-    """Returns whether a config names a ds_ext optimizer or has a section "ds_ext".
-
-    Args:
-        config: as given to DeepSpeed; see ``parsing.load``.
-    """
+    """Returns whether a config, as given to DeepSpeed, has a section or an optimizer of ds_ext."""
     try:
         config = parsing.load(config)
     except ValueError:  # DeepSpeed reports it
@@ -73,7 +69,7 @@ def _names_ours(section: dict[str, Any]) -> bool:
 
 
 def refuse_misspelled(name: str) -> None:
-    """Raises ValueError if a config's type is unknown, but similar to the name of our optimizer.
+    """Raises ValueError for an unknown type that is similar to a name of ours.
 
     Any other unknown type is an error of DeepSpeed, whose engine it is.
     """
@@ -83,14 +79,7 @@ def refuse_misspelled(name: str) -> None:
 
 
 def refuse_unknown(name: str) -> None:
-    """Checks that ds_ext, DeepSpeed or torch has an optimizer with this name.
-
-    Args:
-        name: ``optimizer.type``.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """Raises ValueError if neither ds_ext, DeepSpeed nor torch has an optimizer of this name."""
     theirs = deepspeeds()
     if not (name.lower() in theirs or registry_key(name) or hasattr(torch.optim, name)):
         named(name, theirs=theirs)

@@ -8,7 +8,7 @@ import binascii
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,11 @@ try:
 except ImportError:
     hjson = json
 
+_FILLED_ZERO = (
+    *("reduce_bucket_size", "offload_param.device", "offload_optimizer.device"),
+    *("stage3_gather_16bit_weights_on_model_save", "stage3_prefetch_bucket_size"),
+    "stage3_param_persistence_threshold",
+)
 # Keys whose "auto" HF Trainer or accelerate replaces, with a value of the type that they write;
 # None: the key is left out.
 _FILLED = {
@@ -39,24 +44,11 @@ _FILLED = {
     "scheduler.params.warmup_num_steps": 10,
     "scheduler.params.total_num_steps": 100,
     "zero_optimization.stage": 3,  # accelerate: its zero_stage, by default 2
-    **dict.fromkeys(
-        (
-            *("gradient_clipping", "amp.enabled", "amp.opt_level"),
-            *("fp16.loss_scale", "fp16.initial_scale_power", "fp16.loss_scale_window"),
-            *("fp16.hysteresis", "fp16.min_loss_scale", "zero_optimization.reduce_bucket_size"),
-            *(
-                "zero_optimization.offload_param.device",
-                "zero_optimization.offload_optimizer.device",
-            ),
-            "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-            "zero_optimization.stage3_prefetch_bucket_size",
-            "zero_optimization.stage3_param_persistence_threshold",
-        )
-    ),
+    **dict.fromkeys(("gradient_clipping", "amp.enabled", "amp.opt_level")),
+    **{f"fp16.{key}": None for key in ("loss_scale", "initial_scale_power", "loss_scale_window")},
+    **{f"fp16.{key}": None for key in ("hysteresis", "min_loss_scale")},
+    **{f"zero_optimization.{key}": None for key in _FILLED_ZERO},
 }
-
-
-_REMOVED = {key for key, setting in SETTINGS.items() if setting.removed}
 
 # The dotted keys that ``place_of`` finds. Those of optimizers are the ones that all of them have.
 _PLACES = {
@@ -65,6 +57,7 @@ _PLACES = {
     *(f"optimizer.params.{key}" for key in ("lr", "weight_decay", "param_groups")),
     *(f"optimizer.params.{key}" for key in ("weight_update", "ema_decay", "ema_dtype")),
 }
+_REMOVED = {key for key, setting in SETTINGS.items() if setting.removed}
 _ELSEWHERE = {"max_grad_norm": "gradient_clipping"}  # HF Trainer's argument
 
 
@@ -74,31 +67,22 @@ def place_of(key: str) -> str:
     return found[0] if len(found) == 1 else _ELSEWHERE.get(key, "")
 
 
-def misplaced(config: dict[str, Any], where: str) -> dict[str, str]:
-    """Returns a message for each key of a section that DeepSpeed or ds_ext reads in another.
-
-    Args:
-        config: a DeepSpeed config.
-        where: the section; "" for the top level.
-    """
-    keys = lookup(config, where) if where else config
-    found = {}
+def misplaced(config: Any, where: str, known: Collection[str] = ()) -> dict[str, str]:
+    """Returns a message for each key of a section that another has; ``known`` ones are its own."""
+    keys, found = lookup(config, where), {}
     for key in keys if isinstance(keys, dict) else ():
-        own, place = hyperparams.dotted(where, key), place_of(key)
-        if place and place != own and own not in _PLACES:
+        own, place = f"{where}.{key}", place_of(key)
+        if place and place != own and own not in _PLACES and key not in known:
             found[key] = f'unknown key {own}. Did you mean "{place}"?'
     return found
 
 
 def load(config: Any) -> Any:
-    """Returns the dictionary of a DeepSpeed config.
+    """Returns the dictionary of a DeepSpeed config; ValueError if a file or its text has none.
 
     Args:
         config: a dictionary, the path of a file, or a file's text in base 64. Returned as it is if
             it is none of these.
-
-    Raises:
-        ValueError: the file is missing, or holds no JSON object, or holds a key twice.
     """
     if isinstance(config, str) and not os.path.exists(config):
         try:
@@ -135,8 +119,11 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
 
 
 def lookup(config: Any, key: str, default: Any = None) -> Any:
-    """Returns the value of a dotted key, or ``default`` if it or one of its sections is missing."""
-    for part in key.split("."):
+    """Returns the value of a dotted key, or ``default`` if it or one of its sections is missing.
+
+    The key "" is the config itself.
+    """
+    for part in key.split(".") if key else ():
         if not isinstance(config, dict) or part not in config:
             return default
         config = config[part]
@@ -175,7 +162,7 @@ def well_formed(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     for key, setting in SETTINGS.items():
         path, _, last = key.rpartition(".")
         is_section = setting.type is SECTION
-        section = lookup(read, path) if path else config | read if is_section else read
+        section = config | read if is_section and not path else lookup(read, path)
         value = lookup(section, last)
         if value is None and not (is_section and last in section):
             continue
@@ -188,10 +175,9 @@ def well_formed(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         without = "" if key == "optimizer" else None  # ``config_checks.read`` reports it
         if not isinstance(value, dict) or not isinstance(value.get("type", without), str):
             wrong[key] = f'{key} is {value!r}; allowed: {{"type": ..., "params": ...}}.'
+        elif isinstance(params := value.get("params"), dict):
             continue
-        params = value.get("params")
-        is_default = key == "optimizer" and params is None
-        if not isinstance(params, dict) and not is_default:
+        elif key == "scheduler" or params is not None:  # an optimizer may have default params
             wrong[f"{key}.params"] = f"{key}.params is {params!r}; allowed: an object such as {{}}."
     sections = {key.partition(".")[0] for key in wrong}
     return {key: read[key] for key in read if key not in sections}, list(wrong.values())
@@ -226,25 +212,19 @@ def filled(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     config, autos = _copied(config), []
     for key in (*_FILLED, *SIZES):
         path, _, last = key.rpartition(".")
-        section = lookup(config, path) if path else config
+        section = lookup(config, path)
         if lookup(section, last) == "auto":
             autos.append(key)
-            if key in _FILLED:
-                value = _FILLED[key]
+            if _FILLED.get(key, "auto") is None:
                 del section[last]
-                section |= {} if value is None else {last: value}
+            else:
+                section[last] = _FILLED.get(key, "auto")
     return config, autos
 
 
 def section(config: dict[str, Any]) -> Section:
-    """Returns the section "ds_ext" of a DeepSpeed config.
-
-    Raises:
-        ValueError: a key is unknown or its value is invalid. The message has a line for each.
-    """
-    values = config.get("ds_ext")
-    if values is None:
-        values = {}
+    """Returns the section "ds_ext" of a DeepSpeed config; ValueError with a line per wrong key."""
+    values = {} if config.get("ds_ext") is None else config["ds_ext"]
     if not isinstance(values, dict):
         raise ValueError(f'ds_ext is {values!r}; allowed: a section, {{"gradient_policy": ...}}.')
     moved = misplaced(config, "ds_ext")
@@ -255,24 +235,22 @@ def section(config: dict[str, Any]) -> Section:
     return Section(**read)
 
 
+# The values of keys, any other of which needs kept gradients.
+_IF_NOT_KEPT = {"gradient_accumulation_steps": 1, "managed_gradient_accumulation": True}
+
+
 def gradients(
     config: dict[str, Any], monitored: bool = False, kept_for: str = ""
 ) -> GradientConfig:
-    """Returns a DeepSpeed config's settings for reducing, keeping and clipping gradients.
+    """Returns a config's settings of gradients; ValueError if two keys contradict each other.
 
     Args:
         config: a ``normalized`` DeepSpeed config.
         monitored: whether a DeepSpeed monitor is enabled.
         kept_for: a feature without a config key that needs kept gradients; "" if there is none.
-
-    Raises:
-        ValueError: a value is invalid, or two keys contradict each other.
     """
     own = section(config)
-    for key, not_kept in (
-        ("gradient_accumulation_steps", 1),
-        ("managed_gradient_accumulation", True),
-    ):
+    for key, not_kept in _IF_NOT_KEPT.items():
         if not kept_for and (value := config.get(key, not_kept)) != not_kept:
             kept_for = f"{key} = {value!r}"
     if kept_for and own.gradient_policy == "fused":

@@ -15,7 +15,6 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
 
 from ds_ext.config import config_checks
-from ds_ext.config.config_checks import raise_first
 from ds_ext.config.optimizer_names import misspelt_sections
 from ds_ext.config.parsing import filled, lookup, normalized, place_of
 from ds_ext.engine import rank_logging
@@ -29,15 +28,14 @@ _SECTIONS = {
     *("timers", "zenflow", "progressive_layer_drop", "eigenvalue", "quantize_training"),
     "sparse_attention",
 }
+# Sections whose keys DeepSpeed looks up one by one, so that it ignores others.
+_DICTIONARIES = ("scheduler", "data_types", "activation_checkpointing", "checkpoint")
 
 
 def read(make: Callable[[], None], config: dict[str, Any]) -> None:
     """Lets DeepSpeed read a config that concerns ds_ext, by ``make``, its constructor.
 
-    Values may be "auto", which a client fills in later.
-
-    Raises:
-        ValueError: the config has problems. The message has a line for each.
+    Values may be "auto", which a client fills in later. ValueError with a line for each problem.
     """
     found = [
         f'{key} is "auto", which is filled in by HF Trainer and accelerate only: write a number.'
@@ -62,7 +60,7 @@ def read(make: Callable[[], None], config: dict[str, Any]) -> None:
         ) from None
     # Not of DeepSpeed's ``world_size``, which it has divided by sequence_parallel_size.
     ranks = dist.get_world_size() if dist.is_initialized() else None
-    raise_first(config_checks.size_problems(reading.values, ranks))
+    config_checks.raise_first(config_checks.size_problems(reading.values, ranks))
 
 
 def raised(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
@@ -101,16 +99,12 @@ def unknown(config: dict[str, Any]) -> Iterator[str]:
     known -= {"max_grad_norm"}  # of "params" of DeepSpeed's optimizers
     known |= misspelt_sections(config).keys()  # which is refused
     for where in ("", *_DICTIONARIES):
-        section = lookup(config, where) if where else config
+        section = lookup(config, where)
         for key in section if isinstance(section, dict) else ():
             if key not in known and dotted(where, key) not in SETTINGS:
                 place = place_of(key)
                 guess = f' Did you mean "{place}"?' if place else did_you_mean(key, known)
                 yield f"unknown key {dotted(where, key)}, which DeepSpeed ignores.{guess}"
-
-
-# Sections whose keys DeepSpeed looks up one by one, so that it ignores others.
-_DICTIONARIES = ("scheduler", "data_types", "activation_checkpointing", "checkpoint")
 
 
 def scheduler_problems(config: dict[str, Any]) -> Iterator[str]:
@@ -145,5 +139,5 @@ def translated() -> Iterator[None]:
         what = f"{error.title}: {'; '.join(wrong)}"
         raise ValueError(f"DeepSpeed refuses the config: {what}") from None
     except (DeepSpeedConfigError, AssertionError, AttributeError, KeyError, TypeError) as error:
-        message = f"DeepSpeed refuses the config: {error or type(error).__name__}"
-        raise ValueError(message) from error
+        what = str(error) or type(error).__name__
+        raise ValueError(f"DeepSpeed refuses the config: {what}") from error

@@ -16,8 +16,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
 
-from ds_ext.config import config_checks
-from ds_ext.config.config_checks import raise_first
+from ds_ext.config.config_checks import problems, raise_first, size_problems
 from ds_ext.config.parsing import lookup, normalized
 from ds_ext.distributed import consensus
 from ds_ext.distributed.unsupported_wrappers import refuse_dtensors, refuse_wrapped
@@ -38,13 +37,9 @@ def _sequence_ranks(mpu: Any) -> int:
 
 
 def check_sequences(config: DeepSpeedConfig, mpu: Any) -> None:
-    """Checks that the groups of ranks that share a sequence (Ulysses) come from an ``mpu``.
+    """Raises ValueError unless the ranks that share a sequence (Ulysses) come from an ``mpu``.
 
     If only the config sets them, DeepSpeed ignores them, or does not sum gradients over them.
-
-    Raises:
-        ValueError: there is no such mpu, AutoTP would drop it, or DeepSpeed would use that of an
-            earlier engine.
     """
     if mpu is None and (left := _sequence_ranks(groups.mpu)) > 1:
         raise ValueError(
@@ -71,14 +66,11 @@ def check_sequences(config: DeepSpeedConfig, mpu: Any) -> None:
 
 
 def check_ranks(model: Any, client: Any, config: DeepSpeedConfig) -> None:
-    """Checks that all ranks start the same run. All ranks must call it.
+    """Raises ValueError, on all ranks, if not all start the same run. All ranks must call it.
 
     A rank whose optimizer is not of ds_ext does not call it: the others wait for the time limit.
     Pipeline ranks compare parameters and param groups only with the ranks of their stage.
     ``client`` is the optimizer that the program passes; None if the config names it.
-
-    Raises:
-        ValueError: on all ranks. The message names the difference.
     """
     given = client if isinstance(client, Optimizer) else None
     counted = trainer_checks.num_processes() or 0
@@ -100,24 +92,20 @@ def check_ranks(model: Any, client: Any, config: DeepSpeedConfig) -> None:
 
 
 def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
-    """Checks that ds_ext can train an engine's model, before the engine wraps the optimizer.
-
-    Raises:
-        ValueError: the message names the unsupported setting, and a remedy.
-    """
+    """Raises ValueError for an engine that ds_ext cannot train, before it wraps the optimizer."""
     hook_cleanup.refuse_partitions(engine)
     world = dist.get_world_size(engine.seq_data_parallel_group)
     trainer_checks.refuse_same_data(world // int(engine.sequence_parallel_size))
     if pipeline.is_pipeline(engine):
         pipeline.check_supported(engine)
+    else:  # a stage may have no trained parameter
+        param_checks.refuse_all_frozen(optimizer)
     refuse_wrapped(engine.module)
     refuse_dtensors(engine.module)
     param_checks.refuse_shared_memory(engine.module.parameters())
-    if not pipeline.is_pipeline(engine):  # a stage may have none
-        param_checks.refuse_all_frozen(optimizer)
     config = effective(engine)
-    raise_first(config_checks.problems(config, pipeline.gradients_kept_for(engine)))
-    raise_first(config_checks.size_problems(config, dist.get_world_size()))
+    raise_first(problems(config, pipeline.gradients_kept_for(engine)))
+    raise_first(size_problems(config, dist.get_world_size()))
     compiled = any(isinstance(m, OptimizedModule) for m in engine.module.modules())
     if compiled and engine.zero_optimization_stage() == 3:
         raise ValueError(
@@ -126,8 +114,13 @@ def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
         )
     if engine.has_moe_layers:
         _refuse_experts(engine)
-    if engine.client_lr_scheduler is not None or engine.scheduler_name() is not None:
-        _refuse_own_rate(optimizer)
+    has_scheduler = engine.client_lr_scheduler is not None or engine.scheduler_name() is not None
+    if has_scheduler and any(group["lr"] is None for group in optimizer.param_groups):
+        raise ValueError(
+            "Adafactor: optimizer.params.relative_step=true computes its own step size, so there "
+            'is no lr for a scheduler to set. Set "relative_step": false and an "lr" (HF Trainer '
+            "always has a scheduler), or remove the scheduler."
+        )
 
 
 def _refuse_experts(engine: DeepSpeedEngine) -> None:
@@ -155,25 +148,8 @@ def _refuse_experts(engine: DeepSpeedEngine) -> None:
         )
 
 
-# Learning-rate schedulers.
-
-
-def _refuse_own_rate(optimizer: RuleOptimizer) -> None:
-    """Raises an error if the optimizer computes its own step size, which no scheduler can set."""
-    if any(group["lr"] is None for group in optimizer.param_groups):
-        raise ValueError(
-            "Adafactor: optimizer.params.relative_step=true computes its own step size, so there "
-            'is no lr for a scheduler to set. Set "relative_step": false and an "lr" (HF Trainer '
-            "always has a scheduler), or remove the scheduler."
-        )
-
-
 def check_betas(scheduler: Any, optimizer: RuleOptimizer) -> None:
-    """Checks that a scheduler sets the number of betas that the optimizer has.
-
-    Raises:
-        ValueError: the numbers differ, as for DeepSpeed's OneCycle with CAME.
-    """
+    """Raises ValueError if a scheduler sets another number of betas than the optimizer has."""
     for group in optimizer.param_groups:
         hypers = optimizer.hypers_of(group)
         needed = len(getattr(hypers, "betas", ()))
@@ -185,11 +161,7 @@ def check_betas(scheduler: Any, optimizer: RuleOptimizer) -> None:
 
 
 def check_metrics(scheduler: Any, kwargs: dict[str, Any]) -> None:
-    """Checks that a scheduler gets its metric. DeepSpeed would pass the batch size instead.
-
-    Raises:
-        ValueError: the scheduler needs a metric, but the ``kwargs`` of its step have none.
-    """
+    """Raises ValueError if a scheduler needs a metric that its step's ``kwargs`` do not have."""
     if "metrics" in inspect.signature(scheduler.step).parameters and "metrics" not in kwargs:
         raise ValueError(
             f"{type(scheduler).__name__} needs a metric, but DeepSpeed would give it the batch "

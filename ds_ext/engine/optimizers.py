@@ -1,7 +1,7 @@
 """Resolves the optimizer that a config's "type" names, and creates its param groups."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -16,10 +16,7 @@ from ds_ext.engine.rank_logging import log, warn
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, param_groups
 from ds_ext.optimizer.model_view import ModelView, summary
 from ds_ext.optimizer.param_groups import Grouped
-from ds_ext.optimizer.param_table import ParamGroup
 from ds_ext.rules.base import REGISTRY, key_of
-
-Names: TypeAlias = Mapping[Tensor, str]
 
 
 def warn_ignored_type(client: Any, config: DeepSpeedConfig) -> None:
@@ -42,16 +39,10 @@ def log_owner(name: str) -> None:
         log(f"{kind} is ds_ext's, not {theirs}")
 
 
-# Param groups.
-
-
 def optimizer_of(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:
     """Returns the optimizer that the config names, of the parameters or groups ``params``.
 
-    Norms and biases get no weight decay.
-
-    Raises:
-        ValueError: a hyper-parameter is unknown or invalid. The message names its JSON key.
+    Norms and biases get no weight decay. ValueError, which names the JSON key, if one is wrong.
     """
     name = key_of(engine.optimizer_name())
     optimizer_type = OPTIMIZERS[name]
@@ -70,29 +61,23 @@ def optimizer_of(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:
 def for_model(
     kind: type[RuleOptimizer], module: nn.Module, params: Mapping[str, Any]
 ) -> RuleOptimizer:
-    """Returns an optimizer as ``RuleOptimizer.for_model`` does. ZeRO-3 may partition the model.
-
-    Raises:
-        ValueError: a key is unknown or its value is invalid.
-    """
+    """Returns an optimizer as ``RuleOptimizer.for_model`` does. ZeRO-3 may partition the model."""
     model = ModelView(module, LINEARS, EMBEDDINGS, unpartitioned_shape)
     trained = [p for p in module.parameters() if p.requires_grad]
     made = param_groups.of_config(REGISTRY[kind.rule.__name__.lower()], params, model, trained)
     return kind(made.groups, **made.hypers)
 
 
-def _log_lines(names: Names, optimizer: str, made: Grouped) -> Iterator[str]:
+def _log_lines(names: Mapping[Tensor, str], optimizer: str, made: Grouped) -> Iterator[str]:
     """Yields log lines about the param groups of a config."""
     decay = made.hypers.get("weight_decay", 0.0)
     if decay and any(group.get("weight_decay") == 0 for group in made.groups):
-        decayed = _summary(names, (g for g in made.groups if g.get("weight_decay", decay)))
-        others = _summary(names, (g for g in made.groups if not g.get("weight_decay", decay)))
+        by_decay: dict[bool, list[str]] = {True: [], False: []}
+        for group in made.groups:
+            found = by_decay[bool(group.get("weight_decay", decay))]
+            found += [names[p] for p in group["params"] if p.requires_grad]
+        decayed, others = summary(by_decay[True]), summary(by_decay[False])
         yield f"weight decay {decay} on: {decayed}; no weight decay on: {others}"
     kinds = param_groups.described(made.groups, optimizer, names)
     if len(kinds) > 1:
         yield from kinds
-
-
-def _summary(names: Names, groups: Iterable[ParamGroup]) -> str:
-    params = (p for group in groups for p in group["params"] if p.requires_grad)
-    return summary(names[p] for p in params)

@@ -29,7 +29,6 @@ from ds_ext.distributed import groups
 from ds_ext.engine import deepspeed_config, hook_cleanup, optimizers, own_engine, trainer_checks
 from ds_ext.engine.adapter import ZeroAdapter
 from ds_ext.engine.parameters import as_vectors, deepspeed_parameter
-from ds_ext.engine.rank_logging import warn
 from ds_ext.optimizer import RuleOptimizer
 
 Method: TypeAlias = Callable[..., Any]
@@ -39,10 +38,6 @@ _NO_OPTIMIZER = (
     'deepspeed.initialize: the config has a section "ds_ext", but no optimizer was given. Name one '
     'in optimizer.type, such as "AdaLomo", or pass one. An engine that only evaluates a model '
     'needs no section "ds_ext": remove it.'
-)
-_NO_TYPE = (
-    'optimizer.type is missing, so the section "optimizer" has no effect and the engine cannot '
-    'train: name an optimizer, such as "AdaLomo".'
 )
 _FUNCTION = (
     "deepspeed.initialize: the optimizer is a function or a class, so ds_ext cannot check the "
@@ -146,8 +141,6 @@ def build(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) 
     name = type(client).__name__ if client is not None else named
     if name and client is None:
         optimizer_names.refuse_misspelled(name)
-    elif not name and config._param_dict.get("optimizer"):
-        warn(_NO_TYPE)
     if "ds_ext" in config._param_dict:
         if not name:
             raise ValueError(_NO_OPTIMIZER)

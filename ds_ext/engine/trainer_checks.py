@@ -27,12 +27,9 @@ _DEFAULTS = (None, "adamw_torch", "adamw_torch_fused")  # in all versions of tra
 
 
 def refuse_ignored(scheduler: Callable[..., Any] | None) -> None:
-    """Checks Trainer's arguments, if Trainer creates an engine whose config names our optimizer.
+    """Raises ValueError if Trainer, whose config names our optimizer, was given settings of one.
 
     ``scheduler`` is the function that creates the scheduler, if DeepSpeed was given one.
-
-    Raises:
-        ValueError: Trainer was given an optimizer, or settings of one.
     """
     trainer = _trainer_of(scheduler)
     found: dict[str, str] = {}
@@ -66,10 +63,7 @@ def warn_unclipped(scheduler: Callable[..., Any] | None, clipped_by: float) -> N
 
 
 def warn_dropped(model: nn.Module, taken: str) -> None:
-    """Warns if an optimizer of ds_ext was made for a model, and the engine uses ``taken``.
-
-    HF Trainer does this if it is given an optimizer object and the config names none.
-    """
+    """Warns if an optimizer of ds_ext was made for a model, and the engine uses ``taken``."""
     params = set(model.parameters())
     for given in RuleOptimizer.instances:
         if not given.state and not params.isdisjoint(given.group_of):
@@ -91,13 +85,10 @@ def num_processes() -> int | None:
 
 
 def refuse_same_data(data_parallel_size: int) -> None:
-    """Checks that accelerate divides the data among all data-parallel ranks.
+    """Raises ValueError if accelerate divides the data among fewer processes than ranks.
 
     Without a GPU, accelerate assumes a single process unless it is configured for the CPU. All
     ranks would then get the same data.
-
-    Raises:
-        ValueError: accelerate divides the data among fewer processes.
     """
     counted = num_processes()
     if counted is not None and counted < data_parallel_size:

@@ -37,8 +37,7 @@ class MemoryStep(NamedTuple):
 class ResourceUse(NamedTuple):
     """The plan after a step."""
 
-    name: str
-    cost: str
+    step: MemoryStep
     options: PlanOptions
     use: MemoryUse
 
@@ -47,16 +46,12 @@ def check(options: PlanOptions) -> None:
     """Raises ValueError for options of ``plan`` that ``--fit`` does not support."""
     if options.batch is None or len(options.cards) != 1:
         raise ValueError("--fit: add --seq TOKENS, and --memory with one number of GiB.")
-    others = {
-        "--plot": options.picture is not None,
-        "--stage none": options.stages == [None],
-        "--config": options.file is not None,
-    }
-    for option, is_given in others.items():
-        if is_given:
-            raise ValueError(
-                f"--fit does not take {option}: remove it. It writes the config of a DeepSpeed run."
-            )
+    others: dict[str, Any] = {"--plot": options.picture, "--config": options.file}
+    others |= {"--stage none": options.stages == [None]}
+    for option in (option for option, given in others.items() if given):
+        raise ValueError(
+            f"--fit does not take {option}: remove it. It writes the config of a DeepSpeed run."
+        )
 
 
 def cheapest_reductions(options: PlanOptions) -> tuple[MemoryPlan, list[ResourceUse]]:
@@ -85,7 +80,7 @@ def cheapest_reductions(options: PlanOptions) -> tuple[MemoryPlan, list[Resource
         for last in (steps[name] for name in names):
             now = now.edited(last.changes)
         ours = next(iter(plan.rows(now).values()))  # AdamW's is the second row
-        return ResourceUse(last.name, last.cost, now, plan.total(ours, now.batch))
+        return ResourceUse(last, now, plan.total(ours, now.batch))
 
     steps = {step.name: step for step in _steps(options)}
     taken: tuple[str, ...] = ()

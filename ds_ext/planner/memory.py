@@ -117,16 +117,16 @@ def optimizer_memory(
     kept += expanded * dtype.itemsize
 
     # A bucket's share of what offload moves to the host is on the device.
-    share = min(1.0, max(bucket, _largest(shapes)) / elements(shapes))
-    runs = sum(-(-math.prod(shape) // ranks) for shape in shapes.values())
-    runs_away = runs if "param" in offloads else 0
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    share = min(1.0, max(bucket, *sizes) / sum(sizes))
+    runs_away = sum(-(-n // ranks) for n in sizes) if "param" in offloads else 0
     states_away, masters_away = (
         part.moved if "optimizer" in offloads else 0 for part in (states, masters)
     )
     weights = _weights(shapes, stage, ranks) - runs_away + math.ceil(share * runs_away)
     host = runs_away * dtype.itemsize + states_away + masters_away
     # Kept gradients are stepped after backward.
-    staged_bytes = 0.0 if accumulates else host / elements(shapes)
+    staged_bytes = 0.0 if accumulates else host / sum(sizes)
     return MemoryUse(
         weights=(weights - sum(coded)) * dtype.itemsize + sum(map(int8.nbytes, coded)),
         state=states.total - states_away + share * states_away,
@@ -179,7 +179,8 @@ def adamw(shapes: Shapes, stage: int, ranks: int, dtype: torch.dtype, bucket: in
     elif stage == 1:  # the end of backward: all gradients, and a bucket or the run
         gradients = size * (n + max(run, bucket))
     elif stage == 2:  # the peak is in backward before the last reduction, or in the step
-        gradients = max(size * (run + bucket + _largest(shapes)), 4 * run)
+        largest = max(map(math.prod, shapes.values()))
+        gradients = max(size * (run + bucket + largest), 4 * run)
     else:  # the peak is in a sub-group's step; grad_partitions_flat_buffer and the bucket stay
         gradients = size * (run + bucket) + 4 * min(run, SUB_GROUP)
     return MemoryUse(
@@ -225,10 +226,6 @@ def _in_flight(shapes: Shapes, ranks: int, bucket: int, behind: int) -> int:
     return most
 
 
-def _largest(shapes: Shapes) -> int:
-    return max(map(math.prod, shapes.values()))
-
-
 class Stored(NamedTuple):
     """Bytes of a kind of state."""
 
@@ -256,24 +253,19 @@ def _stored(
             spec = expert_stacks.state_spec(rule, shard) if stacked else rule.state_spec(shard)
             states += count * tree_leaves(zeros(spec, run))
             masters += count * tree_leaves(sixteen_bit.master(run, rule))
-        return _bytes(states), _bytes(masters)
+        return stored(states), stored(masters)
 
-    return max(
-        map(of_rank, range(min(cut, FIRST))), key=lambda stored: sum(x.total for x in stored)
-    )
+    def stored(made: Sequence[Any]) -> Stored:
+        sizes = [x.nbytes for x in made if isinstance(x, Tensor)]
+        return Stored(sum(sizes), sum(size for size in sizes if size >= host_offload.SMALL))
 
-
-def _bytes(made: Sequence[Any]) -> Stored:
-    sizes = [x.nbytes for x in made if isinstance(x, Tensor)]
-    return Stored(sum(sizes), sum(size for size in sizes if size >= host_offload.SMALL))
+    ranks = map(of_rank, range(min(cut, FIRST)))
+    return max(ranks, key=lambda found: sum(part.total for part in found))
 
 
 def rules_of(
     optimizer: type[RuleOptimizer], model: nn.Module, params: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the rule of each parameter of a model, by name: see ``RuleOptimizer.for_model``.
-
-    ``params`` is the "optimizer.params" of a config. The model may be on the device "meta".
-    """
+    """Returns the rule of each parameter of a model by name; ``params`` is "optimizer.params"."""
     made = optimizer.for_model(model, **params)
     return {name: made.rule_of(param) for name, param in model.named_parameters()}

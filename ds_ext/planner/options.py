@@ -54,6 +54,7 @@ class PlanOptions:
     optimizers: list[type[RuleOptimizer]] = field(init=False)
     params: dict[str, Any] = field(init=False)  # optimizer.params
     offloads: list[str] = field(init=False)  # "param" and "optimizer", if they are on the CPU
+    needs_engine: bool = field(init=False)  # a plain ``step()`` cannot do it
     stages: list[int | None] = field(init=False)
     dtype: str = field(init=False)  # of weights and gradients
     bucket: int = field(init=False)  # by default of a GPU with the memory of the smallest card
@@ -77,6 +78,7 @@ class PlanOptions:
         self.optimizers = [*OPTIMIZERS.values()] if kind["type"] == ALL else [named(kind["type"])]
         self.params = kind.get("params") or {}
         self.offloads = [what for what, key in OFFLOADS.items() if config_checks.is_on(config, key)]
+        self.needs_engine = "optimizer" in self.offloads or bool(self.own.weight_storage)
         self.stages = self._stages()
         on = [key for key in ("bf16", "fp16") if lookup(config, f"{key}.enabled")]
         self.dtype = on[0] if on else "fp32"
@@ -95,11 +97,7 @@ class PlanOptions:
             return [stage]
         if self.has_all_optimizers or "param" in self.offloads:
             return [3]
-        return [s for s in STAGES.values() if s is not None or not self._needs_engine]
-
-    @property
-    def _needs_engine(self) -> bool:
-        return bool("optimizer" in self.offloads or self.own.weight_storage)
+        return [s for s in STAGES.values() if s is not None or not self.needs_engine]
 
     def _check(self) -> None:
         """Raises ValueError for what a run refuses."""
@@ -109,10 +107,9 @@ class PlanOptions:
             config["optimizer"] = {"type": "AdaLomo", "params": self.params}
         elif self.has_all_optimizers:
             del config["optimizer"]
-        if stage is None and self._needs_engine:
-            raise ValueError(
-                "--stage none has no int8 weights and no offload: choose another --stage."
-            )
+        if stage is None and self.needs_engine:
+            what = "no int8 weights and no offload"
+            raise ValueError(f"--stage none has {what}: choose another --stage.")
         if self.own.weight_storage and self.dtype == "fp32":
             raise ValueError("--weight-storage int8 needs 16-bit weights: remove --dtype fp32.")
         config_checks.raise_first(config_checks.read(config).problems)
@@ -133,12 +130,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=_positive, default=1, help="data-parallel ranks (default 1)")
     add("--optimizer", help=f"one of {', '.join(OPTIMIZERS)}; default: all of them")
     add("--params", metavar="JSON", help="optimizer.params of the DeepSpeed config")
-    add(
-        "--stage",
-        dest=STAGE,
-        choices=STAGES,
-        help="one ZeRO stage, or none for a plain step(); default: all of one --optimizer, else 3",
-    )
+    what = "one ZeRO stage, or none for a plain step(); default: all of one --optimizer, else 3"
+    add("--stage", dest=STAGE, choices=STAGES, help=what)
     add("--dtype", choices=DTYPES, help="of weights and gradients (default bf16)")
     add("--weight-storage", dest=WEIGHT_STORAGE, choices=["int8"], help=f"as {WEIGHT_STORAGE}")
     add("--seq", type=_positive, metavar="TOKENS", help="count activations of rows of this length")
@@ -150,47 +143,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     size = f"{GPU_BUCKET_BYTES // 2**20} MiB, at most {GPU_SHARE} of the smallest --memory"
     elements = {"dest": BUCKET, "type": _positive, "metavar": "BUCKET"}
     add("--bucket", **elements, help=f"reduce_bucket_size, in elements (default: {size})")
-    add(
-        "--accumulate",
-        dest="ds_ext.gradient_policy",
-        nargs="?",
-        const="sharded",
-        choices=["sharded", "projected"],
-        help="keep gradients, by this gradient_policy (default sharded), as for "
-        "gradient_accumulation_steps > 1",
-    )
+    what = "keep gradients, by this gradient_policy (default sharded), as for "
+    what += "gradient_accumulation_steps > 1"
+    kept = {"nargs": "?", "const": "sharded", "choices": ["sharded", "projected"]}
+    add("--accumulate", dest="ds_ext.gradient_policy", **kept, help=what)
     to_cpu = {"action": "store_const", "const": "cpu"}
     param, optimizer = OFFLOADS.values()
     add("--offload-param", dest=param, **to_cpu, help="offload_param to the CPU; needs ZeRO-3")
     add("--offload-optimizer", dest=optimizer, **to_cpu, help="offload_optimizer to the CPU")
     add("--memory", type=_sizes, default=(), metavar="24,48,80", help="GiB of cards to compare")
-    add(
-        "--fit",
-        type=Path,
-        nargs="?",
-        const=Path("ds.json"),
-        metavar="FILE.json",
-        help="print the cheapest steps until the plan fits --memory, and write the config "
-        "(default ds.json)",
-    )
+    what = "print the cheapest steps until the plan fits --memory, and write the config "
+    written = {"type": Path, "nargs": "?", "const": Path("ds.json"), "metavar": "FILE.json"}
+    add("--fit", **written, help=what + "(default ds.json)")
     add("--hf", action="store_true", help='with --fit: write "auto" for HF Trainer and TRL')
     add("--plot", type=Path, metavar="FILE.png", help="also draw the table as stacked bars")
 
 
 def read(line: argparse.Namespace, file: dict[str, Any] | None = None) -> PlanOptions:
-    """Returns the options of the command line, completed from a config.
+    """Returns the options of the command line, completed from the config of ``--config``.
 
-    Args:
-        line: the parsed command line.
-        file: the config of ``--config``, without problems.
-
-    Raises:
-        ValueError: ``--params`` cannot be read, or a run would refuse the changed config.
+    ValueError if ``--params`` cannot be read, or if a run would refuse the changed config.
     """
     if line.model is None:
-        raise ValueError(
-            "--model is missing: give a folder, a Hub name, or a name that --help lists."
-        )
+        what = "a folder, a Hub name, or a name that --help lists"
+        raise ValueError(f"--model is missing: give {what}.")
     if line.hf and line.fit is None:
         raise ValueError("--hf is for the config that --fit writes: add --fit.")
     given = {name: value for name, value in vars(line).items() if value not in (None, False)}
@@ -207,10 +183,11 @@ def read(line: argparse.Namespace, file: dict[str, Any] | None = None) -> PlanOp
         sections = {"bf16", line.dtype, *config} & {"bf16", "fp16"}
         changes |= {f"{section}.enabled": section == line.dtype for section in sections}
     kind = config.get("optimizer", {"type": ALL, "params": {}})
-    if line.optimizer is not None:
-        is_all = line.optimizer.lower() == ALL
-        one = "" if is_all else named(line.optimizer, "--optimizer").__name__
-        kind = kind | {"type": ALL if is_all else optimizer_names.in_config(one)}
+    if line.optimizer is not None and line.optimizer.lower() == ALL:
+        kind = kind | {"type": ALL}
+    elif line.optimizer is not None:
+        one = named(line.optimizer, "--optimizer").__name__
+        kind = kind | {"type": optimizer_names.in_config(one)}
     if line.params is not None:
         kind = kind | {"params": _object(line.params)}
     return PlanOptions(

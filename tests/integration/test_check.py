@@ -53,7 +53,8 @@ WRONG = {
         },
         [
             *("gradient_clipping is", "stage is 'x'", "key gradient_cliping", 'an "batch_splits'),
-            *("gradient_policy is 'x'", "clip_value is -1", "params.lrr", 'an "WarmupLR"'),
+            'policy is \'x\'; allowed: "fused", "sharded", "projected" or null.',
+            *("clip_value is -1", "params.lrr", 'an "WarmupLR"'),
             'mean "param_groups"? Known: lr',
         ],
     ),
