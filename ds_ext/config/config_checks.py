@@ -45,12 +45,7 @@ class Reading:
 
 
 def read(config: dict[str, Any], model: ModelView | None = None) -> Reading:
-    """Reads a config and makes the optimizer that it names.
-
-    Args:
-        config: a DeepSpeed config: see ``parsing.filled``.
-        model: the model whose parameters it steps; by default, each group has one matrix.
-    """
+    """Reads a ``parsing.filled`` config; without a model, its optimizer has one matrix a group."""
     values, found = parsing.well_formed(config)
     made = Reading(values, found)
     meant = optimizer_names.misspelt_sections(values)

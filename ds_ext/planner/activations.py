@@ -79,22 +79,14 @@ class HeldGradients:
         self.bucket = []
 
 
-def peak(
-    config: Any,
-    dtype: torch.dtype,
-    batch: MicroBatch,
-    gradients: GradientLifetime,
-) -> int:
+def peak(config: Any, dtype: torch.dtype, batch: MicroBatch, gradients: GradientLifetime) -> int:
     """Returns the peak bytes of a forward and a backward pass, including gradients, less weights.
 
     Args:
-        config: the transformers config of a language model.
+        config: the transformers config of a language model. ValueError if it cannot run.
         dtype: the dtype of weights and activations.
         batch: the micro-batch of one rank.
         gradients: how long gradients live.
-
-    Raises:
-        ValueError: the model cannot run on fake tensors.
     """
     from transformers import AttentionInterface
 
@@ -113,10 +105,8 @@ def peak(
             return _peak(model, tokens, gradients)
     except (RuntimeError, TypeError, AttributeError, ValueError) as error:
         text = str(error).partition("\n")[0]
-        raise ValueError(
-            f"--seq: activations of {type(config).__name__} cannot be counted ({text}): leave it "
-            "out."
-        ) from error
+        what = f"activations of {type(config).__name__} cannot be counted ({text})"
+        raise ValueError(f"--seq: {what}: leave it out.") from error
     finally:
         fake_tensor_logger.disabled = False
 
@@ -131,11 +121,10 @@ def _peak(model: Any, tokens: Tensor, gradients: GradientLifetime) -> int:
     for params in together + alone:
         waiting.watch(params)
     with LiveMemory([*model.parameters(), *model.buffers()]) as watch:
-        weights: int = watch.now
+        weights = watch.now
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         waiting.step()
-    most: int = watch.most
-    return most - weights
+    return int(watch.most - weights)
 
 
 def _checkpoint(model: Any) -> None:

@@ -61,11 +61,7 @@ def cheapest_reductions(options: PlanOptions) -> tuple[MemoryPlan, list[Resource
     the optimizer does not support, are left out. When the plan fits, earlier steps that are no
     longer needed are removed, the most expensive ones first.
 
-    Args:
-        options: the options, with a model, a micro-batch and one card.
-
-    Raises:
-        ValueError: no steps suffice, or the plan cannot be made.
+    The ``options`` have a micro-batch and one card. ValueError if no steps suffice.
     """
     card = options.cards[0] * GIB
     first = "AdamW" if options.has_all_optimizers else options.optimizers[0].__name__

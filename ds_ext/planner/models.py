@@ -19,21 +19,17 @@ REMOVED: dict[str, str] = _DATA["removed"]
 
 
 def config(model: str) -> Any:
-    """Returns the transformers config that ``--model`` names.
+    """Returns the transformers config that ``--model`` names; ValueError if there is none.
 
     Args:
         model: a folder, a config.json, a known name in any case, or a name on the Hub.
-
-    Raises:
-        ValueError: there is no such model, or transformers is missing.
     """
     name = model.lower()
     if os.path.exists(model) or "/" in model:
         name = ""
     elif name in REMOVED:
-        raise ValueError(
-            f"--model {model} is no longer built in: use its Hub name, {REMOVED[name]}."
-        )
+        hub = REMOVED[name]
+        raise ValueError(f"--model {model} is no longer built in: use its Hub name, {hub}.")
     elif name not in KNOWN:
         raise ValueError(
             f"--model {model}: no such folder or file, and no known model."
@@ -42,9 +38,8 @@ def config(model: str) -> Any:
     try:
         import transformers
     except ImportError:
-        raise ValueError(
-            f"--model {model}: reading it needs transformers (pip install ds-ext[hf])."
-        ) from None
+        what = "reading it needs transformers (pip install ds-ext[hf])"
+        raise ValueError(f"--model {model}: {what}.") from None
     try:
         if name:
             return transformers.AutoConfig.for_model(**KNOWN[name])

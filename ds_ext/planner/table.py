@@ -95,13 +95,12 @@ def aligned(lines: Sequence[Sequence[str]]) -> Iterable[str]:
 def not_counted(options: PlanOptions, n: int, unit: str) -> str:
     """Returns the text below the table: what is not counted, and the meaning of columns."""
     live = min(n, 10**9) * DTYPES[options.dtype].itemsize / UNITS[unit]
-    gathers = 3 in options.stages and (options.ranks > 1 or "param" in options.offloads)
-    gathered = (
-        f"the weights that ZeRO-3 gathers for computing, up to {live:.2f} {unit} "
-        "(stage3_max_live_parameters, 10^9 by default); "
-    )
+    gathered = ""
+    if 3 in options.stages and (options.ranks > 1 or "param" in options.offloads):
+        gathered = f"the weights that ZeRO-3 gathers for computing, up to {live:.2f} {unit} "
+        gathered += "(stage3_max_live_parameters, 10^9 by default); "
     sentences = [
-        f"Not counted: {gathered * gathers}clipping to a norm, for which ds_ext runs backward "
+        f"Not counted: {gathered}clipping to a norm, for which ds_ext runs backward "
         "twice and keeps activations until the second time.",
         f"Gradients are the peak with buckets of {options.bucket:,} elements (--bucket), also for "
         "AdamW.",
