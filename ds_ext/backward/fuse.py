@@ -22,6 +22,11 @@ _NOT_REDUCED = (
     "optimizer.step(): FSDP2 holds gradients that it has not reduced. Call "
     "model.set_requires_gradient_sync(True) before the last micro-batch of a step."
 )
+_CUT_LATER = (
+    "optimizer.step(): fully_shard (FSDP2) has replaced the model's parameters after "
+    "fuse_into_backward, so nothing steps them. Call fully_shard first, then make the optimizer of "
+    "model.parameters(), then call fuse_into_backward."
+)
 
 
 def fuse_into_backward(
@@ -140,7 +145,9 @@ def fuse_into_backward(
         if layout.has_kept():
             raise RuntimeError(_NOT_REDUCED)
         fused.finish(ends_step=True)
-        fused.end_step()
+        found = fused.end_step()
+        if found is None and not is_cut and fully_shard.uses_fsdp2(model):
+            raise RuntimeError(_CUT_LATER)
 
     def before_load() -> None:
         if fused.state.used_up and layout.rank == 0:

@@ -59,6 +59,23 @@ def differs(way: str) -> tuple[float, bool]:
     return error(ours, torchs, before), moved == [True] * STEPS + [False] * STEPS
 
 
+def cut_later() -> str:
+    """The error of a step if fully_shard is called after fuse_into_backward."""
+    model = zoo()
+    optimizer = ds_ext.AdamW(model.parameters(), **ADAMW)
+    ds_ext.fuse_into_backward(model, optimizer)
+    shard(model)
+    model(models.batch(0, 2)[dist.get_rank()], step=0).backward()
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_fully_shard_after_fuse_into_backward_is_named():
+    for text in worlds.run(2, cut_later):
+        assert "Call fully_shard first" in text
+
+
 class Ladder(nn.Module):
     """Matrices that tensor parallelism divides by rows and by columns, and some that it leaves."""
 
