@@ -1,7 +1,6 @@
 """Runs of deepspeed.moe's layers on real ranks, some of whose experts get no token."""
 
 import re
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -15,66 +14,51 @@ from deepspeed.utils import groups
 from torch import nn
 
 import ds_ext
-from ds_ext.engine import parameters
-from ds_ext.optimizer import OPTIMIZERS
-from tests.common import authors, by_role, engines
-from tests.common.ranks import message, shared_folder
+from tests.common import by_role, engines
+from tests.common.ranks import message
+from tests.distributed import mixtures
+from tests.distributed.mixtures import Run
 from tests.distributed.tensor_parallel_jobs import rebuilt
-from tests.distributed.training_jobs import HYPERS
 
 STEPS = 4
 WIDTH, INNER, EXPERTS, LAYERS = 8, 7, 4, 2
 
 
-@dataclass(frozen=True)
-class Run:
-    rule: str
-    stage: int
-    world: int
-    size: int  # ranks that the experts are spread over
-    max_norm: float = 0.0
-    policy: str = "fused"
-    json: bool = False
-    then: tuple[int, int] | None = None  # stage and size that a checkpoint is gone on from with
-    tensor: int = 1  # ranks that layers beside the experts are divided over
-
-    @property
-    def hypers(self) -> dict[str, Any]:
-        return HYPERS[self.rule] | {"weight_decay": 0.1}
-
-
 def _runs() -> dict[str, Run]:
+    def run(rule: str, *how: Any, **more: Any) -> Run:
+        return Run("moe", rule, *how, **more)
+
     made = {}
     for stage, world, size in (
         *((0, 2, 2), (0, 4, 1), (0, 4, 2), (1, 2, 1), (1, 4, 2)),
         *((2, 2, 2), (2, 4, 1), (2, 4, 2)),
     ):
-        made[f"came-stage{stage}-ranks{world}-ep{size}"] = Run("came", stage, world, size)
+        made[f"came-stage{stage}-ranks{world}-ep{size}"] = run("came", stage, world, size)
     for rule in ("lomo", "adalomo", "adafactor", "lamb", "galoreadamw"):
-        made[f"{rule}-ranks2-ep2"] = Run(rule, 1, 2, 2)
-    made["adalomo-ranks4-ep4"] = Run("adalomo", 2, 4, 4)
-    made["clip-stage0"] = Run("adalomo", 0, 4, 2, max_norm=0.05)
-    made["clip-sharded-stage2"] = Run("came", 2, 2, 2, 0.05, "sharded")
+        made[f"{rule}-ranks2-ep2"] = run(rule, 1, 2, 2)
+    made["adalomo-ranks4-ep4"] = run("adalomo", 2, 4, 4)
+    made["clip-stage0"] = run("adalomo", 0, 4, 2, max_norm=0.05)
+    made["clip-sharded-stage2"] = run("came", 2, 2, 2, 0.05, "sharded")
     for rule in ("flashadamw", "lion"):
-        made[f"{rule}-ranks2-ep2"] = Run(rule, 2, 2, 2)
-    made["json"] = Run("adalomo", 1, 2, 2, json=True)
+        made[f"{rule}-ranks2-ep2"] = run(rule, 2, 2, 2)
+    made["json"] = run("adalomo", 1, 2, 2, json=True)
     for i, rule in enumerate(("apollo", "apollomini", "muon")):
-        made[f"json-{rule}"] = Run(rule, i, 2, 2, json=True)
-        made[f"tensor-{rule}"] = Run(rule, 2 - i, 4, 2, tensor=2, json=True)
-    made["json-apollo-1"] = Run("apollo", 1, 2, 2, json=True)
+        made[f"json-{rule}"] = run(rule, i, 2, 2, json=True)
+        made[f"tensor-{rule}"] = run(rule, 2 - i, 4, 2, tensor=2, json=True)
+    made["json-apollo-1"] = run("apollo", 1, 2, 2, json=True)
     for stage in (0, 1):
-        made[f"json-muon-{stage}"] = Run("muon", stage, 4, 2, max_norm=0.05, json=True)
-        made[f"tensor-muon-{stage + 1}"] = Run("muon", stage + 1, 4, 2, tensor=2, json=True)
-    made["json-muon-resumed"] = Run("muon", 1, 2, 2, then=(0, 2), json=True)
-    made["resumed"] = Run("came", 1, 2, 2, then=(1, 2))
-    made["resumed-ep4"] = Run("came", 2, 4, 2, then=(0, 4))
-    made["resumed-ep1"] = Run("lamb", 0, 4, 4, then=(1, 1))
+        made[f"json-muon-{stage}"] = run("muon", stage, 4, 2, max_norm=0.05, json=True)
+        made[f"tensor-muon-{stage + 1}"] = run("muon", stage + 1, 4, 2, tensor=2, json=True)
+    made["json-muon-resumed"] = run("muon", 1, 2, 2, then=(0, 2), json=True)
+    made["resumed"] = run("came", 1, 2, 2, then=(1, 2))
+    made["resumed-ep4"] = run("came", 2, 4, 2, then=(0, 4))
+    made["resumed-ep1"] = run("lamb", 0, 4, 4, then=(1, 1))
     for i, rule in enumerate(("lomo", "came", "galoreadamw")):
         for size in (1, 2, 4)[i:]:
-            made[f"tensor-{rule}-stage{i}-ep{size}"] = Run(rule, i, 4, size, tensor=2)
-    made["tensor-clip"] = Run("adalomo", 1, 4, 2, max_norm=0.05, tensor=2)
-    made["tensor-resumed"] = Run("came", 2, 4, 2, then=(1, 4), tensor=2)
-    return made
+            made[f"tensor-{rule}-stage{i}-ep{size}"] = run(rule, i, 4, size, tensor=2)
+    made["tensor-clip"] = run("adalomo", 1, 4, 2, max_norm=0.05, tensor=2)
+    made["tensor-resumed"] = run("came", 2, 4, 2, then=(1, 4), tensor=2)
+    return {f"moe-{name}": one for name, one in made.items()}
 
 
 RUNS = _runs()
@@ -86,11 +70,6 @@ DIVIDED = [
 
 def expert() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, INNER), nn.Tanh(), nn.Linear(INNER, WIDTH))
-
-
-def beside(run: Any) -> str:
-    """The feature that a run of experts beside other parallelism shows; empty for experts alone."""
-    return "expert parallelism with tensor parallelism" if run.tensor > 1 else ""
 
 
 def values() -> dict[str, torch.Tensor]:
@@ -187,98 +166,36 @@ def gather(output: torch.Tensor, part: torch.Tensor, group: Any) -> None:
     dist.all_gather_into_tensor(output, part.view(-1), group=group)
 
 
-def start(run: Run, stage: int, size: int, mpu: Any = None, **more: Any):
+def start(run: Run, stage: int, size: int, **how: Any) -> deepspeed.DeepSpeedEngine:
     model = Whole(size)
     if f"ep_size_{size}" not in groups._get_expert_parallel_group_dict():
         groups._create_expert_and_data_parallel(size)  # which tell what experts these are
     with torch.no_grad():
         for name, p in named(model).items():
             p.copy_(values()[name])
-    zero = {"reduce_bucket_size": 200}
-    made = engines.config(stage, run.policy, gradient_clipping=run.max_norm, zero=zero)
-    if run.tensor > 1:
-        plan = {"use_default_specs": False, "layer_specs": DIVIDED}
-        made["tensor_parallel"] = {"autotp_size": run.tensor, "partition_config": plan}
-    if run.json:
-        made["optimizer"] = {"type": f"ds_ext.{run.rule}", "params": run.hypers}
-        return deepspeed.initialize(model=model, config=made)[0]
-    optimizer = OPTIMIZERS[run.rule](model.parameters(), **run.hypers)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=made | more, mpu=mpu)[0]
+    return mixtures.start(run, model, stage, 200, DIVIDED, **how)
 
 
-def backward(engine, run: Run, step: int) -> None:
-    """This rank's part of a step."""
-    with mock.patch.object(mappings.deepspeed.comm, "all_gather_into_tensor", gather):
-        loss = loss_of(engine, step, dist.get_rank() // run.tensor)
-        engine.backward(loss)
-
-
+@mock.patch.object(mappings.deepspeed.comm, "all_gather_into_tensor", gather)
 def train(run: Run) -> dict[str, Any]:
     """Runs on this rank -> its weights, how often they were stepped, and norms."""
-    engine = start(run, run.stage, run.size)
-    norms = []
-    for step in range(STEPS):
-        if run.then and step == STEPS // 2:
-            engine = moved(engine, run)
-        backward(engine, run, step)
-        engine.step()
-        norms.append(engine.get_global_grad_norm())
-    state = engine.optimizer.optimizer.state
-    own = named(engine.module)
-    return {
+    engine, found = mixtures.trained(run, start, loss_of, STEPS)
+    own, state = named(engine.module), engine.optimizer.state
+    return found | {
         "after": {n: rebuilt(p, p.detach().clone()) for n, p in own.items()},
-        "steps": {n: state[p]["step"] for n, p in own.items() if p.requires_grad},
-        "norms": norms,
-        "divided": [n for n, p in own.items() if parameters.is_divided(p)],
-        "metrics": engine.optimizer.metrics(),
+        "steps": {state[p]["step"] for p in own.values() if p.requires_grad},
         "streams": by_role.streams_of(engine.optimizer, {p: n for n, p in own.items()}),
     }
 
 
-def moved(engine, run: Run):
-    """What goes on from a checkpoint of ``engine``, its experts spread in another way."""
-    stage, size = run.then
-    with shared_folder() as folder:
-        engine.save_checkpoint(folder)
-        other = start(run, stage, size)
-        with torch.no_grad():
-            for p in other.module.parameters():
-                p.zero_()
-        other.load_checkpoint(folder)
-    return other
-
-
-def reference(run: Run, streams: dict[str, int]) -> tuple[nn.Module, list[float], torch.Tensor]:
-    """One process with all experts and the global batch -> the model, norms, idle experts."""
+def reference(run: Run, streams: dict[str, int]) -> tuple[engines.Alone, torch.Tensor]:
+    """One process with all experts and the global batch; and its idle experts."""
     model = Whole()
-    optimizer_of = authors.ordinary
-    if run.json:  # all matrices here are those of linear layers
-        names = {p: n for n, p in model.named_parameters()}
-        optimizer_of = by_role.optimizer(names, "(weight|gate)$", streams)
     model.load_state_dict(values())
-    spared = {p for p in model.parameters() if run.json and p.ndim < 2}
-    split = [
-        {"params": [p for p in model.parameters() if p not in spared], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p in spared], "weight_decay": 0.0},
-    ]
-    hypers = {k: v for k, v in run.hypers.items() if k != "weight_decay"}
-    optimizer = optimizer_of(run.rule, [g for g in split if g["params"]], hypers)
-    norms, idle = [], []
-    for step in range(STEPS):
-        model.zero_grad()
-        seen = []
-        for rank in range(run.world // run.tensor):
-            (loss_of(model, step, rank) * run.tensor / run.world).backward()
-            sums = [e[0].weight.grad.abs().sum() for layer in model.layers for e in layer.experts]
-            seen.append(torch.stack(sums))
-        grown = torch.stack([seen[0], *(b - a for a, b in zip(seen, seen[1:], strict=False))])
-        idle.append(grown == 0)
-        params = [p for p in model.parameters() if p.requires_grad]
-        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in params])))
-        if run.max_norm:
-            torch.nn.utils.clip_grad_norm_(params, run.max_norm)
-        optimizer.step()
-    return model, norms, torch.stack(idle)
+    named = dict(model.named_parameters())
+    optimizer = mixtures.optimizer(run, named, "(weight|gate)$", streams)  # all are linear layers'
+    experts = [e[0].weight for layer in model.layers for e in layer.experts]
+    return mixtures.alone(run, model, optimizer, loss_of, STEPS, experts)
 
 
 def refusals() -> list[str]:
@@ -287,24 +204,25 @@ def refusals() -> list[str]:
     experts = {"patterns": [r".*experts\..*weight$"], "partition_type": "column"}
     plan = {"use_default_specs": False, "layer_specs": [experts]}
     divided = {"tensor_parallel": {"autotp_size": 2, "partition_config": plan}}
+    usual, config = Run("moe", "lomo", 1, 2, 2), engines.config(1, optimizer={"type": "LOMO"})
     attempts = (
-        lambda: start(Run("lomo", 3, 2, 2), 3, 2),
+        lambda: start(usual, 3, 2),
         lambda: ds_ext.fuse_into_backward(m := Whole(2), ds_ext.LOMO(m.parameters())),
-        lambda: start(Run("lomo", 1, 2, 2), 1, 2, **divided),
-        lambda: start(Run("lomo", 1, 2, 2), 1, 2, mpu=sequences),
+        lambda: start(usual, 1, 2, **divided),
+        lambda: deepspeed.initialize(model=Whole(2), config=config, mpu=sequences),
     )
     return [message(attempt, ValueError, AssertionError) for attempt in attempts]
 
 
+@mock.patch.object(mappings.deepspeed.comm, "all_gather_into_tensor", gather)
 def not_finite(stage: int, tensor: int) -> dict[str, Any]:
     """A step in which one expert, the second of rank 1, has a gradient that is not finite."""
-    run = Run("adalomo", stage, 2 * tensor, 2, tensor=tensor)
-    engine = start(run, stage, 2)
+    engine = start(Run("moe", "adalomo", stage, 2 * tensor, 2, tensor=tensor), stage, 2)
     own = named(engine.module)
     before = {n: p.detach().clone() for n, p in own.items()}
     if dist.get_rank() == 1:
         own["layers.0.experts.3.0.weight"].register_hook(lambda g: g / 0)
-    backward(engine, run, 0)
+    engine.backward(loss_of(engine, 0, dist.get_rank() // tensor))
     engine.step()
     same = {n for n, p in own.items() if p.requires_grad and torch.equal(p, before[n])}
     skipped = engine.optimizer.metrics()["skipped_parameters"]

@@ -1,11 +1,8 @@
 """Runs of Hugging Face's mixtures of experts on real ranks, whose routing leaves experts idle."""
 
-from dataclasses import dataclass
 from typing import Any
 
-import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.utils import set_z3_leaf_modules
 from torch import nn
 from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
@@ -13,14 +10,14 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM, MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
-import ds_ext
 from ds_ext.engine import expert_parallel, parameters
 from ds_ext.optimizer import expert_stacks
-from tests.common import authors, by_role, engines
+from tests.common import by_role, engines
 from tests.common.hypers import FOR_ALL
-from tests.common.ranks import shared_folder, whole
+from tests.common.ranks import whole
+from tests.distributed import mixtures
+from tests.distributed.mixtures import Run
 from tests.distributed.tensor_parallel_jobs import rebuilt
-from tests.distributed.training_jobs import HYPERS
 
 STEPS = 6
 VOCAB = 31
@@ -50,28 +47,6 @@ LAYERS = [
 ]
 
 
-@dataclass(frozen=True)
-class Run:
-    kind: str
-    rule: str
-    stage: int | None  # None: fuse_into_backward, no engine
-    world: int = 2
-    max_norm: float = 0.0
-    policy: str = "fused"
-    leaves: bool = False  # named here, beside those that DeepSpeed knows
-    json: bool = False  # the optimizer is made by the config, for matrices of linear layers
-    ep: int = 0  # ranks that AutoEP spreads the experts over; 0: no AutoEP
-    # a checkpoint, and the rest of the steps by another engine, at this stage and ``ep``
-    then: tuple[int, int] | None = None
-    tensor: int = 1  # ranks that layers beside the experts are divided over
-
-    @property
-    def hypers(self) -> dict[str, Any]:
-        made = HYPERS[self.rule] | {"weight_decay": 0.1}
-        is_small = self.rule in ("adafactor", "galoreadamw")  # an update, beside its rounding
-        return made | ({"lr": 0.04} if is_small else {})
-
-
 def _runs() -> dict[str, Run]:
     made = {}
     for rule in FOR_ALL:
@@ -88,9 +63,8 @@ def _runs() -> dict[str, Run]:
     made["mixtral-clip-sharded"] = Run("mixtral", "came", 3, max_norm=0.5, policy="sharded")
     made["mixtral-resumed"] = Run("mixtral", "came", 3, then=(1, 0))
     for stage, world, ep in ((3, 2, 2), (0, 2, 2), (1, 4, 2), (3, 4, 1), (3, 4, 2)):
-        made[f"autoep-stage{stage}-ranks{world}-ep{ep}"] = Run(
-            "mixtral", "came", stage, world, ep=ep
-        )
+        name = f"autoep-stage{stage}-ranks{world}-ep{ep}"
+        made[name] = Run("mixtral", "came", stage, world, ep)
     for rule in ("lomo", "adalomo", "lamb"):
         made[f"autoep-{rule}"] = Run("mixtral", rule, 3, ep=2, max_norm=0.5 * (rule == "lomo"))
     made["autoep-scale"] = Run("mixtral", "scale", 3, ep=2)
@@ -147,56 +121,23 @@ def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
-def start(run: Run, model: nn.Module, stage: int | None, ep: int):
-    is_json = run.json and stage is not None
-    optimizer = None if is_json else by_role.made(run.rule, model, run.hypers)
-    if stage is None:
-        return ds_ext.fuse_into_backward(
-            model, optimizer, bucket_size=700, max_grad_norm=run.max_norm
-        )
+def start(run: Run, stage: int | None, ep: int) -> Any:
+    model = make(run.kind)
     if run.leaves:
         set_z3_leaf_modules(model, [MixtralSparseMoeBlock])
-    zero = {"reduce_bucket_size": 700, "stage3_param_persistence_threshold": 30}
-    made = engines.config(stage, run.policy, gradient_clipping=run.max_norm, zero=zero)
-    if is_json:
-        made["optimizer"] = {"type": f"ds_ext.{run.rule}", "params": run.hypers}
-    if ep:
-        made["expert_parallel"] = {
-            "enabled": True,
-            "autoep_size": ep,
-            "use_grouped_mm": False,
-            "load_balance_coeff": None,
-        }
-    if run.tensor > 1:
-        plan = {"use_default_specs": False, "layer_specs": LAYERS}
-        made["tensor_parallel"] = {"autotp_size": run.tensor, "partition_config": plan}
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
+    grouped = {"use_grouped_mm": False, "load_balance_coeff": None}
+    more = {"expert_parallel": {"enabled": True, "autoep_size": ep} | grouped} if ep else {}
+    return mixtures.start(run, model, stage, 700, LAYERS, **more)
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Runs on this rank -> initial and final weights, and what was stepped."""
-    model = make(run.kind)
-    engine = start(run, model, run.stage, run.ep)
-    before = whole(model)
-    for step in range(STEPS):
-        if run.then and step == STEPS // 2:
-            engine = moved(engine, run)
-            model = engine.module
-        if run.stage is None:
-            engine.backward(loss_of(model, step, dist.get_rank()))
-            engine.optimizer.step()
-        else:
-            loss = loss_of(engine, step, dist.get_rank() // run.tensor)
-            engine.backward(loss)
-            engine.step()
-    optimizer = engine.optimizer if run.stage is None else engine.optimizer.optimizer
-    return {
-        "before": by_matrix(model, before),
+    """Runs on this rank -> final weights, and what was stepped."""
+    engine, found = mixtures.trained(run, start, loss_of, STEPS)
+    model, state = engine.module, engine.optimizer.state
+    return found | {
         "after": by_matrix(model, assembled(model)),
-        "kept": {len(optimizer.state[p].get(expert_stacks.EXPERTS, ())) for p in stacked(model)},
-        "norm": (engine if run.stage is None else engine.optimizer.fused).norm,
-        "streams": streams_of(model, optimizer),
-        "divided": [n for n, p in model.named_parameters() if parameters.is_divided(p)],
+        "kept": {len(state[p].get(expert_stacks.EXPERTS, ())) for p in stacked(model)},
+        "streams": streams_of(model, engine.optimizer),
     }
 
 
@@ -208,14 +149,14 @@ def assembled(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def recorded(kind: str) -> list[tuple[int, ...]]:
     """The shapes of the routers' logits that a model records once AutoEP has replaced them."""
-    engine = start(Run(kind, "lomo", 2, ep=2), make(kind), 2, 2)
+    engine = start(Run(kind, "lomo", 2, ep=2), 2, 2)
     tokens = torch.arange(6).view(1, 6)
     with torch.no_grad():
         seen = engine(input_ids=tokens, output_router_logits=True, use_cache=False).router_logits
     return [tuple(logits.shape) for logits in seen]
 
 
-def streams_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def streams_of(model: nn.Module, optimizer: Any) -> dict[str, int]:
     """The streams of random numbers that an optimizer keeps, those of each expert apart."""
     names = {p: n for n, p in model.named_parameters()}
     found = by_role.streams_of(optimizer, names)
@@ -255,60 +196,31 @@ def apart(name: str, stack: torch.Tensor, ep: int) -> dict[str, torch.Tensor]:
     return apart(w1, gate, 0) | apart(w3, up, 0)
 
 
-def moved(engine, run: Run):
-    """What goes on from a checkpoint of ``engine``."""
-    with shared_folder() as folder:
-        engine.save_checkpoint(folder)
-        other = start(run, make(run.kind), *run.then)
-        other.load_checkpoint(folder)
-    return other
-
-
-def reference(
-    run: Run, streams: dict[str, int]
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float], torch.Tensor]:
-    """One process with the global batch, each expert a parameter of its own -> weights before and
-    after, norms, and which experts were idle on each rank: [steps, ranks, stacks, experts].
+def reference(run: Run, streams: dict[str, int]) -> tuple[engines.Alone, torch.Tensor]:
+    """One process with the global batch, each expert a parameter of its own; and its idle experts.
 
     In fp64 for GaLore, whose authors' SVD would be less exact than what is compared with it, and
     for LAMB, which makes as much of small gradients as of large ones.
     """
     model = make(run.kind)
     model = model.double() if run.rule in ("galoreadamw", "lamb") else model
-    stacked = {n: p for n, p in model.named_parameters() if p in expert_stacks.find(model)}
-    named = {n: p for n, p in model.named_parameters() if n not in stacked}
-    for n, p in stacked.items():  # in the same memory
-        named |= {k: nn.Parameter(w) for k, w in apart(n, p.data, run.ep).items()}
+    stacks = {n: p for n, p in model.named_parameters() if p in expert_stacks.find(model)}
+    named = {n: p for n, p in model.named_parameters() if n not in stacks}
+    for name, stack in stacks.items():  # in the same memory
+        own = {n: nn.Parameter(w) for n, w in apart(name, stack.data, run.ep).items()}
+        named |= own
+
+        def hand_over(p: torch.Tensor, name: str = name, own: dict[str, Any] = own) -> None:
+            for n, g in apart(name, p.grad, run.ep).items():
+                own[n].grad = g.contiguous()
+            p.grad = None
+
+        stack.register_post_accumulate_grad_hook(hand_over)
     before = {n: p.detach().clone() for n, p in named.items()}
-    optimizer_of = authors.ordinary
-    if run.json:  # the router's matrix, which AutoEP makes a linear layer, too
-        names = {p: n for n, p in named.items()}
-        linear = r"_proj\.|experts\.|mlp\.gate" if run.ep else r"_proj\.|experts\."
-        optimizer_of = by_role.optimizer(names, linear, streams)
-    hypers = {k: v for k, v in run.hypers.items() if k != "weight_decay"}
-    params = list(named.values())
-    spared = {p for n, p in named.items() if run.json and "norm" in n}
-    groups = [
-        {"params": [p for p in params if p not in spared], "weight_decay": 0.1},
-        {"params": [p for p in params if p in spared], "weight_decay": 0.0},
-    ]
-    optimizer = optimizer_of(run.rule, [g for g in groups if g["params"]], hypers)
-    norms, idle = [], []
-    for step in range(STEPS):
-        model.zero_grad()
-        seen = []
-        for rank in range(run.world // run.tensor):
-            (loss_of(model, step, rank) * run.tensor / run.world).backward()
-            grads = [p.grad for p in stacked.values() if p.dim() > 2]
-            seen.append(torch.stack([g.abs().flatten(1).sum(1) for g in grads]))
-        grown = torch.stack([seen[0], *(b - a for a, b in zip(seen, seen[1:], strict=False))])
-        idle.append(grown == 0)
-        for n, p in stacked.items():
-            for k, g in apart(n, p.grad, run.ep).items():
-                named[k].grad = g.contiguous()
-        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in params])))
-        if run.max_norm:
-            torch.nn.utils.clip_grad_norm_(params, run.max_norm)
-        optimizer.step()
+    # The router's matrix, which AutoEP makes a linear layer, too.
+    linear = r"_proj\.|experts\.|mlp\.gate" if run.ep else r"_proj\.|experts\."
+    optimizer = mixtures.optimizer(run, named, linear, streams)
+    matrices = [p for p in stacks.values() if p.dim() > 2]
+    found, idle = mixtures.alone(run, model, optimizer, loss_of, STEPS, matrices)
     after = {n: p.detach() for n, p in named.items()}
-    return before, after, norms, torch.stack(idle)
+    return engines.Alone(before, after, found.norms), idle
