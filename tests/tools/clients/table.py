@@ -24,6 +24,7 @@ class Client(NamedTuple):
 
 
 RANKS = "torchrun --nproc_per_node 2 {here}"
+TRAINER = f"{RANKS}/run_trainer.py"
 CLIENTS = (
     Client(
         "huggingface",
@@ -32,12 +33,16 @@ CLIENTS = (
             "sentence-transformers==6.2.0 diffusers==0.42.1",
         ),
         (
-            Run("trl", "SFTTrainer", f"{RANKS}/run_trl.py sft"),
-            Run("trl", "DPOTrainer", f"{RANKS}/run_trl.py dpo"),
-            Run("transformers", "Trainer, BERT", f"{RANKS}/run_trainer.py bert 3"),
-            Run("transformers", "Trainer, T5", f"{RANKS}/run_trainer.py t5 3"),
-            Run("transformers", "Trainer, ViT", f"{RANKS}/run_trainer.py vit 2"),
-            Run("sentence-transformers", "SentenceTransformerTrainer", f"{RANKS}/run_sentences.py"),
+            Run("trl", "SFTTrainer", f"{TRAINER} sft 3"),
+            Run("trl", "DPOTrainer", f"{TRAINER} dpo 3"),
+            Run("transformers", "Trainer, BERT", f"{TRAINER} bert 3"),
+            Run("transformers", "Trainer, T5", f"{TRAINER} t5 3"),
+            Run("transformers", "Trainer, ViT", f"{TRAINER} vit 2"),
+            Run(
+                "sentence-transformers",
+                "SentenceTransformerTrainer",
+                f"{TRAINER} st 2",
+            ),
             Run("diffusers", "UNet2DModel, accelerate's loop", f"{RANKS}/run_diffusers.py"),
         ),
     ),
