@@ -22,7 +22,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from tests import worlds
 from tests.common import engines, updates
 from tests.common.choose import params
-from tests.common.ranks import message, whole
+from tests.common.ranks import whole
 from tests.distributed.fully_shard_jobs import whole as whole_dtensors
 
 STEPS, ROWS, LENGTH, VOCAB = 3, 4, 11, 31
@@ -125,31 +125,6 @@ def train(case: Case) -> tuple[dict[str, Tensor], int]:
     return whole(engine.module), gathers.call_count
 
 
-def refusals(rank_rows: int) -> list[str]:
-    """What an engine says of models that cannot be split."""
-    layers = nn.ModuleList(
-        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)) for _ in range(2)
-    )
-    said = []
-    for model, extra in (
-        (layers, {}),
-        (nn.Linear(4, 4), {}),
-        (make("llama"), {"batch_splits": 0}),
-        (nn.Linear(4, 4), {"batch_splits": 1, "chunked_loss": True}),
-    ):
-        config = {
-            "train_micro_batch_size_per_gpu": rank_rows,
-            "optimizer": {"type": "LOMO", "params": {"lr": 0.1}},
-            "ds_ext": {"batch_splits": 2} | extra,
-        }
-        said.append(message(lambda m=model, c=config: deepspeed.initialize(model=m, config=c)))
-    config = {"train_micro_batch_size_per_gpu": 1, "ds_ext": {"batch_splits": 2}}
-    model = make("llama")
-    other = {"config": config, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-    said.append(message(lambda: deepspeed.initialize(model=model, **other)))
-    return said
-
-
 CASES = [
     *(Case(stage, max_norm=norm) for stage in (0, 1, 2, 3, "fsdp2") for norm in (0.0, 0.3)),
     *(Case(stage, model="mixtral", splits=2) for stage in (0, 3)),
@@ -172,13 +147,3 @@ def test_pieces_update_as_the_whole_batch(case):
 def test_zero3_gathers_each_layer_once_for_all_pieces():
     counts = [worlds.run(2, train, Case(3, splits=n))[0][1] for n in (1, 4)]
     assert counts[1] <= counts[0]
-
-
-def test_models_that_cannot_be_split_are_refused_by_their_key():
-    said = worlds.run(2, refusals, 2)
-    for batch_norm, no_layers, zero, no_head, other in said:
-        assert "0.1 is a batch norm, whose statistics are those of the whole batch" in batch_norm
-        assert "no nn.ModuleList of at least two modules of one class" in no_layers
-        assert "ds_ext.batch_splits is 0; allowed: a whole number > 0" in zero
-        assert "no language model of transformers with an output head" in no_head
-        assert "batch_splits = 2 has no effect under SGD, which is not a ds_ext optimizer" in other
