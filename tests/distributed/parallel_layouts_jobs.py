@@ -9,16 +9,15 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from tests.common import engines, updates
-from tests.common.plain import mean_step
 from tests.common.ranks import message, shared_folder, whole
 from tests.common.states import tensors
 from tests.distributed import (
@@ -30,89 +29,81 @@ from tests.distributed import (
 )
 
 HYPERS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0}
-WORLD = 2
+Engine = Callable[[dict[str, Any]], deepspeed.DeepSpeedEngine]  # of a config
 
 
 @dataclass(frozen=True)
 class Special:
     """A way to lay out a model on two ranks, and the same model in one process."""
 
-    engine: Callable[[dict[str, Any]], deepspeed.DeepSpeedEngine]  # of a config
-    loss: Callable[[Any, int], Tensor]  # of this rank, of a number of a batch
+    engine: Engine
+    elsewhere: Engine  # on other ranks
+    loss: engines.Loss
     alone: Callable[[], nn.Module]
-    loss_alone: Callable[[nn.Module, int], Tensor]  # of all ranks
+    loss_alone: engines.Loss
+    world: int  # ranks whose ``loss_alone`` is averaged
     weights: Callable[[deepspeed.DeepSpeedEngine], dict[str, Tensor]]
-    elsewhere: Callable[[dict[str, Any]], deepspeed.DeepSpeedEngine]  # on other ranks
     second: str = r"qkv|down"  # the names of the parameters of the second group
     taken_out: str = "out.weight"  # the name of a parameter of the first group
     later: str = "down.weight"  # the name of one of the second
 
 
 def _tensor_parallel() -> Special:
+    jobs = tensor_parallel_jobs
+    make = functools.partial(jobs.make, "fused")
+
     def engine(config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
-        made = tensor_parallel_jobs.FUSED | config
-        return initialized(tensor_parallel_jobs.make("fused"), made)
+        return initialized(make(), jobs.FUSED | config)
+
+    def loss(model: Any, number: int, rank: int) -> Tensor:
+        return tensor_parallel_jobs.loss_of(model, "fused", number, 0)
 
     return Special(
-        engine,
-        lambda model, number: tensor_parallel_jobs.loss_of(model, "fused", number, 0),
-        lambda: tensor_parallel_jobs.make("fused"),
-        lambda model, number: tensor_parallel_jobs.loss_of(model, "fused", number, 0),
-        lambda engine: tensor_parallel_jobs.weights(engine)[0],
-        engine,
+        engine, engine, loss, make, loss, 1, lambda e: tensor_parallel_jobs.weights(e)[0]
     )
 
 
 def _sequences() -> Special:
-    half = ulysses_jobs.LENGTH // 2
+    half, make = ulysses_jobs.LENGTH // 2, ulysses_jobs.make
 
-    def loss(model: Any, number: int) -> Tensor:
-        start = half * dist.get_rank()
-        return ulysses_jobs.loss_of(model, number, 0, slice(start, start + half))
+    def loss(model: Any, number: int, rank: int) -> Tensor:
+        return ulysses_jobs.loss_of(model, number, 0, slice(half * rank, half * (rank + 1)))
 
-    return Special(
-        ulysses_jobs.initialized,
-        loss,
-        ulysses_jobs.make,
-        lambda model, number: ulysses_jobs.loss_of(model, number, 0, slice(None)),
-        lambda engine: whole(engine.module),
-        lambda config: initialized(ulysses_jobs.make(), config),
-    )
+    def loss_alone(model: Any, number: int, rank: int) -> Tensor:
+        return ulysses_jobs.loss_of(model, number, 0, slice(None))
+
+    def elsewhere(config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
+        return initialized(make(), config)
+
+    spread = ulysses_jobs.initialized
+    return Special(spread, elsewhere, loss, make, loss_alone, 1, lambda e: whole(e.module))
 
 
 def _experts() -> Special:
     @torch.no_grad()
-    def fill(params: dict[str, nn.Parameter]) -> None:
+    def filled(model: nn.Module, params: dict[str, nn.Parameter]) -> nn.Module:
         for name, p in params.items():
             p.copy_(expert_parallel_jobs.values()[name])
+        return model
 
     def engine(size: int, config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
         model = expert_parallel_jobs.Whole(size)
         groups._create_expert_and_data_parallel(size)
-        fill(expert_parallel_jobs.named(model))
-        return initialized(model, config)
+        return initialized(filled(model, expert_parallel_jobs.named(model)), config)
 
     def alone() -> nn.Module:
         model = expert_parallel_jobs.Whole()
-        fill(dict(model.named_parameters()))
-        return model
+        return filled(model, dict(model.named_parameters()))
 
-    return Special(
-        functools.partial(engine, 2),
-        lambda model, number: expert_parallel_jobs.loss_of(model, number + 1, dist.get_rank()),
-        alone,
-        lambda model, number: (
-            sum(expert_parallel_jobs.loss_of(model, number + 1, rank) for rank in range(WORLD))
-            / WORLD
-        ),
-        lambda engine: {
-            name: p.detach().clone()
-            for name, p in expert_parallel_jobs.named(engine.module).items()
-        },
-        functools.partial(engine, 1),
-        r"up|down",
-        "wide.weight",
-    )
+    def loss(model: Any, number: int, rank: int) -> Tensor:
+        return expert_parallel_jobs.loss_of(model, number + 1, rank)
+
+    def weights(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
+        named = expert_parallel_jobs.named(engine.module)
+        return {name: p.detach().clone() for name, p in named.items()}
+
+    spread, together = (functools.partial(engine, size) for size in (2, 1))
+    return Special(spread, together, loss, alone, loss, 2, weights, r"up|down", "wide.weight")
 
 
 def _offloaded() -> Special:
@@ -123,26 +114,14 @@ def _offloaded() -> Special:
     def engine(config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
         zero = config["zero_optimization"]
         zero |= {"stage3_param_persistence_threshold": 45, **offload_jobs.STATE}
-        if zero["stage"] == 3:
-            zero |= offload_jobs.PARAM
+        zero |= offload_jobs.PARAM if zero["stage"] == 3 else {}
         return initialized(alone(), config)
 
-    def loss_of(model: Any, number: int, rank: int) -> Tensor:
-        generator = torch.Generator().manual_seed(100 * number + rank)
-        x = torch.randn(3, 12, generator=generator)
-        return model(x.to(next(model.parameters()).device))
+    def loss(model: Any, number: int, rank: int) -> Tensor:
+        return model(engines.rows(number, rank, 3, 12).to(next(model.parameters()).device))
 
-    return Special(
-        engine,
-        lambda engine, number: loss_of(engine, number, dist.get_rank()),
-        alone,
-        lambda model, number: sum(loss_of(model, number, rank) for rank in range(WORLD)) / WORLD,
-        offload_jobs.weights,
-        engine,
-        r"second",
-        "first.weight",
-        "second.weight",
-    )
+    names = "second", "first.weight", "second.weight"
+    return Special(engine, engine, loss, alone, loss, 2, offload_jobs.weights, *names)
 
 
 LAYOUTS: dict[str, Callable[[], Special]] = {
@@ -173,29 +152,18 @@ def config(special: Special, stage: int, rule: str = "adamw", **more: Any) -> di
     return engines.config(stage, optimizer=optimizer, zero={"reduce_bucket_size": 1500}, **more)
 
 
-class Reference:
-    """The same training by torch's AdamW in one process."""
+def torchs(model: nn.Module, second: str) -> torch.optim.Optimizer:
+    """torch's AdamW of the same two groups."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    first = [p for n, p in named if not re.search(second, n)]
+    other = {"params": [p for n, p in named if re.search(second, n)], "name": second}
+    return torch.optim.AdamW([{"params": first}, other], **HYPERS)
 
-    def __init__(self, special: Special, start: dict[str, Tensor] | None = None) -> None:
-        self.model = special.alone()
-        self.model.load_state_dict(start or {}, strict=False)
-        self.before = self.weights()
-        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-        first = [p for n, p in named if not re.search(special.second, n)]
-        second = [p for n, p in named if re.search(special.second, n)]
-        named_group = {"params": second, "name": special.second}
-        self.optimizer = torch.optim.AdamW([{"params": first}, named_group], **HYPERS)
 
-    def weights(self) -> dict[str, Tensor]:
-        return {n: p.detach().clone() for n, p in self.model.named_parameters()}
-
-    def step(self, loss: Tensor, max_norm: float = 0.0) -> None:
-        mean_step(self.optimizer, [loss], max_norm)
-
-    def error(self, after: dict[str, Tensor]) -> float:
-        """‖difference‖ / ‖update‖ of what this rank holds."""
-        expected = {n: p for n, p in self.weights().items() if n in after}
-        return updates.error({n: p.cpu() for n, p in after.items()}, expected, self.before)
+def error(after: dict[str, Tensor], alone: engines.Alone) -> float:
+    """‖difference‖ / ‖update‖ of what this rank holds."""
+    expected = {n: p for n, p in alone.after.items() if n in after}
+    return updates.error({n: p.cpu() for n, p in after.items()}, expected, alone.before)
 
 
 def projected(layout: str, stage: int) -> float:
@@ -206,9 +174,7 @@ def projected(layout: str, stage: int) -> float:
             how = config(special, stage, "galoreadamw", ds_ext={"gradient_policy": policy})
             engine = special.engine(how)
             before = special.weights(engine)
-            for step in range(3):
-                engine.backward(special.loss(engine, step))
-                engine.step()
+            engines.train(engine, special.loss, 3)
             found.append(special.weights(engine))
         return updates.error(found[1], found[0], before)
 
@@ -219,38 +185,50 @@ def edited(layout: str, stage: int, passes: int, max_norm: float) -> dict[str, A
     A loss is of two forward passes, and of a trained factor that is not the engine's.
     """
     with laid_out(layout) as special:
-        reference, off = Reference(special), []
         more = {"gradient_accumulation_steps": passes, "gradient_clipping": max_norm}
         engine = special.engine(config(special, stage, **more))
         factor = nn.Parameter(torch.tensor(1.5, device=engine.device))
-        own = dict(engine.module.named_parameters())
-        alone = dict(reference.model.named_parameters())
+        wanted: list[Tensor] = []  # the factor's next gradient
+        off, seen = [], []
 
-        def loss_of(loss: Callable[[Any, int], Tensor], model: Any, number: int) -> Tensor:
-            return loss(model, 2 * number) + 0.5 * loss(model, 2 * number + 1)
+        def twice(loss: engines.Loss, model: Any, number: int, rank: int) -> Tensor:
+            return loss(model, 2 * number, rank) + 0.5 * loss(model, 2 * number + 1, rank)
 
-        stayed = []
-        for step in range(len(EDITS) + 1):
-            if step:
-                for optimizer, named in ((engine.optimizer, own), (reference.optimizer, alone)):
-                    EDITS[step - 1](optimizer, named[special.taken_out], special.second)
-            before = special.weights(engine)
-            numbers = range(step * passes, (step + 1) * passes)
-            for number in numbers:
-                factor.grad = None
-                loss = loss_of(special.loss, engine, number)
-                engine.backward(loss * factor)
-                wanted = loss.detach() / passes
-                off.append(float((factor.grad - wanted).abs() / wanted))
-                engine.step()
-            losses = [loss_of(special.loss_alone, reference.model, number) for number in numbers]
-            reference.step(1.5 * sum(losses) / passes, max_norm)
-            after = special.weights(engine)
-            stayed.append(
-                [torch.equal(after[n], before[n]) for n in (special.taken_out, special.later)]
-            )
-        error = reference.error(special.weights(engine))
-        return {"error": error, "off": max(off), "stayed": stayed}
+        def look() -> None:
+            if wanted:
+                off.append(float((factor.grad - wanted[0]).abs() / wanted[0]))
+            factor.grad = None
+
+        def loss_of(model: Any, *of: int) -> Tensor:
+            look()
+            loss = twice(special.loss, model, *of)
+            wanted[:] = [loss.detach() / passes]
+            return loss * factor
+
+        def noted(model: Any, optimizer: Any, step: int) -> None:
+            seen.append(special.weights(engine))
+            edit(special, model, optimizer, step)
+
+        engines.train(engine, loss_of, STEPS, passes, noted)
+        look()
+        seen.append(special.weights(engine))
+        alone = alone_by_torch(
+            special, lambda *of: 1.5 * twice(special.loss_alone, *of), max_norm, passes
+        )
+        names = special.taken_out, special.later
+        stayed = [[torch.equal(a[n], b[n]) for n in names] for a, b in pairwise(seen)]
+        return {"error": error(seen[-1], alone), "off": max(off), "stayed": stayed}
+
+
+def alone_by_torch(
+    special: Special, loss: engines.Loss, *how: Any, start: dict[str, Tensor] | None = None
+) -> engines.Alone:
+    """The same edits and steps of torch's AdamW in one process, from the weights ``start``."""
+    model = special.alone()
+    model.load_state_dict(start or {}, strict=False)
+    optimizer = torchs(model, special.second)
+    edits = functools.partial(edit, special)
+    return engines.alone(model, optimizer, loss, STEPS, special.world, *how, edit=edits)
 
 
 def slow_down(optimizer: Any, param: Tensor | None, second: str) -> None:
@@ -280,15 +258,21 @@ def remove_group(optimizer: Any, param: Tensor | None, second: str) -> None:
 
 
 EDITS = [slow_down, replace_group, take_out, add_group, remove_group]
+STEPS = len(EDITS) + 1
+
+
+def edit(special: Special, model: nn.Module, optimizer: Any, step: int) -> None:
+    """The edit before a step, if there is one."""
+    if step:
+        param = dict(model.named_parameters()).get(special.taken_out)
+        EDITS[step - 1](optimizer, param, special.second)
 
 
 def saved(layout: str, stage: int, folder: str) -> str:
     """Two steps, and a checkpoint with states cast to fp64; what is told of a state resized."""
     with laid_out(layout) as special:
         engine = special.engine(config(special, stage))
-        for step in range(2):
-            engine.backward(special.loss(engine, step))
-            engine.step()
+        engines.train(engine, special.loss, 2)
         kept = [state for state in engine.optimizer.state.values() if state]
         for state in kept[::2]:
             state |= {k: x.double() for k, x in state.items() if isinstance(x, Tensor)}
@@ -300,10 +284,15 @@ def saved(layout: str, stage: int, folder: str) -> str:
 def loaded(layout: str, stage: int, folder: str) -> dict[str, Any]:
     """Goes on from it on these ranks, after an engine of another optimizer has refused it."""
     with laid_out(layout) as special:
-        reference = Reference(special)
-        for step in range(2):
-            reference.step(special.loss_alone(reference.model, step))
-        reference.before = reference.weights()
+        world = special.world
+
+        def loss(model: Any, number: int, _: int = 0) -> Tensor:
+            return sum(special.loss_alone(model, number, rank) for rank in range(world)) / world
+
+        model = special.alone()
+        optimizer = torchs(model, special.second)
+        engines.alone(model, optimizer, loss, 2, 1)
+        alone = engines.alone(model, optimizer, lambda m, n, _: loss(m, n + 2), 2, 1)
         other = special.elsewhere(config(special, stage, "came"))
         before = special.weights(other)
         told = message(lambda: other.load_checkpoint(folder, tag="double"))
@@ -313,57 +302,40 @@ def loaded(layout: str, stage: int, folder: str) -> dict[str, Any]:
         engine = special.elsewhere(config(special, stage))
         engine.load_checkpoint(folder, tag="double")
         dtypes = {x.dtype for s in engine.optimizer.state.values() for x in tensors(s)}
-        for step in range(2, 4):
-            engine.backward(special.loss_alone(engine, step))
-            engine.step()
-            reference.step(special.loss_alone(reference.model, step))
-        error = reference.error(special.weights(engine))
-        return {"error": error, "dtypes": dtypes, "told": told, "same": same}
+        engines.train(engine, loss, range(2, 4))
+        off = error(special.weights(engine), alone)
+        return {"error": off, "dtypes": dtypes, "told": told, "same": same}
 
 
-def _of_pipeline() -> Special:
-    """What ``Reference`` takes of a pipeline, which has no losses of its own to be run backward."""
+def _none(*_: Any) -> Any:
+    """A pipeline has no losses of its own to be run backward."""
+    raise NotImplementedError
 
-    def none(*_: Any) -> Any:
-        raise NotImplementedError
 
-    def loss(model: nn.Module, number: int) -> Tensor:
-        return model(pipelines_jobs.rows(number))
+def _loss_of_rows(model: nn.Module, number: int, rank: int) -> Tensor:
+    return model(pipelines_jobs.rows(number))
 
-    alone = pipelines_jobs.Chain
-    return Special(none, none, alone, loss, none, none, "^(1|4)[.]", "3.weight", "1.weight")
+
+_NAMES = "^(1|4)[.]", "3.weight", "1.weight"
+_COPIED = pipelines_jobs.copied
+PIPELINE = Special(_none, _none, _none, pipelines_jobs.Chain, _loss_of_rows, 1, _COPIED, *_NAMES)
 
 
 def piped(zero: int) -> dict[str, Any]:
     """The same edits under a pipeline of two stages, and a checkpoint after one more of them."""
-    special = _of_pipeline()
-    params = HYPERS | {"param_groups": [{"match": special.second, "lr": HYPERS["lr"]}]}
+    params = HYPERS | {"param_groups": [{"match": PIPELINE.second, "lr": HYPERS["lr"]}]}
     engine = pipelines_jobs.start(pipelines_jobs.Run("adamw", params, zero=zero))
-    own = dict(engine.module.named_parameters())
     before = pipelines_jobs.copied(engine)
-    for step in range(len(EDITS) + 1):
-        if step:
-            EDITS[step - 1](engine.optimizer, own.get(special.taken_out), special.second)
+    for step in range(STEPS):
+        edit(PIPELINE, engine.module, engine.optimizer, step)
         engine.train_batch(pipelines_jobs.batches(engine, step))
     after, twice = pipelines_jobs.copied(engine), []
-    take_out(engine.optimizer, own.get(special.taken_out), special.second)
+    edit(PIPELINE, engine.module, engine.optimizer, EDITS.index(take_out) + 1)
     with shared_folder() as folder:
         engine.save_checkpoint(folder)
         for _ in range(2):
-            engine.train_batch(pipelines_jobs.batches(engine, len(EDITS) + 1))
+            engine.train_batch(pipelines_jobs.batches(engine, STEPS))
             twice.append(pipelines_jobs.copied(engine))
             engine.load_checkpoint(folder)
     same = all(torch.equal(p, twice[1][n]) for n, p in twice[0].items())
     return {"before": before, "after": after, "same": same}
-
-
-def piped_alone(before: dict[str, Tensor]) -> Reference:
-    """The same in one process, from the weights that the stages began with."""
-    special = _of_pipeline()
-    reference = Reference(special, before)
-    named = dict(reference.model.named_parameters())
-    for step in range(len(EDITS) + 1):
-        if step:
-            EDITS[step - 1](reference.optimizer, named[special.taken_out], special.second)
-        reference.step(special.loss_alone(reference.model, step))
-    return reference
