@@ -106,8 +106,22 @@ def loss_of(model: Any, number: int, rank: int, *how: Any) -> Tensor:
     return model(rows(number, rank, 3, WIDTH), *how).square().sum()
 
 
-def asking_ahead(model: nn.Module, optimizer: Any, **how: Any) -> engines.Fused:
-    """An engine without DeepSpeed that asks as on a GPU."""
+def by_torch(kind: type[nn.Module], loss: engines.Loss, **how: Any) -> engines.Alone:
+    """The same training by SGD in one process."""
+    model = make(kind)
+    return engines.alone(model, torch.optim.SGD(model.parameters(), lr=LR), loss, **how)
+
+
+def start(
+    model: nn.Module, stage: int | None, policy: str, bucket: int | None, ahead: bool = False,
+    **more: Any
+) -> Any:  # fmt: skip
+    """An engine; if ``ahead``, one without DeepSpeed that asks as on a GPU."""
+    optimizer = ds_ext.LOMO(model.parameters(), lr=LR)
+    if not ahead:
+        zero = {"reduce_bucket_size": bucket}
+        return engines.start(model, optimizer, stage, policy, zero=zero, **more)
+    how: dict[str, Any] = {"bucket_size": bucket, "gradient_policy": policy}
     engine = engines.Fused(model, optimizer, 1, group=dist.new_group(), **how)
     engine.fused.layout.host_group = dist.new_group()  # where no sums of gradients wait
     engine.fused.buckets.asks_ahead = True
@@ -117,13 +131,8 @@ def asking_ahead(model: nn.Module, optimizer: Any, **how: Any) -> engines.Fused:
 def train(case: Case) -> tuple[list[tuple[int, str]], dict[str, Tensor]]:
     """The error of each step that had one, and the weights unless the last one had."""
     model, rank, errors = make(Model), dist.get_rank(), []
-    optimizer = ds_ext.LOMO(model.parameters(), lr=LR)
-    if case.ahead:
-        how: dict[str, Any] = {"bucket_size": 40, "gradient_policy": case.policy}
-        engine: Any = asking_ahead(model, optimizer, **how)
-    else:
-        how = {"gradient_clipping": case.clip, "zero": {"reduce_bucket_size": case.bucket}}
-        engine = engines.start(model, optimizer, case.stage, case.policy, **how)
+    how = case.policy, case.bucket, case.ahead
+    engine = start(model, case.stage, *how, gradient_clipping=case.clip)
     for step in range(STEPS):
         fails_after = case.ends[rank] if step == 1 else WELL
         try:
@@ -151,13 +160,8 @@ def mistake(stage: int | None, policy: str, bucket: int, what: str) -> list[str]
             before or after backward.
     """
     model, rank, told = make(Model), dist.get_rank(), []
-    optimizer = ds_ext.LOMO(model.parameters(), lr=LR)
-    if stage == -1:
-        engine = asking_ahead(model, optimizer, bucket_size=bucket, gradient_policy=policy)
-    else:
-        zero = {"reduce_bucket_size": bucket}
-        engine = engines.start(model, optimizer, stage, policy, zero=zero)
-    (group,), param = optimizer.param_groups, next(model.parameters())
+    engine = start(model, stage, policy, bucket, stage == -1)
+    (group,), param = engine.optimizer.param_groups, next(model.parameters())
     for step in range(STEPS):
         is_wrong = step == 1 and rank == 1
         try:
@@ -183,8 +187,7 @@ def legal(how: str) -> list[str]:
             catches an error of ``torch.autograd.grad``.
     """
     model = make(Model)
-    optimizer = ds_ext.LOMO(model.parameters(), lr=LR)
-    ds_ext.fuse_into_backward(model, optimizer, bucket_size=10**6)
+    optimizer = start(model, None, "fused", 10**6).optimizer
     is_last = dist.get_rank() == dist.get_world_size() - 1
     seen = []
     for step in range(STEPS):
@@ -208,8 +211,7 @@ def legal(how: str) -> list[str]:
 def restart(stage: int) -> dict[str, Tensor]:
     """The weights after a step of two micro-batches; a forward pass sees the one before dropped."""
     model, rank = make(Model), dist.get_rank()
-    optimizer = ds_ext.LOMO(model.parameters(), lr=LR)
-    engine = engines.start(model, optimizer, stage, "sharded", gradient_accumulation_steps=2)
+    engine = start(model, stage, "sharded", 50, gradient_accumulation_steps=2)
     for number in range(3):
         loss = loss_of(engine, number, rank)
         if number == 1:
@@ -226,12 +228,7 @@ def train_towers(case: Passes) -> tuple[str, int, dict[str, Tensor]]:
         for layer in (model.first, model.last, model.side, *model.experts):
             fully_shard(layer)
         fully_shard(model)
-    optimizer = ds_ext.LOMO(model.parameters(), lr=LR)
-    how: dict[str, Any] = {"bucket_size": case.bucket, "gradient_policy": case.policy}
-    if case.ahead:
-        asking_ahead(model, optimizer, **how)
-    else:
-        ds_ext.fuse_into_backward(model, optimizer, **how)
+    optimizer = start(model, None, case.policy, case.bucket, case.ahead).optimizer
     try:
         for number, name in enumerate(case.passes[rank]):
             if name == "zero":
@@ -304,9 +301,7 @@ def test_a_pass_that_fails_at_the_same_layer_of_all_ranks_leaves_no_trace(case):
     def without_second(model, number, rank):
         return loss_of(model, 2 * number, rank)
 
-    model = make(Model)
-    sgd = torch.optim.SGD(model.parameters(), lr=LR)
-    expected = engines.alone(model, sgd, without_second, steps=2, max_norm=case.clip)
+    expected = by_torch(Model, without_second, steps=2, max_norm=case.clip)
     for errors, after in worlds.run(2, train, case):
         assert errors == [(1, "Failure")]
         check_each(after, expected.after, expected.before)
@@ -352,9 +347,7 @@ def test_zero_grad_between_forward_and_backward_drops_what_came_before(stage):
     def without_first(model, number, rank):
         return loss_of(model, number + 1, rank)
 
-    model = make(Model)
-    sgd = torch.optim.SGD(model.parameters(), lr=LR)
-    expected = engines.alone(model, sgd, without_first, steps=1, accumulation=2)
+    expected = by_torch(Model, without_first, steps=1, accumulation=2)
     for after in worlds.run(2, restart, stage):
         check_each(after, expected.after, expected.before)
 
@@ -404,9 +397,7 @@ def test_passes_that_bring_each_gradient_once_are_one_step(case):
         numbers = [i for i in range(len(names)) if "zero" not in names[i:]]
         return sum(loss_of(model, i, rank, names[i]) for i in numbers)
 
-    model = make(Towers)
-    sgd = torch.optim.SGD(model.parameters(), lr=LR)
-    expected = engines.alone(model, sgd, loss_since_zero, steps=1)
+    expected = by_torch(Towers, loss_since_zero, steps=1)
     for error, _, after in worlds.run(2, train_towers, case):
         assert not error
         check_each(after, expected.after, expected.before)

@@ -67,27 +67,43 @@ def reference(world: int, detach: bool, max_norm: float = 0.0) -> list[torch.Ten
     return [p.detach() for m in (g, d) for p in m.parameters()]
 
 
-def start(model: nn.Module, stage: int, policy: str, max_norm: float) -> Any:
+def start(model: nn.Module, stage: int | None, policy: str, max_norm: float) -> Any:
     optimizer = ds_ext.LOMO(model.parameters(), lr=LR)
     return engines.start(model, optimizer, stage, policy, gradient_clipping=max_norm)
 
 
-def train(stage: int, policy: str, max_norm: float = 0.0) -> dict[str, Any]:
-    """Two engines, scored in inference mode -> the parameters of both, before and after."""
-    g, d = (start(model, stage, policy, max_norm) for model in make())
+def train(
+    stage: int | None, policy: str, max_norm: float, detach: bool = True, checkpoints: bool = False
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Two engines, one scored in inference mode -> the parameters of both, before and after."""
+    first, second = make()
+    if checkpoints:  # what a segment's own backward pass reaches ends with the segment
+        second = Checkpointed(second)
+    g, d = (start(model, stage, policy, max_norm) for model in (first, second))
     before = weights(g, d)
     rank = dist.get_rank()
     for step in range(STEPS):
-        d.zero_grad()
-        d.backward(discriminating(g, d, step, rank, detach=True))
+        zero_grad(d)
+        backward(d, discriminating(g, d, step, rank, detach))
+        if stage is None and not checkpoints:
+            assert bool(d.fused.state.kept) == (policy == "sharded" or not detach)
         d.step()
-        g.zero_grad()
+        zero_grad(g)
         loss = generating(g, d, step, rank)
         with torch.inference_mode():  # as a reward is computed
             d(g(noise(step, rank, 3)))
-        g.backward(loss)
+        backward(g, loss)
         g.step()
-    return {"before": before, "after": weights(g, d)}
+    return before, weights(g, d)
+
+
+def zero_grad(engine: Any) -> None:
+    getattr(engine, "zero_grad", engine.optimizer.zero_grad)()
+
+
+def backward(engine: Any, loss: torch.Tensor) -> None:
+    """By the engine, or of the loss itself where there is none."""
+    loss.backward() if isinstance(engine, engines.Fused) else engine.backward(loss)
 
 
 def weights(*made: Any) -> list[torch.Tensor]:
@@ -120,15 +136,6 @@ def first_of_many() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         made[0].backward(through(made, step, rank))
         made[0].step()
     return before, weights(made[0])
-
-
-def first_of_many_alone(world: int) -> list[torch.Tensor]:
-    """The same by SGD on the mean over ranks."""
-    models = chain()
-    optimizer = torch.optim.SGD(models[0].parameters(), LR)
-    for step in range(STEPS):
-        mean_step(optimizer, [through(models, step, rank) for rank in range(world)], 0.01)
-    return [p.detach() for p in models[0].parameters()]
 
 
 def beside_a_failed_pass() -> int:
@@ -191,56 +198,27 @@ def assert_equal_updates(got, wanted, start) -> None:
         assert (p - q).norm() <= 1e-5 * (q - before).norm() + 2**-22 * q.norm()
 
 
-@pytest.mark.parametrize("is_checkpointed", [False, True])
-@pytest.mark.parametrize("detach", [True, False])
-@pytest.mark.parametrize("policy", ["fused", "sharded"])
-def test_a_gan_as_usual(policy, detach, is_checkpointed):
-    g, d = make()
-    if is_checkpointed:  # what a segment's own backward pass reaches ends with the segment
-        d = Checkpointed(d)
-    optimizers = [ds_ext.LOMO(m.parameters(), lr=LR) for m in (g, d)]
-    fused = [
-        ds_ext.fuse_into_backward(m, optimizer, gradient_policy=policy)
-        for m, optimizer in zip((g, d), optimizers, strict=True)
-    ]
-    for step in range(STEPS):
-        optimizers[1].zero_grad()
-        discriminating(g, d, step, 0, detach).backward()
-        if not is_checkpointed:
-            assert bool(fused[1].state.kept) == (policy == "sharded" or not detach)
-        optimizers[1].step()
-        optimizers[0].zero_grad()
-        generating(g, d, step, 0).backward()
-        optimizers[0].step()
-    for each in fused:
-        each.remove()
-    params = [*g.parameters(), *d.parameters()]
-    start = [p for m in make() for p in m.parameters()]
-    assert_equal_updates(params, reference(1, detach), start)
+# Any two of stage, policy and clipping together; without an engine, in one process.
+GANS = [(stage, "fused", 0.0 if stage in (1, 2) else 0.1, True, False) for stage in range(4)]
+GANS += [(stage, "sharded", 0.1 if stage in (1, 2) else 0.0, True, False) for stage in range(4)]
+GANS += [(None, "fused", 0.0, detach, own) for detach in (True, False) for own in (True, False)]
+GANS += [(None, "sharded", 0.0, detach, own) for detach in (True, False) for own in (True, False)]
 
 
-@pytest.mark.parametrize(  # any two of the three values together
-    "stage, policy, max_norm",
-    [
-        (stage, policy, max_norm)
-        for stage in range(4)
-        for policy, max_norm in (
-            [("fused", 0.0), ("sharded", 0.1)]
-            if stage in (1, 2)
-            else [("fused", 0.1), ("sharded", 0.0)]
-        )
-    ],
-)
-def test_a_gan_of_two_engines(stage, policy, max_norm):
-    wanted = reference(2, True, max_norm)
-    for got in worlds.run(2, train, stage, policy, max_norm):
-        assert_equal_updates(got["after"], wanted, got["before"])
+@pytest.mark.parametrize("stage, policy, max_norm, detach, checkpoints", GANS)
+def test_a_gan(stage, policy, max_norm, detach, checkpoints):
+    world = 1 if stage is None else 2
+    wanted = reference(world, detach, max_norm)
+    for before, after in worlds.run(world, train, stage, policy, max_norm, detach, checkpoints):
+        assert_equal_updates(after, wanted, before)
 
 
 def test_ranks_end_the_backward_passes_of_many_engines_in_the_same_order():
-    wanted = first_of_many_alone(2)
+    models = chain()
+    sgd = torch.optim.SGD(models[0].parameters(), LR)
+    alone = engines.alone(models[0], sgd, lambda _, *of: through(models, *of), STEPS, 2, 0.01)
     for before, after in worlds.run(2, first_of_many):
-        assert_equal_updates(after, wanted, before)
+        assert_equal_updates(after, alone.after.values(), before)
 
 
 def test_an_engine_whose_backward_pass_has_failed_takes_no_part_in_another_engines():
