@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -55,28 +56,13 @@ def unbroken() -> dict[str, Any]:
 
 def sabotage(fault: str, engine: deepspeed.DeepSpeedEngine) -> None:
     """Prepares a fault of one rank in the step and save that follow."""
-    rank = dist.get_rank()
-    if rank == 0 and fault == "replaced":
-        Path.replace = _nth(Path.replace, 2)  # of the files of a checkpoint
-    elif rank == 0 and fault == "latest":
-        os.replace = _nth(os.replace, 2)  # after the manifest
-    if rank != 1:
-        return
-    if fault == "forward":
-        engine.module.register_forward_pre_hook(_fail)
-    elif fault == "backward":
-        engine.module.up.weight.register_hook(lambda g: _kill())
-    elif fault == "step":
-        RuleOptimizer.update = lambda *_: _kill()
-    elif fault == "save":
-        torch.save = _torn
-    elif fault == "late":
-        engine.module.register_forward_pre_hook(lambda *_: time.sleep(12))
-    elif fault == "disk full":
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, resource.RLIM_INFINITY))
-    elif fault == "no folder":
-        torch.save = _refuse
+    if dist.get_rank() == victim_of(fault):
+        FAULTS[fault](engine)
+
+
+def victim_of(fault: str) -> int:
+    """The rank that a fault befalls; rank 0 puts a checkpoint into its place."""
+    return 0 if fault in ("replaced", "latest") else 1
 
 
 def restore_limits() -> None:
@@ -88,7 +74,7 @@ def restore_limits() -> None:
 SAVE = torch.save
 
 
-def _kill(*_: Any) -> None:
+def _kill(*_: Any, **__: Any) -> None:
     sys.stdout.flush()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -120,12 +106,27 @@ def _nth(function: Any, number: int) -> Any:
     return call
 
 
-FAULTS = ("forward", "backward", "step", "save", "late", "disk full", "no folder", "replaced")
-FAULTS += ("latest",)
+def _fill_disk(engine: Any) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, resource.RLIM_INFINITY))
+
+
+FAULTS: dict[str, Callable[[Any], Any]] = {
+    "forward": lambda engine: engine.module.register_forward_pre_hook(_fail),
+    "backward": lambda engine: engine.module.up.weight.register_hook(_kill),
+    "step": lambda engine: setattr(RuleOptimizer, "update", _kill),
+    "save": lambda engine: setattr(torch, "save", _torn),
+    "late": lambda engine: engine.module.register_forward_pre_hook(lambda *_: time.sleep(12)),
+    "disk full": _fill_disk,
+    "no folder": lambda engine: setattr(torch, "save", _refuse),
+    # The second file of a checkpoint, and what follows the manifest.
+    "replaced": lambda engine: setattr(Path, "replace", _nth(Path.replace, 2)),
+    "latest": lambda engine: setattr(os, "replace", _nth(os.replace, 2)),
+}
 
 
 def stage_of(fault: str) -> int:
-    return (3, 1, 2)[FAULTS.index(fault) % 3]
+    return (3, 1, 2)[[*FAULTS].index(fault) % 3]
 
 
 def suffer(folder: str, fault: str, stage: int) -> dict[str, Any]:
@@ -217,41 +218,29 @@ def _grouped() -> deepspeed.DeepSpeedEngine:
 def differ() -> dict[str, Any]:
     """Ranks started with different things: what each is told, and how soon."""
     odd = dist.get_rank() == 1
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3},
-        "optimizer": {"type": "AdaLomo", "params": {"lr": 1e-3}},
-    }
 
-    def begin(model=None, optimizer=None, **more):
-        model = model or torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 3))
-        made = {k: v for k, v in config.items() if optimizer is None or k != "optimizer"} | more
-        deepspeed.initialize(model=model, optimizer=optimizer, config=made)
+    def begin(*layers: torch.nn.Module, lr: float = 1e-3, **more: Any) -> None:
+        model = torch.nn.Sequential(*layers or (torch.nn.Linear(4, 5), torch.nn.Linear(5, 3)))
+        adalomo = {"type": "AdaLomo", "params": {"lr": lr}}
+        engines.start(model, None, 3, optimizer=adalomo, **more)
 
-    def swapped():
-        model = torch.nn.Module()
-        for name in ("b", "a") if odd else ("a", "b"):
-            setattr(model, name, torch.nn.Linear(4, 5 if name == "a" else 6))
-        return model
+    def swapped() -> torch.nn.Module:
+        named = {"a": torch.nn.Linear(4, 5), "b": torch.nn.Linear(4, 6)}
+        return torch.nn.ModuleDict({n: named[n] for n in ("ba" if odd else "ab")})
 
-    def own(kind, **hypers):
+    def own(kind: Any, stage: int | None = 3, **hypers: Any) -> None:
         model = torch.nn.Linear(4, 5)
-        return {"model": model, "optimizer": kind(model.parameters(), **hypers)}
+        engines.start(model, kind(model.parameters(), **hypers), stage)
 
-    def fused(**hypers):
-        model = torch.nn.Linear(4, 5)
-        ds_ext.fuse_into_backward(model, ds_ext.LOMO(model.parameters(), **hypers))
-
-    rate = {"type": "AdaLomo", "params": {"lr": 2e-3 if odd else 1e-3}}
     cases = {
-        "config": lambda: begin(**({"gradient_clipping": 0.5} if odd else {})),
-        "json": lambda: _json(begin, config, rate),
-        "optimizer": lambda: begin(**own(ds_ext.LAMB if odd else ds_ext.CAME)),
-        "group": lambda: begin(**own(ds_ext.LAMB, lr=0.1 if odd else 0.2)),
+        "config": lambda: begin(gradient_clipping=0.5 if odd else None),
+        "json": lambda: begin(lr=2e-3 if odd else 1e-3),
+        "optimizer": lambda: own(ds_ext.LAMB if odd else ds_ext.CAME),
+        "group": lambda: own(ds_ext.LAMB, lr=0.1 if odd else 0.2),
         "order": lambda: begin(swapped()),
         "shape": lambda: begin(torch.nn.Linear(4, 6 if odd else 5)),
         "more": lambda: begin(torch.nn.Linear(4, 5, bias=odd)),
-        "fused": lambda: fused(lr=0.1 if odd else 0.2),
+        "fused": lambda: own(ds_ext.LOMO, None, lr=0.1 if odd else 0.2),
     }
     results = {}
     for name, case in cases.items():
@@ -300,14 +289,6 @@ def save_alone(folder: str) -> None:
     if dist.get_rank() == 1:
         engine.save_checkpoint(folder)
     steps(engine, range(1, 3))
-
-
-def _json(begin, config, optimizer) -> None:
-    config["optimizer"], before = optimizer, config["optimizer"]
-    try:
-        begin()
-    finally:
-        config["optimizer"] = before
 
 
 def endure(steps_: int) -> dict[str, Any]:

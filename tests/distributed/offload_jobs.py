@@ -74,17 +74,18 @@ def start(optimizer: str, stage: int, offload: dict[str, Any], more: dict[str, A
     return deepspeed.initialize(model=model, optimizer=made, config=config)[0]
 
 
+def rows(engine: deepspeed.DeepSpeedEngine, number: int) -> Tensor:
+    """A micro-batch of this rank."""
+    x = engines.rows(number, dist.get_rank(), 3, 12)
+    return x.to(engine.device).to(next(engine.module.parameters()).dtype)
+
+
 def steps(engine: deepspeed.DeepSpeedEngine, numbers: range) -> list[float]:
-    dtype = next(engine.module.parameters()).dtype
-    norms = []
-    for step in numbers:
-        for part in range(engine.gradient_accumulation_steps()):
-            seed = 100 * step + 10 * part + dist.get_rank()
-            x = torch.randn(3, 12, generator=torch.Generator().manual_seed(seed))
-            engine.backward(engine(x.to(engine.device).to(dtype)))
-            engine.step()
-        norms.append(float(engine.get_global_grad_norm()))
-    return norms
+    def loss_of(engine: Any, number: int, rank: int) -> Tensor:
+        return engine(rows(engine, number))
+
+    norms = engines.train(engine, loss_of, numbers, engine.gradient_accumulation_steps())
+    return [float(norm) for norm in norms]
 
 
 def weights(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
@@ -208,49 +209,39 @@ def compared(case: Case, pretended: bool) -> dict[str, dict[str, Any]]:
 
 def resumed(optimizer: str, how: str) -> dict[str, Any]:
     """Weights of a run without a break, and of runs saved and gone on from with other offload."""
-    with shared_folder() as folder, place(pretended=True):
-        return _resumed(optimizer, how, folder)
-
-
-def _resumed(optimizer: str, how: str, folder: str) -> dict[str, Any]:
     found = {}
-    for kind, before, after in (("to", {}, BOTH), ("from", BOTH, {}), ("param", PARAM, PARAM)):
-        first = start(optimizer, 3, before, HOW[how])
-        steps(first, range(1))
-        first.save_checkpoint(folder, tag=kind)
-        if kind == "to":
-            steps(first, range(1, STEPS))
-            found["none"] = weights(first)
-        second = start(optimizer, 3, after, HOW[how])
-        second.load_checkpoint(folder, tag=kind)
-        found[f"where {kind}"] = where(second)
-        steps(second, range(1, STEPS))
-        found[kind] = weights(second)
-        for engine in (first, second):
-            engine.destroy()
+    with shared_folder() as folder, place(pretended=True):
+        for kind, before, after in (("to", {}, BOTH), ("from", BOTH, {}), ("param", PARAM, PARAM)):
+            first = start(optimizer, 3, before, HOW[how])
+            steps(first, range(1))
+            first.save_checkpoint(folder, tag=kind)
+            if kind == "to":
+                steps(first, range(1, STEPS))
+                found["none"] = weights(first)
+            second = start(optimizer, 3, after, HOW[how])
+            second.load_checkpoint(folder, tag=kind)
+            found[f"where {kind}"] = where(second)
+            steps(second, range(1, STEPS))
+            found[kind] = weights(second)
+            for engine in (first, second):
+                engine.destroy()
     return found
 
 
 def midway() -> dict[str, Any]:
     """The same of a run saved between the micro-batches of a step."""
-    with shared_folder() as folder, place(pretended=True):
-        return _midway(folder)
-
-
-def _midway(folder: str) -> dict[str, Any]:
     found = {}
-    for kind, offload in (("none", {}), ("both", BOTH)):
-        engine = start("came", 3, offload, HOW["accumulated"])
-        x = torch.randn(3, 12, generator=torch.Generator().manual_seed(dist.get_rank()))
-        x = x.to(engine.device).bfloat16()
-        engine.backward(engine(x))
-        engine.step()
-        engine.save_checkpoint(folder, tag=kind)
-        engine.load_checkpoint(folder, tag="none")
-        engine.backward(engine(x))
-        engine.step()
-        found[kind] = weights(engine)
-        engine.destroy()
+    with shared_folder() as folder, place(pretended=True):
+        for kind, offload in (("none", {}), ("both", BOTH)):
+            engine = start("came", 3, offload, HOW["accumulated"])
+            for _ in range(2):
+                engine.backward(engine(rows(engine, 0)))
+                engine.step()
+                if kind not in found:
+                    engine.save_checkpoint(folder, tag=kind)
+                    engine.load_checkpoint(folder, tag="none")
+                found[kind] = weights(engine)
+            engine.destroy()
     return found
 
 
@@ -262,12 +253,10 @@ def lent(stage: int, how: str) -> dict[str, Any]:
         for lends in (False, True):
             engine = start("came", stage, {}, HOW[how])
             steps(engine, range(1))
-            x = torch.randn(3, 12, generator=torch.Generator().manual_seed(dist.get_rank()))
-            x = x.to(engine.device).bfloat16()
             for _ in range(engine.gradient_accumulation_steps()):
-                engine.backward(engine(x))
+                engine.backward(engine(rows(engine, 0)))
                 if lends:
-                    found |= _lend(engine, x)
+                    found |= _lend(engine, rows(engine, 0))
                 engine.step()
             steps(engine, range(1, STEPS))
             found[f"weights {lends}"] = weights(engine)

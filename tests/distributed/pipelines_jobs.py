@@ -62,10 +62,15 @@ def tanh(h: Tensor) -> Tensor:
     return torch.tanh(h)
 
 
+def piped(layers: list[Any], num_stages: int = 2) -> PipelineModule:
+    """A pipeline of a plain model."""
+    how: dict[str, Any] = {"loss_fn": F.mse_loss, "partition_method": "uniform"}
+    return PipelineModule(layers, num_stages=num_stages, **how)
+
+
 def without_parameters() -> list[float]:
     """The losses of a pipeline of three stages with nothing to train on the second."""
-    layers = [LayerSpec(nn.Linear, 4, 8), tanh, LayerSpec(nn.Linear, 8, 3)]
-    net = PipelineModule(layers, num_stages=3, loss_fn=F.mse_loss, partition_method="uniform")
+    net = piped([LayerSpec(nn.Linear, 4, 8), tanh, LayerSpec(nn.Linear, 8, 3)], 3)
     config = {"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 2}
     config |= {"gradient_clipping": 1.0, "optimizer": {"type": "AdaLomo", "params": {"lr": 0.05}}}
     config |= {"zero_optimization": {"stage": 1}}
@@ -187,26 +192,20 @@ def train(run: Run) -> dict[str, Any]:
     """This stage's weights before and after, and what was told of the steps."""
     with logged() as said:
         engine = start(run)
-    filled, fill = 0, engine.buffered_allreduce_fallback
-
-    def counted(*args: Any, **given: Any) -> None:
-        nonlocal filled
-        filled += 1
-        fill(*args, **given)
-
-    engine.buffered_allreduce_fallback = counted
+    filled = mock.Mock(side_effect=engine.buffered_allreduce_fallback)
+    engine.buffered_allreduce_fallback = filled
     before, losses, norms, metrics = copied(engine), [], [], []
     for step in range(STEPS):
         losses.append(float(engine.train_batch(batches(engine, step))))
         norms.append(engine.get_global_grad_norm())
         metrics.append(engine.optimizer.metrics())
-    told = {
+    return {
         "losses": losses,
         "norms": norms,
         "metrics": metrics,
         "evaluated": float(engine.eval_batch(batches(engine, STEPS))),
         "said": said,
-        "averaged by DeepSpeed": filled,
+        "averaged by DeepSpeed": filled.call_count,
         "before": before,
         "after": copied(engine),
         "seen": [float(b) for n, b in engine.module.named_buffers() if n.endswith("seen")],
@@ -217,7 +216,6 @@ def train(run: Run) -> dict[str, Any]:
         ],
         "steps": {engine.param_names[p]: s["step"] for p, s in engine.optimizer.state.items() if s},
     }
-    return told
 
 
 def go_on(run: Run, folder: str, first: int, last: int) -> dict[str, Any]:
@@ -314,49 +312,39 @@ def told_of(
 
 def unlike() -> tuple[str, float]:
     """What is told where one rank of the second stage has frozen its layer."""
-    net = PipelineModule(
-        [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Linear, 4, 3)],
-        num_stages=2,
-        loss_fn=F.mse_loss,
-        partition_method="uniform",
-    )
+    net = piped([LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Linear, 4, 3)])
     net.requires_grad_(dist.get_rank() != 3)
     return told_of(net)
 
 
 def refusals() -> dict[str, tuple[str, float]]:
     """What is told of pipelines that ds_ext does not train, at ``initialize``."""
-    model = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
-    fused = {"ds_ext": {"gradient_policy": "fused"}}
-    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "stage 2": ({"zero_optimization": {"stage": 2}}, {"num_stages": 2}),
-        "stage 3": ({"zero_optimization": {"stage": 3}}, {"num_stages": 2}),
-        "fused": (fused, {"num_stages": 2}),
-        "model axis": ({}, {"topology": model}),
-        "key": ({"optimizer": {"type": "AdaLomo", "params": {"lrr": 1}}}, {"num_stages": 2}),
-        "match": (
-            {
-                "optimizer": {
-                    "type": "AdaLomo",
-                    "params": {"param_groups": [{"match": "no such name", "lr": 1e-3}]},
-                }
-            },
-            {"num_stages": 2},
-        ),
+    no_name = {"match": "no such name", "lr": 1e-3}
+    cases: dict[str, dict[str, Any]] = {
+        "stage 2": {"zero_optimization": {"stage": 2}},
+        "stage 3": {"zero_optimization": {"stage": 3}},
+        "fused": {"ds_ext": {"gradient_policy": "fused"}},
+        "model axis": {},
+        "key": {"optimizer": {"type": "AdaLomo", "params": {"lrr": 1}}},
+        "match": {"optimizer": {"type": "AdaLomo", "params": {"param_groups": [no_name]}}},
+        "tied": {},
+        "untied": {},
+        "two on a rank": {},
     }
-    cases["tied"] = ({}, {"num_stages": 2})
-    cases["untied"] = ({}, {"num_stages": 2, "loss_fn": Weighted()})
-    cases["two on a rank"] = ({}, {"num_stages": 2})
     told = {}
-    for name, (more, how) in cases.items():
-        kind = DualPipeVModule if name == "two on a rank" else PipelineModule
-        net = kind(specs(), **{"loss_fn": loss, "partition_method": "uniform"} | how)
+    for name, more in cases.items():
+        how: dict[str, Any] = {"num_stages": 2, "loss_fn": loss, "partition_method": "uniform"}
+        if name == "model axis":
+            topology = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
+            how |= {"num_stages": None, "topology": topology}
+        how |= {"loss_fn": Weighted()} if name == "untied" else {}
+        net = (DualPipeVModule if name == "two on a rank" else PipelineModule)(specs(), **how)
         if name == "tied":
             net.tied_modules["tokens"].weight.requires_grad_(net.stage_id == 0)
         told[name] = told_of(net, more)
     for spoil in (is_complex, is_cut, has_vector):  # what the second stage alone has
         layers = [LayerSpec(nn.Linear, 4, 4, bias=False), LayerSpec(nn.Linear, 4, 3, bias=False)]
-        net = PipelineModule(layers, num_stages=2, loss_fn=F.mse_loss, partition_method="uniform")
+        net = piped(layers)
         if net.stage_id == 1:
             spoil(net.get_submodule("1"))
         muon = OPTIMIZERS["muon"](net.parameters()) if spoil is has_vector else None

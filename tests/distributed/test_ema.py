@@ -17,8 +17,9 @@ from tests import worlds
 from tests.common import engines
 from tests.common.choose import params
 from tests.common.ranks import identical, message, shared_folder, whole
+from tests.common.states import same
 from tests.common.updates import error
-from tests.distributed import experts_jobs, pipelines_jobs, tensor_parallel_jobs
+from tests.distributed import experts_jobs, mixtures, pipelines_jobs, tensor_parallel_jobs
 from tests.distributed.fully_shard_jobs import whole as whole_dtensors
 
 DECAY, STEPS = 0.9, 5
@@ -53,16 +54,6 @@ def engine_of(stage: int, rule: str, **more: Any) -> deepspeed.DeepSpeedEngine:
     return engines.start(model_of(), None, stage, optimizer=optimizer, **more)
 
 
-def run(engine: deepspeed.DeepSpeedEngine, steps: range) -> list[dict[str, Tensor]]:
-    """Trains; returns the weights after each step."""
-    found = []
-    for step in steps:
-        engine.backward(engine(batch(step)))
-        engine.step()
-        found.append(whole(engine.module))
-    return found
-
-
 def exchanged(model: nn.Module, stepper: Any, weights: Any) -> dict[str, Any]:
     """The weights inside ``ema()``, and the losses of a batch of rank 0 before, inside and after.
 
@@ -75,54 +66,57 @@ def exchanged(model: nn.Module, stepper: Any, weights: Any) -> dict[str, Any]:
             return float(model(x))
 
     losses = [loss()]
-    before = weights(model)
+    before = weights()
     with stepper.ema():
         losses.append(loss())
-        inside = weights(model)
+        inside = weights()
     losses.append(loss())
-    after = weights(model)
-    restored = all(torch.equal(before[n], after[n]) for n in before)
+    restored = same(before, weights())
     return {"inside": inside, "losses": losses, "restored": restored, "same": identical(inside)}
 
 
-def zero(stage: int, rule: str, **more: Any) -> dict[str, Any]:
-    """Training by an engine: the weights of each step, and what ``ema()`` makes of them."""
-    engine = engine_of(stage, rule, **more)
-    start = whole(engine.module)
-    steps = run(engine, range(STEPS))
-    found = exchanged(engine, engine.optimizer, lambda _: whole(engine.module))
-    param = next(engine.module.parameters())
-    with engine.optimizer.ema(), shared_folder() as folder:
-        refused = [
-            message(lambda: engine.backward(engine(batch(0))), RuntimeError),
-            message(engine.step, RuntimeError),
-            message(lambda: engine.save_checkpoint(folder), RuntimeError),
-            message(lambda: engine.load_checkpoint(folder), RuntimeError),
-            message(engine.optimizer.ema, RuntimeError),
-            message(lambda: safe_get_full_fp32_param(param), RuntimeError),
-            message(lambda: safe_get_full_optimizer_state(param, "ema"), RuntimeError),
-        ]
-    after = whole(engine.module)
-    found["restored"] &= all(torch.equal(after[n], p) for n, p in steps[-1].items())
-    return found | {"start": start, "steps": steps, "refused": refused}
+def train(way: int | str | None, rule: str) -> dict[str, Any]:
+    """The weights of each step, and what ``ema()`` makes of them, at a stage or without an engine.
 
-
-def plain(cut: bool, rule: str) -> dict[str, Any]:
-    """The same without an engine: copies, or parts of ``fully_shard``."""
-    model = model_of()
-    if cut:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        fully_shard(model.up, mesh=mesh)
-        fully_shard(model, mesh=mesh)  # keeps ``down`` gathered after a forward pass
-    optimizer = getattr(ds_ext, rule)(model.parameters(), lr=1e-2, ema_decay=DECAY)
-    fused = ds_ext.fuse_into_backward(model, optimizer)
-    weights = whole_dtensors
-    start, steps = weights(model), []
+    There the ranks have copies, or parts of ``fully_shard``.
+    """
+    if isinstance(way, int):
+        engine, weights = engine_of(way, rule), whole
+    else:
+        model, weights = model_of(), whole_dtensors
+        if way == "fsdp2":
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            fully_shard(model.up, mesh=mesh)
+            fully_shard(model, mesh=mesh)  # keeps ``down`` gathered after a forward pass
+        optimizer = getattr(ds_ext, rule)(model.parameters(), lr=1e-2, ema_decay=DECAY)
+        engine = engines.start(model, optimizer, None)
+    model, steps = engine.module, []
+    start = weights(model)
     for step in range(STEPS):
-        model(batch(step)).backward()
-        optimizer.step()
+        engine.backward(engine(batch(step)))
+        engine.step()
         steps.append(weights(model))
-    return exchanged(model, fused, weights) | {"start": start, "steps": steps}
+    stepper = engine.optimizer if isinstance(way, int) else engine.fused
+    found = exchanged(engine, stepper, lambda: weights(model)) | {"start": start, "steps": steps}
+    return found | ({"refused": refused_inside(engine)} if isinstance(way, int) else {})
+
+
+def refused_inside(engine: deepspeed.DeepSpeedEngine) -> list[str]:
+    """What is said of calls inside ``ema()``, which change no weight."""
+    before, param = whole(engine.module), next(engine.module.parameters())
+    with engine.optimizer.ema(), shared_folder() as folder:
+        calls = (
+            lambda: engine.backward(engine(batch(0))),
+            engine.step,
+            lambda: engine.save_checkpoint(folder),
+            lambda: engine.load_checkpoint(folder),
+            engine.optimizer.ema,
+            lambda: safe_get_full_fp32_param(param),
+            lambda: safe_get_full_optimizer_state(param, "ema"),
+        )
+        refused = [message(call, RuntimeError) for call in calls]
+    assert same(before, whole(engine.module))
+    return refused
 
 
 def in_16_bits(stage: int) -> dict[str, Any]:
@@ -147,7 +141,7 @@ def in_16_bits(stage: int) -> dict[str, Any]:
     }
 
 
-class Mixture(experts_jobs.Run):
+class Mixture(mixtures.Run):
     """A mixture of experts whose weights are averaged."""
 
     @property
@@ -171,7 +165,7 @@ def divided(kind: str) -> dict[str, Any]:
         engine = tensor_parallel_jobs.start(case)
     else:
         run = Mixture("mixtral", "adamw", 2, ep=2, json=True)
-        engine = experts_jobs.start(run, experts_jobs.make(run.kind), run.stage, run.ep)
+        engine = experts_jobs.start(run, run.stage, run.ep)
     start, steps = local(engine.module), []
     for step in range(STEPS):
         if kind == "pipeline":
@@ -184,9 +178,8 @@ def divided(kind: str) -> dict[str, Any]:
         steps.append(local(engine.module))
     with engine.optimizer.ema():
         inside = local(engine.module)
-    after = local(engine.module)
-    found = {"start": start, "steps": steps, "inside": inside}
-    return found | {"restored": all(torch.equal(after[n], p) for n, p in steps[-1].items())}
+    restored = same(steps[-1], local(engine.module))
+    return {"start": start, "steps": steps, "inside": inside, "restored": restored}
 
 
 def moved_experts() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -195,7 +188,7 @@ def moved_experts() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     with shared_folder() as folder:
         for stage, ep in ((2, 2), (1, 1)):
             run = Mixture("mixtral", "adamw", stage, ep=ep, json=True)
-            engine = experts_jobs.start(run, experts_jobs.make(run.kind), stage, ep)
+            engine = experts_jobs.start(run, stage, ep)
             if not found:
                 for step in range(3):
                     engine.backward(experts_jobs.loss_of(engine, step, dist.get_rank()))
@@ -211,15 +204,12 @@ def moved_experts() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return found[0], found[1]
 
 
-# How a model is trained, with an optimizer whose statistics are of whole matrices.
-JOBS = {"stage 0": (zero, 0, "AdamW"), "stage 1": (zero, 1, "AdaLomo")}
-JOBS |= {"stage 2": (zero, 2, "AdamW"), "stage 3": (zero, 3, "AdamW")}
-JOBS |= {"stage 3, AdaLomo": (zero, 3, "AdaLomo")}
-JOBS |= {"stage 2, Muon": (zero, 2, "Muon"), "stage 3, Muon": (zero, 3, "Muon")}
-JOBS |= {"copies": (plain, False, "AdamW"), "FSDP2": (plain, True, "AdamW")}
+# Ranks, how a model is trained, and an optimizer whose statistics may be of whole matrices.
+WAYS = [(0, "AdamW"), (1, "AdaLomo"), (2, "AdamW"), (3, "AdamW"), (3, "AdaLomo")]
+WAYS += [(2, "Muon"), (3, "Muon"), (None, "AdamW"), ("fsdp2", "AdamW")]
 EMA = "moving averages of the weights (`ema_decay`)"
-ALL = [(2, name) for name in JOBS] + [(3, name) for name in JOBS]
-QUICK = [(2, name) for name in JOBS if JOBS[name][2] == "AdamW"] + [(3, "stage 3")]
+ALL = [(ranks, *way) for ranks in (2, 3) for way in WAYS]
+QUICK = [(2, way, rule) for way, rule in WAYS if rule == "AdamW"] + [(3, 3, "AdamW")]
 
 
 def torchs(start, steps):
@@ -240,16 +230,10 @@ def loss_of(weights):
     return model(torch.randn(8, 6, generator=torch.Generator().manual_seed(9))).item()
 
 
-def stage_of(name):
-    job, given, _ = JOBS[name]
-    return given if job is zero else "fsdp2" if given else None
-
-
-@pytest.mark.supports(EMA, stage=stage_of, optimizer=lambda name: JOBS[name][2])
-@pytest.mark.parametrize("ranks, name", params(ALL, QUICK))
-def test_the_average_is_torchs_and_the_model_has_it_inside(ranks, name):
-    job, *given = JOBS[name]
-    for got in worlds.once(ranks, job, *given):
+@pytest.mark.supports(EMA, stage="way", optimizer="rule")
+@pytest.mark.parametrize("ranks, way, rule", params(ALL, QUICK))
+def test_the_average_is_torchs_and_the_model_has_it_inside(ranks, way, rule):
+    for got in worlds.once(ranks, train, way, rule):
         wanted = torchs(got["start"], got["steps"])
         assert error(got["inside"], wanted, got["start"]) <= 1e-6
         assert got["restored"] and got["same"]

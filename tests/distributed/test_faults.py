@@ -67,7 +67,8 @@ def test_the_other_ranks_end_with_a_clear_error_in_time(suffered, fault):
             assert [bool(text) for text in told] == [step == WHEN for step in range(TOTAL)]
             assert re.search(r"global_step4 could not be saved.*rank 1: .*MiB are free", told[WHEN])
         return
-    victim, other = (0, 1) if fault in ("replaced", "latest") else (1, 0)
+    victim = faults_jobs.victim_of(fault)
+    other = 1 - victim
     assert LOST in failed[other].output and failed[other].code == 1
     assert failed[other].seconds < 30
     assert failed[victim].code == (1 if fault in ("forward", "late") else -9)
@@ -88,14 +89,8 @@ def test_a_rank_says_which_ranks_do_not_save(tmp_path):
     assert newest_checkpoint(tmp_path).tag == "a"
 
 
-FILES = [
-    "ds_ext.json",
-    *(
-        f"zero_pp_rank_{r}_mp_rank_00_{kind}_states.pt"
-        for r in (0, 1)
-        for kind in ("model", "optim")
-    ),
-]
+KINDS = [f"{rank}_mp_rank_00_{kind}" for rank in (0, 1) for kind in ("model", "optim")]
+FILES = ["ds_ext.json", *(f"zero_pp_rank_{kind}_states.pt" for kind in KINDS)]
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -139,7 +134,7 @@ DIFFERENT = {
     "json": "different configs: .* optimizer.params.lr: 0.001 and 0.002",
     "optimizer": "different optimizers: .* 'CAME' and 'LAMB'",
     "group": r"different parameter groups: .* \[0\].lr: 0.2 and 0.1",
-    "order": "different parameters: .* 'a.weight' and 'b.weight'",
+    "order": "different parameters: .* '0.a.weight' and '0.b.weight'",
     "shape": "different parameters: .* 5 and 6",
     "more": "different parameters: .* their number: 1 and 2",
     "fused": r"different parameter groups: .* \[0\].lr: 0.2 and 0.1",
