@@ -6,21 +6,33 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+OWN = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+OWN |= {"HF_HUB_OFFLINE": "1"}
 
 
-def python(*arguments: str, timeout: float = 900) -> str:
-    """Runs ``python arguments`` in the repository's root -> what it wrote to stderr.
+def python(
+    *arguments: object, cwd: Path = ROOT, given: str = "", timeout: float = 900,
+    fails: bool = False, **own: str | None
+) -> "subprocess.CompletedProcess[str]":  # fmt: skip
+    """Runs ``python arguments``, with the repository on its path.
 
-    AssertionError, with the end of all that it wrote, if it fails.
+    Args:
+        *arguments: What Python is given.
+        cwd: The folder in which it runs.
+        given: What it reads from stdin.
+        timeout: Seconds after which it is late.
+        fails: Whether it may fail; else that is an AssertionError, with the end of what it wrote.
+        **own: Of its environment. None: it has no such variable.
     """
-    own = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {k: v for k, v in (os.environ | OWN | own).items() if v is not None}
     done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=os.environ | own,
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env=environment,
+        input=given,
         capture_output=True,
         text=True,
         timeout=timeout,
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stderr
+    assert fails or done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return done

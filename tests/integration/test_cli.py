@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +18,9 @@ from ds_ext.config.optimizer_names import in_config
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory, models
 from ds_ext.rules import REGISTRY
+from tests.common import apart
 from tests.common.cli import refused
 
-ROOT = Path(__file__).parents[2]
 SIZES = {"vocab_size": 3001, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 CONFIG = transformers.LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=False)
@@ -233,15 +232,10 @@ def test_the_picture_has_a_bar_for_every_part(tmp_path, capsys, monkeypatch):
         ends = [a + b for a, b in zip(left, widths, strict=True)]
 
 
-def run(*arguments):
-    command = [sys.executable, "-m", "ds_ext", *arguments]
-    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-
-
 @pytest.mark.slow
 def test_as_a_command():
-    done = run("plan", "--model", "smollm2-135m", "--ranks", "2", "--optimizer", "came")
+    given = ("--model", "smollm2-135m", "--ranks", 2, "--optimizer", "came")
+    done = apart.python("-m", "ds_ext", "plan", *given)
     heading, rows = read(done.stdout)  # nothing else is on stdout
     assert heading.startswith("smollm2-135m: 134,515,008 parameters")
     assert "CAME, ZeRO-3" in rows
@@ -249,9 +243,10 @@ def test_as_a_command():
 
 @pytest.mark.slow
 def test_a_command_that_tells_how_it_is_called_and_one_that_fails():
-    done = run()
-    assert done.returncode == 0 and "plan" in done.stdout and done.stdout.startswith("usage:")
-    assert run("plan", "--model", "nothing").returncode == 2
+    said = apart.python("-m", "ds_ext").stdout
+    assert "plan" in said and said.startswith("usage:")
+    failed = apart.python("-m", "ds_ext", "plan", "--model", "nothing", fails=True)
+    assert failed.returncode == 2
 
 
 def test_the_version_is_told(capsys):

@@ -10,7 +10,7 @@ import types
 import pytest
 
 from tests.common import apart
-from tests.integration.examples_jobs import EXAMPLES
+from tests.integration.test_examples import EXAMPLES
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.nonfinite import GradCheck, GradFlags
 from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.optimizer.updates import RunUpdate
-from tests.common import needs, paths
+from tests.common import apart, needs, paths
 from tests.common.hypers import FOR_ALL
 from tests.common.kernel_constants import plain
 from tests.unit.test_kernels import SETTINGS
@@ -106,10 +105,7 @@ print(json.dumps([[*map(sass.row, asked)], sum(map(sass.bytes_of, asked))]))
 @pytest.mark.slow
 def test_the_kernels_of_a_7b_step_have_few_instructions_and_registers():
     """Of AdaLomo: without calls for divisions of 64 bits, and without spilled registers."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = Path(__file__).parents[2]
-    told = subprocess.run([sys.executable, "-c", COUNTS], cwd=root, env=env, stdout=subprocess.PIPE)
-    passes, moved = json.loads(told.stdout.splitlines()[-1])
+    passes, moved = json.loads(compiling(None, "-c", COUNTS).splitlines()[-1])
     assert 8 <= moved / 6.738e9 <= 9  # bytes of each weight: two reads of g, one of w, a write of w
     assert not any(row["spilled"] for row in passes)
     of = {row["pass"]: row for row in passes}
@@ -133,20 +129,11 @@ def test_kernels_compile_and_read_vectors_where_runs_are_aligned(monkeypatch, tm
     compiling(tmp_path, "-m", "tests.integration.compiling_jobs", given=json.dumps(written))
 
 
-def compiling(cache, *args, given=None, path=""):
+def compiling(cache, *args, given="", path=""):
     """Runs Python without Triton's interpreter, with a folder of packages -> what it prints."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(path), env.get("PYTHONPATH", ""))))
-    done = subprocess.run(
-        [sys.executable, *args],
-        cwd=Path(__file__).parents[2],
-        env=env | {"TRITON_CACHE_DIR": str(cache)},
-        input=given,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    return done.stdout
+    own = {"TRITON_INTERPRET": None, "TRITON_CACHE_DIR": cache and str(cache)}
+    own["PYTHONPATH"] = os.pathsep.join(filter(None, (str(path), str(apart.ROOT))))
+    return apart.python(*args, given=given, **own).stdout
 
 
 @pytest.mark.slow

@@ -1,18 +1,65 @@
 """The examples run as their first lines say, in short form, and learn something."""
 
+import contextlib
+import io
 import json
+import os
 import re
 import runpy
 import signal
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 
 from tests import worlds
-from tests.integration import examples_jobs
-from tests.integration.examples_jobs import EXAMPLES
+
+EXAMPLES = worlds.ROOT / "examples"
+
+
+def run(name: str, folder: str, *options: str) -> str:
+    """What ``python examples/NAME`` prints, run in this process from the folder ``folder``.
+
+    The process group outlives it, as the next job needs it; that an example ends with destroying it
+    is asserted.
+    """
+    argv = [str(EXAMPLES / name), "--out", f"{folder}/out", *options]
+    printed = io.StringIO()
+    os.chdir(folder)
+    ended = mock.Mock()
+    with (
+        mock.patch.object(sys, "argv", argv),
+        mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]),
+        _imported_anew(),
+        mock.patch.object(dist, "destroy_process_group", ended),
+        contextlib.redirect_stdout(printed),
+        torch.random.fork_rng(devices=[]),
+    ):
+        runpy.run_path(argv[0], run_name="__main__")
+    ended.assert_called_once_with()
+    return printed.getvalue()
+
+
+@contextlib.contextmanager
+def _imported_anew() -> Iterator[None]:
+    """Forgets what an example imports from its folder, such as tiny.py, when it ends."""
+    yield
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file is not None and EXAMPLES in Path(file).parents:
+            del sys.modules[name]
+
+
+def first_life(name: str, folder: str, *options: str) -> str:
+    """The same as torchrun starts it for the first time."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
+    return run(name, folder, *options)
+
 
 STEPS = 6
 
@@ -41,7 +88,7 @@ LOOPS["pipeline.py"] = f"global_step{STEPS}/layer_05-model_states.pt"
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop(name, model, tmp_path):
-    ranks = worlds.run(2, examples_jobs.run, name, str(tmp_path), *options(model))
+    ranks = worlds.run(2, run, name, str(tmp_path), *options(model))
     found, of_other = (re.findall(r"step \d+: loss ([\d.]+)", printed) for printed in ranks)
     assert len(found) == STEPS and float(found[-1]) < float(found[0]) - 0.1 and not of_other
     assert (tmp_path / "out" / LOOPS[name]).is_file()
@@ -49,11 +96,11 @@ def test_a_loop(name, model, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_with_the_weights_of_a_whole_one(model, tmp_path):
-    job, name = examples_jobs.run, "resume_after_kill.py"
+    job, name = run, "resume_after_kill.py"
     given = [*options(model, 18), "--save-every", "10"]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     killed.mkdir(), whole.mkdir()
-    first, last = worlds.fresh(2, examples_jobs.first_life, name, str(killed), *given)
+    first, last = worlds.fresh(2, first_life, name, str(killed), *given)
     assert last.code == -signal.SIGKILL and first.code != 0
     printed = worlds.run(2, job, name, str(killed), *given)[0]
     assert re.findall(r"step (\d+)", printed) == [str(i) for i in range(10, 18)]
@@ -70,7 +117,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_weights_of_a_whole_one(model, tm
 @pytest.mark.parametrize("name", ["trl_sft.py", "trl_grpo.py", "trl_fsdp2.py"])
 def test_trl(name, model, tmp_path):
     pytest.importorskip("trl", reason="TRL, which needs Python 3.11, is not installed")
-    printed = worlds.run(2, examples_jobs.run, name, str(tmp_path), *options(model, 5))[0]
+    printed = worlds.run(2, run, name, str(tmp_path), *options(model, 5))[0]
     assert len(losses(printed)) == 2  # of five steps, and their mean at the end
     assert "reward" in printed or losses(printed)[0] < 7.6
     assert (tmp_path / "out" / "model.safetensors").is_file()

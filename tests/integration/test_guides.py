@@ -2,19 +2,15 @@
 
 import ast
 import json
-import os
 import re
 import shlex
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from ds_ext.commands import config
+from tests.common import apart
+from tests.worlds import ROOT, free_port
 
-ROOT = Path(__file__).parents[2]
 MODEL = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -43,24 +39,14 @@ def falls(script, command, folder):
     (folder / "script.py").write_text(script)
     made = config.make("adalomo", 3) | {"gradient_clipping": 0.0}
     (folder / "ds.json").write_text(json.dumps(made))
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+    port = free_port()
     program, *rest = shlex.split(command)
     starts = {
         "torchrun": ["torch.distributed.run", "--master_port", port],
         "accelerate": ["accelerate.commands.accelerate_cli", "launch", "--main_process_port", port],
     }
     rest = rest[1:] if program == "accelerate" else rest
-    done = subprocess.run(
-        [sys.executable, "-m", *starts[program], *rest],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = apart.python("-m", *starts[program], *rest, cwd=folder, timeout=300)
     found = re.findall(r"losses (\[[^\]]*\])", done.stdout)
     assert len(found) == 2
     for losses in map(ast.literal_eval, found):

@@ -6,15 +6,13 @@ installed.
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.common import needs
+from tests.common import apart, needs
 
-ROOT = Path(__file__).parents[2]
 TTSEM = Path(sys.prefix) / "ir"
 STEPS = "test_kernels.py::test_a_step_is_that_of_the_ops"
 NUMBERS = "test_native.py::test_every_number_is_written_as_the_ops_write_it"
@@ -29,20 +27,10 @@ pytestmark = [
 
 
 def test_compiled_kernels_have_the_results_of_the_ops():
-    paths = [str(TTSEM), str(ROOT)]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "tests.tools.ir"),
-            *(f"tests/unit/{case}" for case in CASES),
-        ],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    launches, unchecked = map(
-        int, re.search(r"(\d+) launches executed.* (\d+) of them not", done.stdout).groups()
-    )
+    paths = os.pathsep.join([str(TTSEM), str(apart.ROOT)])
+    cases = (f"tests/unit/{case}" for case in CASES)
+    options = ("-m", "pytest", "-q", "-p", "tests.tools.ir")
+    done = apart.python(*options, *cases, timeout=600, PYTHONPATH=paths)
+    counted = re.search(r"(\d+) launches executed.* (\d+) of them not", done.stdout)
+    launches, unchecked = map(int, counted.groups())
     assert launches >= len(CASES) and unchecked == 0

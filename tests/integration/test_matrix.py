@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +14,8 @@ from benchmarks.matrix import forgetting, search, summary, texts, training
 from benchmarks.matrix.candidates import CANDIDATES
 from benchmarks.matrix.lines import Lines, loss_of, point_of
 from tests import worlds
+from tests.common import apart
 
-ROOT = Path(__file__).parents[2]
 SETUP = {"steps": 3}
 
 
@@ -205,23 +202,16 @@ def test_a_run_is_the_schedule_of_plain_torch(name):
     assert losses[-1] < losses[0] - 0.1  # by more than what is compared
 
 
-def started(command, folder):
-    """Runs a benchmark in a process of its own, which joins a world of one."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    run = [sys.executable, "-m", "benchmarks", *command]
-    subprocess.run(run, cwd=folder, env=environment, check=True)
-
-
 @pytest.mark.slow
 def test_a_small_matrix_is_made_once_and_shown(tmp_path):
-    sys.path.insert(0, str(ROOT / "examples"))
+    sys.path.insert(0, str(worlds.ROOT / "examples"))
     import tiny as example
 
     example.make(tmp_path / "model")
     folder = tmp_path / "lines"
     command = ["quality", "--quick", "--dtype", "fp32", "--steps", "2", "--optimizer", "lamb"]
     command += ["--model", str(tmp_path / "model"), "--lines", str(folder)]
-    started(command, tmp_path)
+    apart.python("-m", "benchmarks", *command, cwd=tmp_path)  # which joins a world of one
     made = (folder / "sounds.jsonl").read_text()
     written = folder / f"{command[0]}.md"
     page = written.read_text()

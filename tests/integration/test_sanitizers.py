@@ -5,15 +5,14 @@ optimizers and edits their states. What is wrong has to be refused before it get
 """
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ds_ext.ops.executors.native import library
+from tests.common import apart
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +21,6 @@ LIBRARIES = {"address,undefined": ["libasan.so", "libubsan.so"], "thread": ["lib
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0",  # Python's
     "TSAN_OPTIONS": "halt_on_error=1:ignore_noninstrumented_modules=1",
-    "OMP_NUM_THREADS": "1",
 }
 TRIALS = {"address,undefined": 200, "thread": 25}
 FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fno-sanitize-recover=undefined -DDS_EXT_PLAIN".split()
@@ -52,13 +50,9 @@ def of_compiler(name):
 
 def run(built, *options):
     _, path, first = built
-    return subprocess.run(
-        [sys.executable, "-m", "tests.common.sanitized", str(path), *options],
-        env={**os.environ, **OPTIONS, "LD_PRELOAD": first, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    own = OPTIONS | {"LD_PRELOAD": first, "CUDA_VISIBLE_DEVICES": ""}
+    program = "tests.common.sanitized"
+    return apart.python("-m", program, path, *options, timeout=300, fails=True, **own)
 
 
 def test_nothing_that_is_stepped_goes_out_of_bounds(built):

@@ -1,10 +1,7 @@
 """A type checker sees the optimizers' names and hyper-parameters."""
 
 import inspect
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ import pytest
 import ds_ext
 from ds_ext.hyperparams import names
 from ds_ext.optimizer import OPTIMIZERS
+from tests.common import apart
 
 ROOT = Path(__file__).parents[2]
 GOOD = """import ds_ext
@@ -40,13 +38,8 @@ def test_mypy_finds_misspelt_names(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(GOOD + "\n".join(WRONG) + "\n")
     options = ["--strict", "--follow-imports=silent", f"--cache-dir={ROOT / '.mypy_cache'}"]
-    told = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, str(program)],
-        capture_output=True,
-        text=True,
-        cwd=program.parent,
-        env=os.environ | {"MYPYPATH": str(ROOT)},
-    ).stdout
+    own = {"MYPYPATH": str(ROOT), "PYTHONPATH": None}
+    told = apart.python("-m", "mypy", *options, program, cwd=tmp_path, fails=True, **own).stdout
     lines = [line for line in told.splitlines() if ": error: " in line]
     assert [int(line.split(":")[1]) for line in lines] == list(range(FIRST, FIRST + len(WRONG)))
     assert all(f"[{kind}]" in line for line, kind in zip(lines, WRONG.values(), strict=True))

@@ -4,7 +4,6 @@ The newest are what the other tests run with. The oldest lie in a folder of thei
 ``make test-all``, which comes first on the path of the tests that are run here.
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 
 from ds_ext import contract
 from ds_ext.contract import LOWEST_DEEPSPEED, check_deepspeed, check_torch, numbers, written
+from tests.common import apart
 from tests.tools import contract as recording
 from tests.tools import versions as table
 from tests.tools.versions import quick_tests, run_with
@@ -77,11 +77,7 @@ main(["config", "came"])
 open("ds.json", "w").write('{"optimizer": {"type": "Came", "params": {"lrr": 1}}}')
 assert main(["check", "ds.json"]) == 1
 """
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    done = apart.python("-c", code, cwd=tmp_path, DS_ACCELERATOR=None)
     assert "DeepSpeed is not installed here" in done.stdout
     (required,) = re.findall(r"(?m)^dependencies = .+", (ROOT / "pyproject.toml").read_text())
     assert "torch" in required and "deepspeed" not in required
@@ -149,13 +145,8 @@ CHANGED = "Engine.clip_fp32_gradients = lambda self, new: None"
     ],
 )
 def test_a_newer_deepspeed_harms_no_other_engine(change, switch, told, tmp_path):
-    env = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", NEXT.replace("{change}", change), str(tmp_path / "group")],
-        env=os.environ | env | {contract.SWITCH: switch},
-        capture_output=True,
-        text=True,
-    )
+    given = ("-c", NEXT.replace("{change}", change), tmp_path / "group")
+    done = apart.python(*given, fails=True, LOCAL_RANK="0", **{contract.SWITCH: switch})
     output = done.stdout + done.stderr
     assert told in output and (done.returncode == 0) == (told == "trained"), output
     warned = "ds_ext was not tested with deepspeed 0.20.0"
