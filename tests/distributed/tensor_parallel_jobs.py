@@ -1,5 +1,5 @@
-"""Ranks of tensor parallelism, two by two of data parallelism or two alone: Llama and BERT at every
-stage, against the same training by the authors' optimizers in one process with whole matrices."""
+"""Pairs of ranks that share the layers of a model (AutoTP) or its sequences (Ulysses), alone or two
+by two of data parallelism: against the same training by the authors' optimizers in one process."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -19,6 +19,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 import ds_ext  # noqa: F401
 from tests.common import by_role, engines, updates
 from tests.common.ranks import shared_folder, whole
+from tests.distributed import ulysses_jobs
 
 ROOT = Path(__file__).parents[2]
 VOCAB, STEPS = 37, 4
@@ -47,13 +48,24 @@ RULES = ("adalomo", "adafactor", "came", "lamb", "galoreadamw", "adamw", "lion")
 
 @dataclass
 class Case:
-    model: str
+    model: str  # "sequences": that of ulysses_jobs
     rule: str
     stage: int
     more: dict[str, Any] = field(default_factory=dict)  # settings of the engine
     dropout: float = 0.0
     saved: bool = False  # and loaded half-way, by another engine
     gas: int = 1
+
+    @property
+    def hypers(self) -> dict[str, Any]:
+        # A gradient that is too large by a factor changes LOMO's update, but none of the others'.
+        of_sequences = {"lomo": {"lr": 1.0}, "sinkgd": {"lr": 0.05}}
+        own = of_sequences.get(self.rule, {}) if self.model == "sequences" else {}
+        return HYPERS[self.rule] | own
+
+    @property
+    def max_norm(self) -> float:
+        return self.more.get("gradient_clipping", 0.0)
 
 
 CASES = {
@@ -91,6 +103,16 @@ CASES |= {f"clip-{s}": Case("bert", "adalomo", s, CLIP) for s in range(4)}
 CASES |= {f"accumulate-{s}": Case("llama", "came", s, CLIP, gas=2) for s in (0, 2, 3)}
 CASES |= {f"resume-{s}": Case("llama", "came", s, saved=True) for s in range(4)}
 CASES |= {f"dropout-{s}": Case("bert", "came", s, dropout=0.3) for s in range(4)}
+SEQUENCES = [(rule, stage) for rule in ("lomo", "adalomo", "came") for stage in (1, 2, 3)]
+SEQUENCES += [("lomo", 0), ("adamw", 2), ("sinkgd", 3), ("came", 0), ("galoreadamw", 3)]
+SEQUENCES += [("muon", stage) for stage in range(4)]
+SEQUENCES += [("apollo", 2), ("apollo", 3), ("apollomini", 3)]
+for rule, stage in SEQUENCES:
+    more = {"gradient_clipping": 0.0 if rule == "lomo" else 0.05}
+    CASES[f"sequences-{rule}-{stage}"] = Case("sequences", rule, stage, more)
+    if (rule, stage) in (("adalomo", 1), ("adalomo", 3), ("muon", 1)):
+        name = f"sequences-{rule}-{stage}-saved"
+        CASES[name] = Case("sequences", rule, stage, more, saved=True)
 
 
 class Fused(nn.Module):
@@ -118,6 +140,8 @@ class Fused(nn.Module):
 
 def make(kind: str, dropout: float = 0.0) -> torch.nn.Module:
     """A small model that two ranks divide unevenly: it has three key-value heads, 37 tokens."""
+    if kind == "sequences":
+        return ulysses_jobs.make()
     torch.manual_seed(5)
     sizes = {"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 1}
     if kind == "bert":
@@ -138,6 +162,8 @@ def make(kind: str, dropout: float = 0.0) -> torch.nn.Module:
 
 def loss_of(model, kind: str, step: int, rank: int) -> torch.Tensor:
     """A loss with gradients of full rank, of the tokens of one rank of data parallelism."""
+    if kind == "sequences":
+        return ulysses_jobs.loss_of(model, step, rank, slice(None))
     generator = torch.Generator().manual_seed(97 * step + rank)
     tokens = torch.randint(0, VOCAB, (4, 9), generator=generator)
     target = torch.randn(4, 9, VOCAB, generator=generator)
@@ -161,42 +187,40 @@ def alone(case: Case, told: by_role.Told) -> engines.Alone:
     model = make(case.model)
     named = dict(model.named_parameters())
     if case.rule in by_role.MATRICES:
-        optimizer = by_role.as_told(case.rule, HYPERS[case.rule], told, named)
+        optimizer = by_role.as_told(case.rule, case.hypers, told, named)
     else:
         groups = [{"params": list(model.parameters()), "weight_decay": 0.0}]
         names = {p: n for n, p in named.items()}
-        optimizer_of = by_role.optimizer(names, "_proj", {})
-        optimizer = optimizer_of(case.rule, groups, HYPERS[case.rule])
-    return engines.alone(
-        model,
-        optimizer,
-        lambda model, *of: loss_of(model, case.model, *of),
-        STEPS,
-        dist.get_world_size() // 2,
-        case.more.get("gradient_clipping", 0.0),
-        case.gas,
-    )
+        optimizer_of = by_role.optimizer(names, r"_proj|(qkv|out|up|down)\.weight", {})
+        optimizer = optimizer_of(case.rule, groups, case.hypers)
+
+    def loss(model: nn.Module, *of: int) -> torch.Tensor:
+        return loss_of(model, case.model, *of)
+
+    pairs = dist.get_world_size() // 2
+    return engines.alone(model, optimizer, loss, STEPS, pairs, case.max_norm, case.gas)
 
 
 def start(case: Case):
-    params = HYPERS[case.rule] | OURS.get(case.rule, {}) | {"weight_decay": 0.0}
-    more: dict[str, Any] = {
-        "gradient_accumulation_steps": case.gas,
-        "tensor_parallel": {"autotp_size": 2},
-        "zero": {"reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 20},
-        "optimizer": {"type": f"ds_ext.{case.rule}", "params": params},
-    }
+    params = case.hypers | OURS.get(case.rule, {}) | {"weight_decay": 0.0}
+    more: dict[str, Any] = {"optimizer": {"type": f"ds_ext.{case.rule}", "params": params}}
+    more["zero"] = {"reduce_bucket_size": 1500}
+    if case.model == "sequences":
+        return ulysses_jobs.initialized(engines.config(case.stage, **more | case.more))
+    more |= {"gradient_accumulation_steps": case.gas, "tensor_parallel": {"autotp_size": 2}}
+    more["zero"] = {"reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 20}
     return engines.start(make(case.model, case.dropout), None, case.stage, **more | case.more)
 
 
-def train(engine, case: Case, steps) -> None:
+def train(engine, case: Case, steps) -> list[float]:
     torch.manual_seed(dist.get_rank())  # dropout differs on all ranks
-    engines.train(
-        engine,
-        lambda model, number, rank: loss_of(model, case.model, number, rank // 2),
-        steps,
-        case.gas,
-    )
+
+    def loss(model: Any, number: int, rank: int) -> torch.Tensor:
+        if case.model == "sequences":
+            return ulysses_jobs.loss_here(model, number)
+        return loss_of(model, case.model, number, rank // 2)
+
+    return engines.train(engine, loss, steps, case.gas)
 
 
 def rebuilt(param: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
@@ -219,35 +243,37 @@ def weights(engine) -> tuple[dict, bool]:
     return found, all(torch.equal(rank[n], p) for rank in ranks for n, p in found.items())
 
 
+_pair = groups.get_tensor_model_parallel_group
+
+
 def error(name: str) -> dict[str, Any]:
     """‖difference‖ / ‖update‖ over the model, without the key biases, whose gradient is 0."""
     case = CASES[name]
-    engine = start(case)
-    half = STEPS // 2
-    train(engine, case, range(half))
+    engine, half = start(case), STEPS // 2
+    norms = train(engine, case, range(half))
     if case.saved:
         with shared_folder() as folder:
             engine.save_checkpoint(folder)
             engine.destroy()
             engine = start(case)
             engine.load_checkpoint(folder)
-    train(engine, case, range(half, STEPS))
-    layout = engine.optimizer.layout
+    norms += train(engine, case, range(half, STEPS))
+    layout, shares_sequences = engine.optimizer.layout, case.model == "sequences"
     held = {
         layout.names[p]: h.split.boxes
         for d in layout.placements
         for p, h in d.tensor_parallel_shards.items()
     }
     after, alike = weights(engine)
-    norm, told = engine.get_global_grad_norm(), by_role.told(engine.optimizer, engine.module)
-    waiting = dist.group.WORLD, groups.get_tensor_model_parallel_group()
+    told = by_role.told(engine.optimizer, engine.module)
+    pair = groups._get_sequence_parallel_group if shares_sequences else _pair
+    waiting = [dist.group.WORLD, *([] if shares_sequences else [pair()])]
     limits = {g._get_backend(torch.device("cpu")).options._timeout for g in waiting}
     engine.destroy()
-    assert groups.get_tensor_model_parallel_world_size() == 2
-    result = {"alike": alike, "norm": norm, "held": held, "time limits": limits}
+    assert dist.get_world_size(pair()) == 2
+    result = {"alike": alike, "norms": norms, "held": held, "time limits": limits}
     if not case.dropout and dist.get_rank() == 0:
-        before, expected, norms = reference(case, told)
-        result["expected norm"] = norms[-1]
+        before, expected, result["expected norms"] = reference(case, told)
         counted = {n: p for n, p in expected.items() if not n.endswith("attention.self.key.bias")}
         result["error"] = updates.error(after, counted, before)
         result["worst"] = max((updates.error(after, {n: p}, before), n) for n, p in counted.items())
