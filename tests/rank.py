@@ -31,10 +31,15 @@ import torch.distributed as dist
 import transformers.models.bert.modeling_bert  # noqa: F401
 import transformers.models.llama.modeling_llama  # noqa: F401
 import transformers.trainer  # noqa: F401
+from _pytest.assertion import install_importhook
+from _pytest.config import get_config
 from torch.distributed.distributed_c10d import _world
 
 import ds_ext  # noqa: F401
-from tests.distributed import zero_jobs  # noqa: F401  which most jobs import
+
+# The assertions of jobs show their values, as those of tests do.
+install_importhook(get_config()).mark_rewrite("tests.distributed", "tests.integration")
+from tests.distributed import zero_jobs  # noqa: E402, F401  which most jobs import
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
 

@@ -1,6 +1,7 @@
 """What jobs on real ranks share."""
 
 import contextlib
+import functools
 import logging
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_ext.ops import int8
+
+REFUSALS = ValueError, RuntimeError  # what is raised in words for a user
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
@@ -40,6 +43,17 @@ def shared_folder() -> Iterator[str]:
         dist.barrier()
 
 
+def in_shared_folder(job: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a job a folder of all ranks as its last argument."""
+
+    @functools.wraps(job)
+    def run(*args: Any) -> Any:
+        with shared_folder() as folder:
+            return job(*args, folder)
+
+    return run
+
+
 @contextlib.contextmanager
 def logged(name: str = "ds_ext") -> Iterator[list[str]]:
     """What is logged under a name within the context."""
@@ -59,7 +73,7 @@ def logged(name: str = "ds_ext") -> Iterator[list[str]]:
 
 def message(action: Callable[[], Any], *kinds: type[Exception]) -> str:
     """The text of the error of ``action``, or ""; by default a ValueError or RuntimeError."""
-    expected = kinds or (ValueError, RuntimeError)
+    expected = kinds or REFUSALS
     try:
         action()
     except expected as error:

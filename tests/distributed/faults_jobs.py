@@ -29,7 +29,7 @@ from ds_ext.optimizer import RuleOptimizer
 from tests import worlds
 from tests.common import engines
 from tests.common.ranks import shared_folder
-from tests.distributed.resume_jobs import message, start, steps, whole
+from tests.distributed.resume_jobs import message, same, start, steps, whole
 
 KIND, TOTAL, WHEN = "came", 6, 3
 
@@ -139,8 +139,11 @@ def suffer(folder: str, fault: str, stage: int) -> dict[str, Any]:
     return {"failed": failed, "found": found, "again": again, "left": os.listdir(folder)}
 
 
-def damage(folder: str) -> dict[str, Any]:
-    """Each file of a checkpoint truncated, changed in one byte, or gone: what loading it says."""
+def damage(folder: str) -> None:
+    """Files of a checkpoint that are damaged or of something else are named; nothing is loaded.
+
+    Each file truncated, changed in one byte, or gone; all ranks are told soon.
+    """
     engine = start(KIND, 3)
     steps(engine, range(2))
     engine.save_checkpoint(folder, tag="older")
@@ -148,40 +151,49 @@ def damage(folder: str) -> dict[str, Any]:
     engine.save_checkpoint(folder, tag="good")
     other = start(KIND, 3, 8)
     before, rank = whole(other), dist.get_rank()
-    results = {}
 
-    def attempt(name: str, prepare: Any, **more: Any) -> None:
+    def refuse(words: str, spoil: Any = None, tag: str | None = "bad", of: Any = other) -> str:
+        dist.barrier()
         if rank == 0:
             shutil.rmtree(f"{folder}/bad", ignore_errors=True)
             shutil.copytree(f"{folder}/good", f"{folder}/bad")
-            prepare(Path(folder, "bad"))
+            if spoil is not None:
+                spoil(Path(folder, "bad"))
         dist.barrier()
         began = time.monotonic()
-        told = message(lambda: other.load_checkpoint(folder, **({"tag": "bad"} | more)))
-        unchanged = all(torch.equal(before[n], w) for n, w in whole(other).items())
-        unchanged &= not other.optimizer.state and other.global_steps == 0
-        results[name] = told, unchanged, time.monotonic() - began
-        dist.barrier()
+        told = message(lambda: of.load_checkpoint(folder, tag=tag))
+        assert re.search(words, told) and time.monotonic() - began < 10, told
+        assert not of.optimizer.state and of.global_steps == 0
+        return told
 
-    for file in sorted(os.listdir(f"{folder}/good")):
-        for way, spoil in SPOIL.items():
-            attempt(f"{way} {file}", lambda path, f=file, s=spoil: s(path / f))
-    attempt("newer format", partial(_other_format, 99))
-    attempt("older format", partial(_other_format, 3))
-    attempt("no such tag", lambda path: None, tag="neither")
-    attempt("empty latest", lambda path: Path(folder, "latest").write_text(""), tag=None)
-    for name, made in {
-        "other optimizer": lambda: start("lamb", 3, 8),
-        "other model": lambda: start("galore 8-bit", 3, 8),
-        "other shape": _narrow,
-        "other groups": _grouped,
-    }.items():
-        stranger = made()
-        told = message(lambda e=stranger: e.load_checkpoint(folder, tag="good"))
-        results[name] = told, not stranger.optimizer.state, 0.0
+    files = sorted(os.listdir(f"{folder}/good"))
+    kinds = [f"{r}_mp_rank_00_{kind}" for r in (0, 1) for kind in ("model", "optim")]
+    assert {"ds_ext.json", *(f"zero_pp_rank_{kind}_states.pt" for kind in kinds)} == {*files}
+    for file in files:
+        for way, (spoil, what) in SPOIL.items():
+            words = rf"(?s)bad.*{re.escape(file)} {what}"
+            told = refuse(words, lambda path, f=file, s=spoil: s(path / f))
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, told)
+            assert everyone == [told] * 2 and same(before, whole(other))
+            complete = "Nothing was loaded. Complete checkpoints in .*: good, older"
+            assert re.search(complete, told) or (file, way) == ("ds_ext.json", "missing")
+    formats = "has format {} .* but this ds_ext reads format 4: a{} ds_ext wrote it"
+    refuse(formats.format(99, " newer"), partial(_other_format, 99))
+    refuse(formats.format(3, "n older"), partial(_other_format, 3))
+    refuse(r"there is no checkpoint .*neither\. .*: good, bad, older", tag="neither")
+    empty = r"latest is empty\. .*: bad, good, older"
+    refuse(empty, lambda path: Path(folder, "latest").write_text(""), None)
+    assert same(before, whole(other))
+    saved_with = "this checkpoint was saved with CAME, but the optimizer is "
+    refuse(f"good: {saved_with}LAMB", tag="good", of=start("lamb", 3, 8))
+    refuse(f"{saved_with}GaLoreAdamW", tag="good", of=start("galore 8-bit", 3, 8))
+    shape = r"up.weight has shape \(13, 12\) in the checkpoint and \(12, 13\) in the model"
+    refuse(shape, tag="good", of=_narrow())
+    groups = "other parameter groups than the optimizer: group 0 differs in col"
+    refuse(groups, tag="good", of=_grouped())
     other.load_checkpoint(folder, tag="good")
-    results["good"] = all(torch.equal(w, whole(engine)[n]) for n, w in whole(other).items())
-    return results
+    assert same(whole(other), whole(engine))
 
 
 def _truncate(file: Path) -> None:
@@ -194,7 +206,11 @@ def _flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-SPOIL = {"truncated": _truncate, "flipped": _flip, "missing": os.unlink}
+SPOIL = {
+    "truncated": (_truncate, "is damaged"),
+    "flipped": (_flip, "is damaged"),
+    "missing": (os.unlink, "is missing"),
+}
 
 
 def _other_format(number: int, path: Path) -> None:
@@ -215,9 +231,10 @@ def _grouped() -> deepspeed.DeepSpeedEngine:
     return engines.start(model, ds_ext.CAME(model.parameters()), 0)
 
 
-def differ() -> dict[str, Any]:
-    """Ranks started with different things: what each is told, and how soon."""
+def differ() -> None:
+    """Ranks that were started with different things are told so at once."""
     odd = dist.get_rank() == 1
+    clip = 0.5 if odd else None
 
     def begin(*layers: torch.nn.Module, lr: float = 1e-3, **more: Any) -> None:
         model = torch.nn.Sequential(*layers or (torch.nn.Linear(4, 5), torch.nn.Linear(5, 3)))
@@ -232,22 +249,23 @@ def differ() -> dict[str, Any]:
         model = torch.nn.Linear(4, 5)
         engines.start(model, kind(model.parameters(), **hypers), stage)
 
-    cases = {
-        "config": lambda: begin(gradient_clipping=0.5 if odd else None),
-        "json": lambda: begin(lr=2e-3 if odd else 1e-3),
-        "optimizer": lambda: own(ds_ext.LAMB if odd else ds_ext.CAME),
-        "group": lambda: own(ds_ext.LAMB, lr=0.1 if odd else 0.2),
-        "order": lambda: begin(swapped()),
-        "shape": lambda: begin(torch.nn.Linear(4, 6 if odd else 5)),
-        "more": lambda: begin(torch.nn.Linear(4, 5, bias=odd)),
-        "fused": lambda: own(ds_ext.LOMO, None, lr=0.1 if odd else 0.2),
-    }
-    results = {}
-    for name, case in cases.items():
+    rate = r"parameter groups: .* \[0\].lr: 0.2 and 0.1"
+    lr = 0.1 if odd else 0.2
+    for words, case in (
+        ("configs: .* gradient_clipping: None and 0.5", lambda: begin(gradient_clipping=clip)),
+        ("configs: .* optimizer.params.lr: 0.2 and 0.1", lambda: begin(lr=lr)),
+        ("optimizers: .* 'CAME' and 'LAMB'", lambda: own(ds_ext.LAMB if odd else ds_ext.CAME)),
+        (rate, lambda: own(ds_ext.LAMB, lr=lr)),
+        (rate, lambda: own(ds_ext.LOMO, None, lr=lr)),
+        ("parameters: .* '0.a.weight' and '0.b.weight'", lambda: begin(swapped())),
+        ("parameters: .* 5 and 6", lambda: begin(torch.nn.Linear(4, 6 if odd else 5))),
+        ("parameters: .* number: 1 and 2", lambda: begin(torch.nn.Linear(4, 5, bias=odd))),
+    ):
         began = time.monotonic()
-        results[name] = message(case), time.monotonic() - began
+        told = message(case)
+        assert re.search(f"the ranks were started with different {words}", told), told
+        assert time.monotonic() - began < 10
         dist.barrier()
-    return results
 
 
 def late(folder: str) -> dict[str, list[str]]:

@@ -297,56 +297,60 @@ def has_vector(layer: nn.Module) -> None:
     layer.bias = nn.Parameter(torch.zeros(3))
 
 
-def told_of(
-    net: PipelineModule, more: dict[str, Any] | None = None, client: Any = None
-) -> tuple[str, float]:
-    """What this rank is told at ``initialize``, and after how many seconds."""
+SOON = 25  # seconds; who waits for a rank that has raised is told after 30
+
+
+def refuse(net: PipelineModule, *words: str, client: Any = None, **more: Any) -> None:
+    """Asserts that all ranks are told soon, at ``initialize``, with these words."""
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 3}
     if client is None:
         config["optimizer"] = {"type": "AdaLomo", "params": {}}
-    config |= more or {}
     began = time.monotonic()
-    told = message(lambda: deepspeed.initialize(model=net, optimizer=client, config=config))
-    return told, time.monotonic() - began
+    told = message(lambda: deepspeed.initialize(model=net, optimizer=client, config=config | more))
+    assert all(part in told for part in words) and time.monotonic() - began < SOON, told
 
 
-def unlike() -> tuple[str, float]:
-    """What is told where one rank of the second stage has frozen its layer."""
+def unlike() -> None:
+    """One rank of the second stage has frozen its layer."""
     net = piped([LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Linear, 4, 3)])
     net.requires_grad_(dist.get_rank() != 3)
-    return told_of(net)
+    refuse(net, "ranks 2, 3: ", "rank 2 and rank 3 differ in", "different parameters")
 
 
-def refusals() -> dict[str, tuple[str, float]]:
-    """What is told of pipelines that ds_ext does not train, at ``initialize``."""
-    no_name = {"match": "no such name", "lr": 1e-3}
-    cases: dict[str, dict[str, Any]] = {
-        "stage 2": {"zero_optimization": {"stage": 2}},
-        "stage 3": {"zero_optimization": {"stage": 3}},
-        "fused": {"ds_ext": {"gradient_policy": "fused"}},
-        "model axis": {},
-        "key": {"optimizer": {"type": "AdaLomo", "params": {"lrr": 1}}},
-        "match": {"optimizer": {"type": "AdaLomo", "params": {"param_groups": [no_name]}}},
-        "tied": {},
-        "untied": {},
-        "two on a rank": {},
-    }
-    told = {}
-    for name, more in cases.items():
-        how: dict[str, Any] = {"num_stages": 2, "loss_fn": loss, "partition_method": "uniform"}
-        if name == "model axis":
-            topology = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
-            how |= {"num_stages": None, "topology": topology}
-        how |= {"loss_fn": Weighted()} if name == "untied" else {}
-        net = (DualPipeVModule if name == "two on a rank" else PipelineModule)(specs(), **how)
-        if name == "tied":
-            net.tied_modules["tokens"].weight.requires_grad_(net.stage_id == 0)
-        told[name] = told_of(net, more)
-    for spoil in (is_complex, is_cut, has_vector):  # what the second stage alone has
+def refusals() -> None:
+    """Pipelines that ds_ext does not train are refused."""
+
+    def usual(kind: Any = PipelineModule, **how: Any) -> Any:
+        return kind(specs(), **{"num_stages": 2, "loss_fn": loss} | how, partition_method="uniform")
+
+    def adalomo(**params: Any) -> dict[str, Any]:
+        return {"type": "AdaLomo", "params": params}
+
+    for stage in (2, 3):
+        named = f"zero_optimization.stage = {stage}"
+        refuse(usual(), named, "0 or 1", zero_optimization={"stage": stage})
+    fused = "PipelineModule needs kept gradients", 'ds_ext.gradient_policy = "fused"', "remove"
+    refuse(usual(), *fused, ds_ext={"gradient_policy": "fused"})
+    topology = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
+    refuse(usual(num_stages=None, topology=topology), '"model" axis', "remove it")
+    refuse(usual(), "optimizer.params.lrr", '"lr"', optimizer=adalomo(lrr=1))
+    unmatched = adalomo(param_groups=[{"match": "no such name", "lr": 1e-3}])
+    there = "param_groups[0].match", "tied_modules.tokens.weight", "conv.weight"
+    refuse(usual(), *there, optimizer=unmatched)
+    net = usual()
+    net.tied_modules["tokens"].weight.requires_grad_(net.stage_id == 0)
+    refuse(net, "tied_modules.tokens.weight is tied", "requires_grad")
+    untied = "loss_fn.weight is on several stages and not tied", "TiedLayerSpec"
+    refuse(usual(loss_fn=Weighted()), *untied)
+    refuse(usual(DualPipeVModule), "DualPipeVModule", "use PipelineModule")
+    for spoil, words in {  # what the second stage alone has; the first is told as well
+        is_complex: ["rank 1: AdaLomo: a parameter of shape [2, 2] is torch.complex64"],
+        is_cut: ["rank 1: zero_optimization.stage = 0: the model's parameters are partitioned"],
+        has_vector: ["rank 1: Muon supports only matrices", "[3]"],
+    }.items():
         layers = [LayerSpec(nn.Linear, 4, 4, bias=False), LayerSpec(nn.Linear, 4, 3, bias=False)]
         net = piped(layers)
         if net.stage_id == 1:
             spoil(net.get_submodule("1"))
         muon = OPTIMIZERS["muon"](net.parameters()) if spoil is has_vector else None
-        told[spoil.__name__] = told_of(net, client=muon)
-    return told
+        refuse(net, *words, client=muon)

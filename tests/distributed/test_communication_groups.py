@@ -19,6 +19,7 @@ from ds_ext.distributed import groups
 from ds_ext.distributed.placement import Sharded
 from tests import worlds
 from tests.common import engines
+from tests.common.states import same
 from tests.common.streams import simulated
 from tests.distributed.test_faults import LOST
 
@@ -43,10 +44,10 @@ def loss_of(engine: Any, number: int, rank: int) -> torch.Tensor:
     return engine(engines.rows(number, rank, 2, 12)).square().sum()
 
 
-def twice() -> dict[str, Any]:
-    """The same training on the groups of DeepSpeed, and twice with a group for our collectives."""
+def twice() -> None:
+    """The same bits on the groups of DeepSpeed, and twice with groups of our own, made once."""
     plain = [trained(stage) for stage in STAGES]
-    counts, used, reducing = [], set(), set()
+    counts, used, reducing = set(), set(), set()
     add_up, reduce = dist.all_reduce, Sharded._begin_sum
 
     def noted(x: torch.Tensor, *args: Any, group: Any = None, **more: Any) -> Any:
@@ -63,19 +64,17 @@ def twice() -> dict[str, Any]:
         mock.patch("torch.distributed.all_reduce", noted),
         mock.patch.object(Sharded, "_begin_sum", reduced),
     ):
-        apart = []
-        for stage in (*STAGES, *STAGES):
-            apart.append(trained(stage))
-            counts.append(len(dist.distributed_c10d._world.pg_map))
+        for _ in range(2):
+            for stage, weights in zip(STAGES, plain, strict=True):
+                assert same(trained(stage), weights)
+                counts.add(len(dist.distributed_c10d._world.pg_map))
     own = {queue: group for (_, queue, _), group in groups._made.items()}
-    is_used = reducing == {own["reductions"]} and own["steps"] in used and not used & reducing
-    return {"plain": plain, "apart": apart, "counts": counts, "is_used": is_used}
+    assert reducing == {own["reductions"]} and own["steps"] in used and not used & reducing
+    assert len(counts) == 1
 
 
-def on_streams() -> dict[str, Any]:
-    """The same training plainly and with simulated streams of a GPU, and what ran too early."""
-    stages = (3, 2, 0)
-    plain = [trained(stage) for stage in stages]
+def on_streams() -> None:
+    """Simulated streams of a GPU change no bit, and nothing runs too early."""
     ahead: list[list[bool]] = []  # whether a bucket's question was left open, by stage
     flush = Buckets.flush
 
@@ -84,28 +83,27 @@ def on_streams() -> dict[str, Any]:
         ahead[-1].append(buckets.asked is not None)
         return result
 
-    found, errors = [], []
-    with mock.patch.object(Buckets, "flush", noted):
-        for stage in stages:
-            ahead.append([])
-            with simulated() as gpu:
-                found.append(trained(stage))
-            errors += gpu.errors
-    return {"plain": plain, "found": found, "errors": errors, "ahead": [*map(any, ahead)]}
+    for stage in (3, 2, 0):
+        plain = trained(stage)
+        ahead.append([])
+        with mock.patch.object(Buckets, "flush", noted), simulated() as gpu:
+            found = trained(stage)
+        assert same(plain, found) and not gpu.errors
+    assert [*map(any, ahead)] == [False, True, True]  # at stage 3 ranks need not ask
 
 
-def limits() -> list[float]:
-    """How long the group waits that a layout without an engine makes, and that of an engine."""
-    found = []
+def seconds(group: Any) -> float:
+    """How long a group waits."""
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def limits() -> None:
+    """The groups that a layout makes without an engine, and that of an engine, wait as others."""
     with mock.patch.object(groups, "WITHOUT_QUEUES", set()):
         shorter = dist.new_group([0, 1], timeout=timedelta(seconds=77))
-        own = groups.with_own_queue(shorter, torch.device("cpu"))
-        found.append(own._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+        assert seconds(groups.with_own_queue(shorter, torch.device("cpu"))) == 77
         trained(3)
-        own = groups._made[None, "steps", (0, 1)]
-        found.append(own._get_backend(torch.device("cpu")).options._timeout.total_seconds())
-    everyone = dist.group.WORLD._get_backend(torch.device("cpu"))
-    return [*found, everyone.options._timeout.total_seconds()]
+        assert seconds(groups._made[None, "steps", (0, 1)]) == seconds(dist.group.WORLD) != 77
 
 
 def renewed() -> int:
@@ -132,27 +130,9 @@ def killed(has_own_groups: bool) -> None:
             optimizer.step()
 
 
-def test_a_group_of_their_own_gives_the_same_bits_and_is_made_once():
-    for rank in worlds.run(2, twice):
-        for stage, weights in enumerate(rank["apart"]):
-            plain = rank["plain"][stage % len(STAGES)]
-            assert weights.keys() == plain.keys()
-            assert all(weights[name].equal(plain[name]) for name in plain)
-        assert rank["is_used"] and len(set(rank["counts"])) == 1
-
-
-def test_streams_change_no_bit_and_nothing_runs_too_early():
-    for rank in worlds.run(2, on_streams):
-        assert rank["errors"] == []
-        for plain, found in zip(rank["plain"], rank["found"], strict=True):
-            assert all(found[name].equal(plain[name]) for name in plain)
-        assert rank["ahead"] == [False, True, True]  # stages 3, 2, 0: at stage 3 ranks need not ask
-
-
-def test_it_waits_as_long_as_the_others():
-    for before, in_engine, of_all in worlds.run(2, limits):
-        assert before == 77
-        assert in_engine == of_all != 77
+@pytest.mark.parametrize("job", [twice, on_streams, limits])
+def test_groups_and_streams_of_their_own_change_no_bit_and_no_time_limit(job):
+    worlds.run(2, job)
 
 
 def test_a_group_that_was_destroyed_is_made_anew():

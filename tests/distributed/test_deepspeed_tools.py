@@ -6,7 +6,6 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-import torch.distributed as dist
 from deepspeed.utils import zero_to_fp32
 from torch import nn
 
@@ -14,17 +13,13 @@ import ds_ext
 from tests import worlds
 from tests.common import engines
 from tests.common.choose import params
-from tests.common.ranks import logged, shared_folder
+from tests.common.ranks import in_shared_folder, logged
 from tests.distributed.resume_jobs import BITS, STAGES, model_of, same, start, steps, whole
 
 
-def tools(way: str, stage: int) -> dict[str, Any]:
-    """What DeepSpeed's own tools make of a checkpoint of ours."""
-    with shared_folder() as folder:
-        return _tools(folder, way, stage)
-
-
-def _tools(name: str, way: str, stage: int) -> dict[str, Any]:
+@in_shared_folder
+def tools(way: str, stage: int, name: str) -> None:
+    """DeepSpeed's own tools and options read a checkpoint of ours."""
     hypers, more = BITS[way]
     gather = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
     engine = start("came", stage, 7, hypers, **more, zero_optimization=gather)
@@ -35,22 +30,22 @@ def _tools(name: str, way: str, stage: int) -> dict[str, Any]:
     weights = whole(engine)
     other = start("lamb", stage, 8, hypers, **more)
     other.load_checkpoint(name, load_module_only=True)
+    assert same(whole(other), weights)
     third = start("lamb", (stage + 1) % 4, 8, hypers, **more)
     steps(third, range(1))
     third.load_checkpoint(name, load_optimizer_states=False)
-    parts = whole(other), whole(third), len(third.optimizer.state), third.global_steps
-    if dist.get_rank():
-        return {}
-    found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(name) if stage else {}
-    saved = torch.load(f"{name}/model.bin", weights_only=True)
-    return {
-        "zero_to_fp32": {n: found[n] for n in found if n in weights},
-        "weights": weights,
-        "16bit": {n: saved[n] for n in weights},
-        "plain": [torch.load(f, weights_only=True) is not None for f in Path(name).glob("*/*.pt")],
-        "module only": parts[0],
-        "no state": parts[1:],
-    }
+    assert same(whole(third), weights)
+    assert not third.optimizer.state and third.global_steps == 3
+    assert same(weights, torch.load(f"{name}/model.bin", weights_only=True))
+    for file in Path(name).glob("*/*.pt"):
+        torch.load(file, weights_only=True)
+    if stage:
+        every = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(name)
+        found = {n: every[n] for n in weights}
+        assert all(found[n].shape == w.shape for n, w in weights.items())
+        assert same({n: t.to(weights[n].dtype) for n, t in found.items()}, weights)
+        # masters in fp32
+        assert any(not torch.equal(t, t.bfloat16().float()) for t in found.values())
 
 
 def adamw(folder: str, stage: int, dtype: str) -> dict[str, torch.Tensor]:
@@ -63,15 +58,17 @@ def adamw(folder: str, stage: int, dtype: str) -> dict[str, torch.Tensor]:
     return whole(engine)
 
 
-def from_adamw(folder: str, stage: int, dtype: str) -> dict[str, Any]:
-    """What CAME makes of it, and what it logs."""
+def from_adamw(folder: str, stage: int, dtype: str) -> dict[str, torch.Tensor]:
+    """What CAME loads of it, and then trains."""
     engine = start("flat", (stage + 2) % 4, 8, bf16={"enabled": dtype == "bf16"})
     steps(engine, range(1))
     with logged() as said:
         path, _ = engine.load_checkpoint(folder)
-    weights, states = whole(engine), len(engine.optimizer.state)
+    told = f"{path}: only weights are loaded, the state of CAME starts from zero"
+    assert any(told in line for line in said) and not engine.optimizer.state
+    weights = whole(engine)
     steps(engine, range(1, 3))
-    return {"weights": weights, "states": states, "path": path, "said": said}
+    return weights
 
 
 class Tower(nn.Module):
@@ -125,20 +122,21 @@ def values(engine: deepspeed.DeepSpeedEngine) -> list[torch.Tensor]:
         return [value.detach().clone() for value in found]
 
 
-def carried_over(ways: tuple[str, str], stage: int, kind: Any, folder: str) -> tuple[bool, bool]:
-    """Whether a model saved in one way is the same loaded in another, and after a further step."""
+def carried_over(ways: tuple[str, str], stage: int, kind: Any, folder: str) -> None:
+    """A model saved in one way is the same loaded in another, and after a further step.
+
+    Weights of DeepSpeed's AdamW are loaded too; then the two optimizers part.
+    """
     first = compiled_engine(ways[0], stage, 0, kind)
     second = compiled_engine(ways[1], stage, 1)
     compiled_step(first, 0)
     first.save_checkpoint(folder)
     second.load_checkpoint(folder)
-    alike = []
-    for _ in range(2):
+    for is_same in (True, kind is ds_ext.CAME):
         pairs = zip(values(first), values(second), strict=True)
-        alike.append(all(torch.equal(a, b) for a, b in pairs))
+        assert all(torch.equal(a, b) for a, b in pairs) == is_same
         for engine in (first, second):
             compiled_step(engine, 1)
-    return alike[0], alike[1]
 
 
 TOOLS = [(way, stage) for way in ("fp32", "master") for stage in STAGES] + [("master24", 2)]
@@ -150,30 +148,14 @@ ADAMW = [(dtype, stage) for dtype in ("fp32", "bf16") for stage in STAGES]
 )
 @pytest.mark.parametrize("way, stage", params(TOOLS, [("master", 3)]))
 def test_tools_of_deepspeed_read_our_checkpoints(way, stage):
-    got = worlds.once(2, tools, way, stage)[0]
-    weights = got["weights"]
-    assert all(got["plain"])  # torch.load(weights_only=True)
-    assert same(got["16bit"], weights)
-    assert same(got["module only"], weights)
-    loaded, states, steps = got["no state"]
-    assert same(loaded, weights) and (states, steps) == (0, 3)
-    if stage:
-        found = got["zero_to_fp32"]
-        assert found.keys() == weights.keys()
-        assert all(found[n].shape == w.shape for n, w in weights.items())
-        assert same({n: t.to(weights[n].dtype) for n, t in found.items()}, weights)
-        finer = any(not torch.equal(t, t.bfloat16().float()) for t in found.values())
-        assert finer  # masters in fp32
+    worlds.run(2, tools, way, stage)
 
 
 @pytest.mark.parametrize("dtype, stage", params(ADAMW, [("bf16", 1)]))
 def test_weights_of_a_model_trained_by_deepspeeds_adamw(tmp_path, dtype, stage):
     trained, _ = worlds.run(2, adamw, str(tmp_path), stage, dtype)
-    (got,) = worlds.run(1, from_adamw, str(tmp_path), stage, dtype)
-    assert same(trained, got["weights"])
-    assert got["states"] == 0
-    told = f"{got['path']}: only weights are loaded, the state of CAME starts from zero"
-    assert any(told in line for line in got["said"])
+    (loaded,) = worlds.run(1, from_adamw, str(tmp_path), stage, dtype)
+    assert same(trained, loaded)
 
 
 WAYS = [("plain", "model"), ("model", "submodules"), ("submodules", "both"), ("both", "engine")]
@@ -184,6 +166,4 @@ OF_ADAMW = [(("model", "plain"), stage, torch.optim.AdamW) for stage in (0, 1)]
 
 @pytest.mark.parametrize("ways, stage, kind", params([*COMPILED, *OF_ADAMW], OF_ADAMW))
 def test_compiled_in_one_way_and_loaded_in_another(tmp_path, ways, stage, kind):
-    """Weights of DeepSpeed's AdamW are loaded too; then the two optimizers part."""
-    for loaded, after_a_step in worlds.run(2, carried_over, ways, stage, kind, str(tmp_path)):
-        assert loaded and after_a_step == (kind is ds_ext.CAME)
+    worlds.run(2, carried_over, ways, stage, kind, str(tmp_path))

@@ -1,6 +1,7 @@
 """DeepSpeed's public methods of an engine: docs/engine-api.md, row by row; metrics, monitors."""
 
 import csv
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import ds_ext
 from tests import worlds
 from tests.common import engines
 from tests.common.choose import params
-from tests.common.ranks import logged, message, shared_folder, whole
-from tests.distributed import param_groups_jobs
-from tests.distributed.safe_access_jobs import Pair, loss_of
+from tests.common.ranks import REFUSALS, in_shared_folder, logged, shared_folder, whole
+from tests.common.states import same
+from tests.distributed import test_param_groups
+from tests.distributed.test_safe_access import Pair, loss_of
 
 ABSENT = ("fp32_partitioned_groups_flat", "averaged_gradients", "unscale_and_clip_grads")
 
@@ -29,78 +31,94 @@ def backward(engine: deepspeed.DeepSpeedEngine, number: int, **more: Any) -> Non
     engine.backward(loss_of(engine, number, dist.get_rank()), **more)
 
 
-def works(stage: int) -> dict[str, Any]:
+def stepped(model: Pair, lr: float, *numbers: int) -> None:
+    """A step of plain gradient descent by the mean of batches."""
+    model.zero_grad()
+    losses = [loss_of(model, n, rank) for n in numbers for rank in (0, 1)]
+    (sum(losses) / len(losses)).backward()
+    for p in (model.matrix, model.bias):
+        p.data -= lr * p.grad
+
+
+def assert_close(weights: dict[str, torch.Tensor], model: Pair, lr: float) -> None:
+    for name in ("matrix", "bias"):
+        p = model.get_parameter(name)
+        assert (weights[name] - p).norm() <= 1e-5 * (lr * p.grad).norm(), name
+
+
+def works(stage: int) -> None:
     """What calls give that work."""
-    engine = start(stage)
+    engine, alone = start(stage), Pair()
     optimizer = engine.optimizer
     for number in (0, 3):  # an even number of steps: DeepSpeed counts on, with more micro-batches
         backward(engine, number)
         engine.allreduce_gradients()  # which have been reduced
         engine.step()
-    found = {
-        "after": whole(engine.module),
-        "applied": engine.was_step_applied(),
-        "lr": (engine.get_lr(), optimizer.get_lr(), optimizer.defaults["lr"]),
-        "batch": engine.train_batch_size(),
-        "offload": hasattr(optimizer, "parameter_offload"),
-        "scale": (optimizer.loss_scale, optimizer.cur_scale, optimizer.overflow),
-        "groups": len(optimizer.fp16_groups) == len(optimizer.param_groups),
-    }
+        stepped(alone, 0.1, number)
+    assert_close(whole(engine.module), alone, 0.1)
+    assert engine.was_step_applied() and engine.train_batch_size() == 8
+    assert (engine.get_lr(), optimizer.get_lr(), optimizer.defaults["lr"]) == ([0.1], 0.1, 0.1)
+    assert hasattr(optimizer, "parameter_offload") == (stage == 3)
+    assert (optimizer.loss_scale, optimizer.cur_scale, optimizer.overflow) == (1.0, 1.0, False)
+    assert len(optimizer.fp16_groups) == len(optimizer.param_groups)
     optimizer.set_lr(0.2)
     engine.set_train_batch_size(16)  # two micro-batches
     for number in (1, 2):
         backward(engine, number)
         engine.step()
-    found["accumulated"] = whole(engine.module)
+    stepped(alone, 0.2, 1, 2)
+    accumulated = whole(engine.module)
+    assert_close(accumulated, alone, 0.2)
     engine.empty_partition_cache()
-    found["emptied"] = whole(engine.module)
-    with shared_folder() as folder, logged() as found["saved"]:
+    assert same(accumulated, whole(engine.module))
+    with shared_folder() as folder, logged() as said:
         is_saved = engine.save_16bit_model(folder, exclude_frozen_parameters=False)
+    # At stage 3, DeepSpeed needs a switch that this config lacks.
     assert is_saved == (stage < 3)
+    assert dist.get_rank() or bool(said) == (stage == 3)
+    assert all("gather_16bit_weights_on_model_save" in line for line in said)
     engine.destroy()
-    return found
 
 
-def refused(stage: int) -> dict[str, str]:
-    """The errors of calls that are refused, which change no weight."""
+def refused(stage: int) -> None:
+    """Calls that are refused say what to use, and change no weight."""
     engine = start(stage)
     optimizer, before = engine.optimizer, whole(engine.module)
-    stranger = torch.nn.Parameter(torch.ones(2))
-    told = {
-        "coalesce": message(engine.coalesce_grad_reduction),
-        "clip": message(engine.clip_fp32_gradients),
-        "clip_grad_norm_": message(
-            lambda: torch.nn.utils.clip_grad_norm_(engine.parameters(), 1.0)
-        ),
-        "rate": message(lambda: backward(engine, 0, learning_rate=0.1), TypeError),
-        "position": message(lambda: engine.backward(loss_of(engine, 0, 0), 0.1), TypeError),
-        "by name": message(lambda: engine.backward(loss=torch.ones(2)), AssertionError),
-        "backward": message(lambda: optimizer.backward(loss_of(engine, 0, 0))),
-        "load": message(lambda: optimizer.load_state_dict({})),
-        "step": message(lambda: optimizer.step(closure=lambda: None)),
-        "stranger": message(lambda: optimizer.add_param_group({"params": [stranger]}), ValueError),
-        "nvme": message(lambda: engine.offload_states(device="nvme")),
-    }
+    stranger = {"params": [torch.nn.Parameter(torch.ones(2))]}
+    norm = functools.partial(torch.nn.utils.clip_grad_norm_, engine.parameters(), 1.0)
+    takes = "takes no learning_rate.*remove optim"
+    for call, words, *kinds in (
+        (engine.coalesce_grad_reduction, "set_gradient_accumulation_boundary"),
+        (engine.clip_fp32_gradients, "gradient_clipping"),
+        (norm, "gradient_clipping"),
+        (lambda: backward(engine, 0, learning_rate=0.1), takes, TypeError),
+        (lambda: engine.backward(loss_of(engine, 0, 0), 0.1), takes, TypeError),
+        (lambda: engine.backward(loss=torch.ones(2)), "must be a scalar", AssertionError),
+        (lambda: optimizer.backward(loss_of(engine, 0, 0)), r"engine.backward\(loss\)"),
+        (lambda: optimizer.load_state_dict({}), "engine.load_checkpoint"),
+        (lambda: optimizer.step(closure=lambda: None), "no closure"),
+        (lambda: optimizer.add_param_group(stranger), "add_param_group.*not part of the model"),
+        (lambda: engine.offload_states(device="nvme"), "NVMe|OffloadDeviceEnum.cpu"),
+    ):
+        with pytest.raises(tuple(kinds) or REFUSALS, match=words):
+            call()
     param = optimizer.param_groups[0]["params"][0]
     param.grad = torch.ones_like(param)
-    told["written"] = message(engine.step)
-    told |= {name: message(lambda n=name: getattr(optimizer, n), AttributeError) for name in ABSENT}
-    after = whole(engine.module)
-    assert all(torch.equal(after[n], p) for n, p in before.items())
-    assert not any(hasattr(optimizer, name) for name in ABSENT)
+    with pytest.raises(REFUSALS, match="has a gradient that did not come from backward"):
+        engine.step()
+    for name in ABSENT:
+        assert not hasattr(optimizer, name)
+        with pytest.raises(AttributeError, match=f"has no {name}: docs/engine-api.md"):
+            getattr(optimizer, name)
+    assert same(before, whole(engine.module))
     engine.destroy()
-    return told
 
 
-def metrics(stage: int) -> dict[str, Any]:
+@in_shared_folder
+def metrics(stage: int, folder: str) -> dict[str, Any]:
     """The metrics of each step, what they ought to be, and what DeepSpeed's CSV monitor wrote."""
-    with shared_folder() as folder:
-        return _metrics(stage, folder)
-
-
-def _metrics(stage: int, folder: str) -> dict[str, Any]:
     monitor = {"enabled": True, "output_path": folder, "job_name": f"stage{stage}"}
-    model = param_groups_jobs.network()
+    model = test_param_groups.network()
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}]
@@ -110,7 +128,7 @@ def _metrics(stage: int, folder: str) -> dict[str, Any]:
     told, expected = [], []
     for step in range(3):
         before = whole(engine.module)
-        engine.backward(param_groups_jobs.loss_of(engine, step, dist.get_rank()))
+        engine.backward(test_param_groups.loss_of(engine, step, dist.get_rank()))
         engine.step()
         after = whole(engine.module)
         told.append(engine.optimizer.metrics())
@@ -130,52 +148,10 @@ def _rms(before, after, ndim: int) -> tuple[float, float]:
     return tuple(float(x.double().square().mean().sqrt()) for x in (moved, weight))
 
 
-STAGES = params([0, 1, 2, 3], [1, 3])
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_works_does_what_deepspeed_says(stage):
-    found = worlds.run(2, works, stage)
-    for got in found:
-        model = Pair()
-        for lr, numbers, key in (
-            (0.1, (0,), ""),
-            (0.1, (3,), "after"),
-            (0.2, (1, 2), "accumulated"),
-        ):
-            model.zero_grad()
-            losses = [loss_of(model, n, rank) for n in numbers for rank in (0, 1)]
-            (sum(losses) / len(losses)).backward()
-            for name in ("matrix", "bias"):
-                p = model.get_parameter(name)
-                p.data -= lr * p.grad
-                if key:
-                    assert (got[key][name] - p).norm() <= 1e-5 * (lr * p.grad).norm(), name
-        assert all(p.equal(got["emptied"][n]) for n, p in got["accumulated"].items())
-        assert got["applied"] and got["lr"] == ([0.1], 0.1, 0.1) and got["batch"] == 8
-        assert got["scale"] == (1.0, 1.0, False) and got["groups"]
-        assert got["offload"] == (stage == 3)
-    # At stage 3, DeepSpeed needs a switch that this config lacks.
-    assert bool(found[0]["saved"]) == (stage == 3)
-    assert all("gather_16bit_weights_on_model_save" in line for line in found[0]["saved"])
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_cannot_work_says_what_to_use(stage):
-    for told in worlds.run(2, refused, stage):
-        assert "set_gradient_accumulation_boundary" in told["coalesce"]
-        assert (
-            "gradient_clipping" in told["clip"] and "gradient_clipping" in told["clip_grad_norm_"]
-        )
-        assert "takes no learning_rate" in told["rate"] == told["position"]
-        assert "remove optim" in told["rate"] and "must be a scalar" in told["by name"]
-        assert "engine.backward(loss)" in told["backward"]
-        assert "add_param_group" in told["stranger"] and "not part of the model" in told["stranger"]
-        assert "has a gradient that did not come from backward" in told["written"]
-        assert "engine.load_checkpoint" in told["load"] and "no closure" in told["step"]
-        assert "NVMe" in told["nvme"] or "OffloadDeviceEnum.cpu" in told["nvme"]
-        for name in ABSENT:
-            assert f"has no {name}: docs/engine-api.md" in told[name]
+@pytest.mark.parametrize("stage", params([0, 1, 2, 3], [1, 3]))
+@pytest.mark.parametrize("job", [works, refused])
+def test_each_call_does_what_deepspeed_says_or_tells_what_to_use(job, stage):
+    worlds.run(2, job, stage)
 
 
 RANKS = (1, 2, 3)

@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import io
+import itertools
 import weakref
 from typing import Any
 
@@ -22,9 +23,11 @@ from tests.common.choose import params
 from tests.common.ranks import logged, message, whole
 from tests.common.states import same
 from tests.common.updates import check_each
-from tests.distributed import expert_parallel_jobs, int8_engines_jobs
+from tests.distributed import expert_parallel_jobs
+from tests.distributed.test_int8_engines import engine_of
 
 STEPS = 3
+Weights = dict[str, Tensor]
 
 
 def make() -> nn.Sequential:
@@ -51,8 +54,18 @@ def steps(engine, numbers: range) -> dict[str, torch.Tensor]:
     return whole(engine.module)
 
 
-def second_engine(stage: int, ours: bool, begun: bool) -> dict[str, Any]:
-    """An engine, of ours or with AdamW, on the model of one of ours."""
+def check(before: Weights, after: Weights, ours: bool) -> None:
+    """Compares steps with those of one process, from the same weights."""
+    model = make()
+    model.load_state_dict(before)
+    kind = torch.optim.SGD if ours else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=0.1 if ours else 0.01)
+    alone = engines.alone(model, optimizer, loss_of, STEPS, dist.get_world_size())
+    check_each(after, alone.after, before)
+
+
+def second_engine(stage: int, ours: bool, begun: bool) -> None:
+    """An engine, of ours or with AdamW, takes the model of one of ours over, which ends."""
     model = make()
     with logged() as told:
         older = start(model, stage, 10)
@@ -60,47 +73,34 @@ def second_engine(stage: int, ours: bool, begun: bool) -> dict[str, Any]:
             steps(older, range(1))
         before = whole(model)
         newer = start(model, stage, 40, ours)
+    assert sum("takes over" in line for line in told) == (dist.get_rank() == 0)
     after = steps(newer, range(STEPS))
+    check(before, after, ours)
     refused = message(functools.partial(steps, older, range(1)), RuntimeError)
-    unmoved = whole(model)
+    assert "steps this model now" in refused and same(whole(model), after)
     gone = weakref.ref(older)
     del older
     gc.collect()
-    return {
-        "before": before,
-        "after": after,
-        "said": sum("takes over" in line for line in told),
-        "refused": refused,
-        "unmoved": same(unmoved, after),
-        "held": gone() is not None,
-    }
+    assert gone() is None
 
 
-def reference(before: dict[str, torch.Tensor], world: int, ours: bool) -> dict[str, torch.Tensor]:
-    """What the second engine's steps end with."""
-    model = make()
-    model.load_state_dict(before)
-    kind = torch.optim.SGD if ours else torch.optim.AdamW
-    optimizer = kind(model.parameters(), lr=0.1 if ours else 0.01)
-    return engines.alone(model, optimizer, loss_of, STEPS, world).after
-
-
-def unfinished(stage: int) -> dict[str, Any]:
-    """A second engine while the first waits for a further micro-batch; then after its end."""
+def unfinished(stage: int) -> None:
+    """No second engine while the first waits for a further micro-batch; one after its end."""
     model = make()
     older = start(model, stage, 10, gradient_accumulation_steps=2)
     older.backward(loss_of(older, 0, dist.get_rank()))
     older.step()
     before = whole(model)
     refused = message(lambda: start(model, stage, 10), RuntimeError)
+    assert "micro-batches" in refused and "engine.destroy()" in refused
     older.backward(loss_of(older, 1, dist.get_rank()))
     older.step()
     middle = whole(model)
-    after = steps(start(model, stage, 10), range(1))
-    return {"refused": refused, "moved": not same(before, middle) and not same(middle, after)}
+    assert not same(before, middle)
+    assert not same(middle, steps(start(model, stage, 10), range(1)))
 
 
-def after_another(how: str, first: int, stage: int) -> dict[str, Any]:
+def after_another(how: str, first: int, stage: int) -> None:
     """An engine of ours on the model of another one, at another stage or not.
 
     Args:
@@ -109,7 +109,7 @@ def after_another(how: str, first: int, stage: int) -> dict[str, Any]:
         first: The stage of the other engine.
         stage: That of ours.
     """
-    model, refused = make(), ""
+    model = make()
     if how == "scored":
         other = deepspeed.initialize(model=model, config=engines.config(first))[0]
         with torch.inference_mode():
@@ -119,41 +119,41 @@ def after_another(how: str, first: int, stage: int) -> dict[str, Any]:
         other = start(model, first, 10, ours=how == "ours")
         steps(other, range(1))
     before = whole(model)
-    if how == "AdamW":
-        refused = message(lambda: start(model, stage, 10), ValueError)
+    if how == "AdamW":  # whose hooks are there
+        with pytest.raises(ValueError, match=r"call destroy\(\)"):
+            start(model, stage, 10)
         assert same(before, whole(model))
         other.destroy()
-    try:
-        after = steps(start(model, stage, 0 if how == "scored" else 40), range(STEPS))
-    except ValueError as error:
-        return {"refused": str(error)}
-    return {"refused": refused, "before": before, "after": after}
+    if stage < first == 3:
+        with pytest.raises(ValueError, match=f"zero_optimization.stage = {stage}.*set stage 3"):
+            start(model, stage, 10)
+    else:
+        made = start(model, stage, 0 if how == "scored" else 40)
+        check(before, steps(made, range(STEPS)), ours=True)
 
 
-def copied(stage: int) -> dict[str, Any]:
-    """A copy of the engine's module, made between steps."""
+def copied(stage: int) -> None:
+    """A copy of the engine's module, made between steps, is an ordinary model."""
     engine = start(make(), stage, 0)
     steps(engine, range(1))
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         twin = copy.deepcopy(engine.module)
     before = whole(engine.module)
-    result = {"equal": same(dict(twin.named_parameters()), before)}
+    assert same(dict(twin.named_parameters()), before)
     if stage < 3:  # DeepSpeed's own hooks gather what a copy does not have, with AdamW as well
         saved = io.BytesIO()
         torch.save(engine.module, saved)  # cannot be done with AdamW
         saved.seek(0)
-        loaded = torch.load(saved, weights_only=False).state_dict()
-        result["loaded"] = same(before, loaded)
+        assert same(before, dict(torch.load(saved, weights_only=False).named_parameters()))
         called = engine._forward_prologue
         engine._forward_prologue = None  # a copy does not call it
         calls = engine.optimizer.fused.buckets.uses.count.copy()
         loss_of(twin, 1, dist.get_rank()).backward()
-        result["grads"] = all(p.grad is not None for p in twin.parameters())
-        result["quiet"] = engine.optimizer.fused.buckets.uses.count == calls
+        assert all(p.grad is not None for p in twin.parameters())
+        assert engine.optimizer.fused.buckets.uses.count == calls
         engine._forward_prologue = called
-        result["quiet"] &= same(before, whole(engine.module))
-    result["goes on"] = not same(before, steps(engine, range(1, 2)))
-    return result
+        assert same(before, whole(engine.module))
+    assert not same(before, steps(engine, range(1, 2)))
 
 
 class Dense(nn.Module):
@@ -187,7 +187,7 @@ class Failing(torch.autograd.Function):
 def _engine(kind: str, stage: int, max_norm: float) -> Any:
     if kind == "int8":
         model = int8_model.made(seed=1)
-        return int8_engines_jobs.engine_of(stage, model, gradient_clipping=max_norm)
+        return engine_of(stage, model, gradient_clipping=max_norm)
     if kind == "experts":
         groups._create_expert_and_data_parallel(2)
     model = expert_parallel_jobs.Whole(2) if kind == "experts" else Dense(kind == "keeps")
@@ -254,57 +254,21 @@ def outlived() -> str:
     return message(lambda: deepspeed.utils.safe_get_full_fp32_param(param))
 
 
-WORLD = 2
-
-
-def check(got, ours):
-    """Compares a job's steps with those of one process."""
-    check_each(got["after"], reference(got["before"], WORLD, ours), got["before"])
-
-
-TAKEN_OVER = [(s, ours, begun) for s in range(4) for ours in (True, False) for begun in (0, 1)]
-QUICK = [(0, True, 0), (1, False, 1), (2, True, 1), (3, True, 0), (3, False, 1)]
-
-
-@pytest.mark.parametrize("stage, ours, begun", params(TAKEN_OVER, QUICK))
-def test_the_newer_engine_takes_over_and_the_older_ends(stage, ours, begun):
-    results = worlds.run(WORLD, second_engine, stage, ours, bool(begun))
-    assert [got["said"] for got in results] == [1, 0]
-    for got in results:
-        check(got, ours)
-        assert "steps this model now" in got["refused"]
-        assert got["unmoved"] and not got["held"]
-
-
+QUICK = [(0, True, False), (1, False, True), (2, True, True), (3, True, False), (3, False, True)]
+QUICK = [(second_engine, case) for case in QUICK]
+QUICK += [(unfinished, (stage,)) for stage in (0, 3)] + [(copied, (stage,)) for stage in (1, 3)]
 OTHERS = [("scored", 3, 3), ("ours", 1, 3), ("ours", 2, 0)]
 OTHERS += [("AdamW", stage, stage) for stage in (1, 2, 3)]
+OTHERS += [("ours", 3, stage) for stage in (0, 1, 2)]  # partitions are refused
+QUICK += [(after_another, case) for case in OTHERS]
+ALL = [(second_engine, case) for case in itertools.product(range(4), (True, False), (True, False))]
+ALL += [(job, (stage,)) for job in (unfinished, copied) for stage in range(4)]
+ALL += [(after_another, case) for case in OTHERS]
 
 
-@pytest.mark.parametrize("how, first, stage", OTHERS)
-def test_a_model_that_another_engine_had_is_trained(how, first, stage):
-    for got in worlds.run(WORLD, after_another, how, first, stage):
-        assert ("call destroy()" in got["refused"]) == (how == "AdamW")  # before its hooks end
-        check(got, ours=True)
-
-
-@pytest.mark.parametrize("stage", params(range(4), (0, 3)))
-def test_a_step_in_progress_is_not_taken_over(stage):
-    for got in worlds.run(WORLD, unfinished, stage):
-        assert "micro-batches" in got["refused"] and "engine.destroy()" in got["refused"]
-        assert got["moved"]
-
-
-@pytest.mark.parametrize("stage", params(range(4), (1, 3)))
-def test_a_copy_of_the_module_is_an_ordinary_model(stage):
-    for got in worlds.run(WORLD, copied, stage):
-        assert all(got.values()), got
-
-
-@pytest.mark.parametrize("second", range(3))
-def test_partitions_of_another_engine_are_refused_below_stage_3(second):
-    for got in worlds.run(WORLD, after_another, "ours", 3, second):
-        assert f"zero_optimization.stage = {second}" in got["refused"]
-        assert "set stage 3" in got["refused"]
+@pytest.mark.parametrize("job, case", params(ALL, QUICK))
+def test_a_model_that_another_engine_has_had(job, case):
+    worlds.run(2, job, *case)
 
 
 # At stage 3, DeepSpeed's nodes in a graph that a module keeps hold the module.

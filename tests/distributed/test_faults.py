@@ -13,7 +13,7 @@ from tests import worlds
 from tests.common.choose import params
 from tests.common.updates import error
 from tests.distributed import faults_jobs
-from tests.distributed.faults_jobs import FAULTS, KIND, SPOIL, TOTAL, WHEN, stage_of
+from tests.distributed.faults_jobs import FAULTS, KIND, TOTAL, WHEN, stage_of
 from tests.distributed.resume_jobs import same
 
 LOST = "LostRankError: another rank has ended, or did not respond within the time limit"
@@ -34,12 +34,6 @@ def suffered(tmp_path_factory):
         return faults_jobs.suffer(str(tmp_path_factory.mktemp("fault")), fault, stage_of(fault))
 
     return suffer
-
-
-@pytest.fixture(scope="session")
-def damage(tmp_path_factory):
-    """What each rank is told of damaged checkpoints."""
-    return worlds.once(2, faults_jobs.damage, str(tmp_path_factory.mktemp("damage") / "run"))
 
 
 @pytest.mark.supports(
@@ -89,64 +83,12 @@ def test_a_rank_says_which_ranks_do_not_save(tmp_path):
     assert newest_checkpoint(tmp_path).tag == "a"
 
 
-KINDS = [f"{rank}_mp_rank_00_{kind}" for rank in (0, 1) for kind in ("model", "optim")]
-FILES = ["ds_ext.json", *(f"zero_pp_rank_{kind}_states.pt" for kind in KINDS)]
+def test_a_checkpoint_that_is_damaged_or_of_something_else_is_named_and_not_loaded(tmp_path):
+    worlds.run(2, faults_jobs.damage, str(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("way", SPOIL)
-def test_a_damaged_file_is_named_and_nothing_is_loaded(damage, way, file):
-    first, second = (rank[f"{way} {file}"] for rank in damage)
-    told, unchanged, seconds = first
-    assert told == second[0] and unchanged and second[1] and seconds < 10
-    what = {"truncated": "is damaged", "flipped": "is damaged", "missing": "is missing"}[way]
-    assert re.search(rf"bad.*{re.escape(file)} {what}", told), told
-    if file != "ds_ext.json" or way != "missing":
-        assert re.search("Nothing was loaded. Complete checkpoints in .*: good, older", told)
-
-
-OTHERS = {
-    "newer format": "has format 99 .* but this ds_ext reads format 4: a newer ds_ext wrote it",
-    "older format": "has format 3 .* but this ds_ext reads format 4: an older ds_ext wrote it",
-    "no such tag": r"there is no checkpoint .*neither\. .*: good, bad, older",
-    "empty latest": r"latest is empty\. .*: bad, good, older",
-    "other optimizer": "good: this checkpoint was saved with CAME, but the optimizer is LAMB",
-    "other model": "this checkpoint was saved with CAME, but the optimizer is GaLoreAdamW",
-    "other shape": r"up.weight has shape \(13, 12\) in the checkpoint and \(12, 13\) in the model",
-    "other groups": "other parameter groups than the optimizer: group 0 differs in col",
-}
-
-
-@pytest.mark.parametrize("case", OTHERS)
-def test_a_checkpoint_of_something_else_is_refused(damage, case):
-    for rank in damage:
-        told, unchanged, _ = rank[case]
-        assert re.search(OTHERS[case], told), told
-        assert unchanged
-
-
-def test_the_undamaged_checkpoint_still_loads(damage):
-    assert [rank["good"] for rank in damage] == [True, True]
-
-
-DIFFERENT = {
-    "config": "different configs: .* gradient_clipping: None and 0.5",
-    "json": "different configs: .* optimizer.params.lr: 0.001 and 0.002",
-    "optimizer": "different optimizers: .* 'CAME' and 'LAMB'",
-    "group": r"different parameter groups: .* \[0\].lr: 0.2 and 0.1",
-    "order": "different parameters: .* '0.a.weight' and '0.b.weight'",
-    "shape": "different parameters: .* 5 and 6",
-    "more": "different parameters: .* their number: 1 and 2",
-    "fused": r"different parameter groups: .* \[0\].lr: 0.2 and 0.1",
-}
-
-
-@pytest.mark.parametrize("case", DIFFERENT)
-def test_ranks_that_differ_are_told_so_at_once(case):
-    for rank in worlds.once(2, faults_jobs.differ):
-        told, seconds = rank[case]
-        assert re.search(f"the ranks were started with {DIFFERENT[case]}", told), told
-        assert seconds < 10
+def test_ranks_that_differ_are_told_so_at_once():
+    worlds.run(2, faults_jobs.differ)
 
 
 def test_a_rank_that_trains_while_another_saves_reads_that_all_must_save(tmp_path):

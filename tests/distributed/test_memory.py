@@ -114,7 +114,7 @@ class Adapted(nn.Module):
 
 
 def frozen_in_backward(reentrant):
-    """Frozen matrices gathered as each block begins backward, and adapters' errors after steps."""
+    """A checkpointed block releases its frozen weights before the next begins backward."""
     torch.manual_seed(0)
     model = Adapted(reentrant)
     single = copy.deepcopy(model)
@@ -141,12 +141,11 @@ def frozen_in_backward(reentrant):
         engine.backward(engine(batches[dist.get_rank()]))
         engine.step()
         mean_step(optimizer, [single(x) for x in batches])
-    errors = []
     with deepspeed.zero.GatheredParameters(trained(model)):
         for got, expected, start in zip(trained(model), trained(single), before, strict=True):
-            errors.append(float((got - expected).norm() / (expected - start).norm()))
+            assert (got - expected).norm() < 1e-5 * (expected - start).norm()
     engine.destroy()
-    return seen, max(errors)
+    assert seen == [1] * 12  # that of the block which is recomputed, in each of 3 steps
 
 
 def trained(model):
@@ -174,6 +173,4 @@ def test_deepspeed_holds_what_is_planned(kind, stage, dtype):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpointed_block_releases_its_frozen_weights(reentrant):
-    for gathered, error in worlds.run(RANKS, frozen_in_backward, reentrant):
-        assert gathered == [1] * 12  # that of the block which is recomputed, in each of 3 steps
-        assert error < 1e-5
+    worlds.run(RANKS, frozen_in_backward, reentrant)

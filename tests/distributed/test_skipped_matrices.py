@@ -55,8 +55,8 @@ def trained(
     return whole(model), engine.optimizer.fused.skipped_steps
 
 
-def matrix_alone(name: str, stage: int) -> tuple[list[str], list[str], int]:
-    """The weights that a step without clipping left alone and changed, and what it skipped."""
+def matrix_alone(name: str, stage: int) -> None:
+    """Without clipping, a step leaves the bad matrix alone and changes all others."""
     torch.manual_seed(0)
     model = Model()
     optimizer = getattr(ds_ext, name).for_model(model, lr=0.01, **HYPERS[name])
@@ -64,10 +64,9 @@ def matrix_alone(name: str, stage: int) -> tuple[list[str], list[str], int]:
     before = whole(model)
     engine.backward(engine(engines.rows(0, dist.get_rank(), 4, 16), dist.get_rank() == 1))
     engine.step()
-    after = whole(model)
-    same = [n for n, p in after.items() if torch.equal(p, before[n])]
-    finite = [n for n, p in after.items() if n not in same and p.isfinite().all()]
-    return same, finite, engine.optimizer.fused.skipped
+    for n, p in whole(model).items():
+        assert p.isfinite().all() and torch.equal(p, before[n]) == (n == "up.weight"), n
+    assert engine.optimizer.fused.skipped == 1
 
 
 HOW = [("", 1.0, 1), ("", 1.0, 2), ("sharded", 0.0, 2)]
@@ -89,6 +88,4 @@ def test_a_step_skipped_for_one_matrix_leaves_no_trace(name, stage):
 
 @pytest.mark.parametrize("name, stage", params(CASES, QUICK))
 def test_without_clipping_only_the_bad_matrix_is_skipped(name, stage):
-    for same, changed, skipped in worlds.run(2, matrix_alone, name, stage):
-        assert same == ["up.weight"] and skipped == 1
-        assert changed == ["norm.weight", "norm.bias", "down.weight", "down.bias"]
+    worlds.run(2, matrix_alone, name, stage)

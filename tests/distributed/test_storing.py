@@ -1,43 +1,275 @@
 """Saves: unusual dtypes, tags that differ, functions that fail, Ctrl-C."""
 
-import pytest
+import contextlib
+import functools
+import gc
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+from unittest import mock
 
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime import engine as deepspeeds
+from torch import nn
+
+import ds_ext
+from ds_ext.checkpoint import manifests
+from ds_ext.distributed import consensus
 from tests import worlds
-from tests.distributed import storing_jobs
+from tests.common import engines
+from tests.common.ranks import logged, message
+
+# What gloo and NCCL know no numbers of, but models hold: quantized and complex values.
+ODD = {"int16": torch.int16, "uint16": torch.uint16, "float8": torch.float8_e4m3fn}
+ODD |= {"complex": torch.complex64, "bool": torch.bool}
+
+
+def odd_values(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """[3, 5] values of a dtype, from random bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.rand(3, 5, generator=generator) > 0.5
+    if dtype.is_complex:
+        return torch.randn(3, 5, dtype=dtype, generator=generator)
+    return torch.randint(0, 99, (3, 5), generator=generator).to(dtype)
+
+
+class Quantized(nn.Module):
+    """A trained layer beside frozen weights and buffers of many dtypes."""
+
+    def __init__(self, seed: int, frozen: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = nn.Linear(6, 7)
+        for i, (name, dtype) in enumerate(ODD.items()):
+            self.register_buffer(f"buffer_{name}", odd_values(dtype, seed + i))
+            if frozen:
+                values = odd_values(dtype, seed + 50 + i)
+                self.register_parameter(f"frozen_{name}", nn.Parameter(values, requires_grad=False))
+        self.register_buffer("count", torch.tensor(seed, dtype=torch.int16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean()
+
+
+def held(model: nn.Module) -> dict[str, torch.Tensor]:
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return {n: v.detach().clone() for n, v in model.state_dict().items()}
+
+
+def bits(values: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    flat = {n: v.contiguous().view(-1).view(torch.uint8) for n, v in values.items()}
+    return {n: bytes(v.tolist()) for n, v in flat.items()}
+
+
+def plain_dtypes() -> dict[str, bytes]:
+    """What a rank holds after ``fuse_into_backward`` of a model that differs between ranks."""
+    model = Quantized(seed=dist.get_rank() * 7)
+    ds_ext.fuse_into_backward(model, ds_ext.LOMO(model.layer.parameters(), lr=0.1))
+    return bits(held(model))
+
+
+def engine_of(stage: int, model: nn.Module, **more: Any) -> deepspeed.DeepSpeedEngine:
+    optimizer = ds_ext.CAME([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    return engines.start(model, optimizer, stage, **more)
+
+
+def loaded_dtypes(stage: int, folder: str) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """Saves a model of odd dtypes and loads it into another -> what both hold."""
+    first = engine_of(stage, Quantized(seed=1))
+    first.save_checkpoint(folder, tag=0)
+    second = engine_of(stage, Quantized(seed=2))
+    second.load_checkpoint(folder, tag=0)
+    return bits(held(first.module)), bits(held(second.module))
+
+
+def own_tags(folder: str, mode: str) -> None:
+    """Tags of each rank's own are refused, taken or told of, as "tag_validation" says."""
+    engine = engine_of(1, nn.Linear(3, 5), checkpoint={"tag_validation": mode})
+    weight, told = engine.module.weight, "the ranks give different tags"
+    with logged() as said:
+        for value, action in ((2, engine.save_checkpoint), (3, engine.load_checkpoint)):
+            with torch.no_grad():
+                weight.fill_(value)
+            error = message(functools.partial(action, folder, tag=f"tag{dist.get_rank()}"))
+            assert (told in error) == (mode == "Fail")
+    assert (told in " ".join(said)) == (mode == "Warn" and dist.get_rank() == 0)
+    dist.barrier()
+    entries = {entry.name for entry in Path(folder).iterdir()}
+    if mode == "Fail":
+        assert not entries and weight.mean() == 3
+    else:
+        assert "tag0" in entries and "tag1" not in entries and weight.mean() == 2
+
+
+class Fault(Exception):
+    """An error that no code expects."""
+
+
+# Functions that are themselves collectives of others, or of ds_ext: all ranks must reach them.
+COLLECTIVE = {"checkpoint_event_epilogue", "_publish", "gathered", "several", "explained"}
+COLLECTIVE |= {"tell", "told"}
+
+
+class Calls:
+    """The functions of ds_ext and of DeepSpeed's engine that ``run_on_all_ranks`` calls.
+
+    Args:
+        failing: the function whose first call raises ``Fault``, by file and line.
+    """
+
+    def __init__(self, failing: tuple[str, int] | None = None) -> None:
+        self.failing = failing
+        self.seen: dict[tuple[str, int], str] = {}
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        key = code.co_filename, code.co_firstlineno
+        if event != "call" or key in self.seen or not _is_ours(code.co_filename):
+            return
+        above = list(_callers(frame))
+        is_surrounded = any(caller.co_filename == consensus.__file__ for caller in above)
+        if is_surrounded and not COLLECTIVE & {caller.co_name for caller in (code, *above)}:
+            self.seen[key] = code.co_name
+            if key == self.failing:
+                raise Fault(code.co_name)
+
+    def __enter__(self) -> "Calls":
+        gc.disable()  # finalizers would come at any time
+        sys.setprofile(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        gc.enable()
+
+
+def _is_ours(file: str) -> bool:
+    in_ds_ext = file.startswith(str(Path(ds_ext.__file__).parent)) and file != consensus.__file__
+    return in_ds_ext or file == deepspeeds.__file__
+
+
+def _callers(frame: FrameType | None) -> Iterator[CodeType]:
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+        yield frame.f_code
+
+
+def failing_one_by_one(actions: dict[str, Callable[[], Any]], least: int) -> None:
+    """Makes each function that actions call, at least so many, raise on one rank.
+
+    Every rank must raise the same error at once.
+    """
+    wrong, number = [], 0
+    for name, action in actions.items():
+        action()  # what is made once is made
+        with Calls() as calls:
+            action()
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, calls.seen)
+        for victim, seen in enumerate(everyone):
+            for key, function in seen.items():
+                began, number = time.monotonic(), number + 1
+                with Calls(key if victim == dist.get_rank() else None):
+                    told = message(action)
+                said, _, _ = told.partition(" No other complete checkpoint")
+                if not said.endswith(f"rank {victim}: Fault: {function}"):
+                    wrong.append(f"{name}, {function} on rank {victim}: {told}")
+                if time.monotonic() - began > 10:
+                    wrong.append(f"{name}, {function} on rank {victim}: late")
+        action()
+    assert number > least and not wrong
+
+
+def failing_engine(folder: str, stage: int) -> None:
+    """``failing_one_by_one`` for the saves and loads of an engine."""
+    engine = engine_of(stage, Quantized(seed=1))
+    save = functools.partial(engine.save_checkpoint, folder, client_state={"a": 1})
+    load = functools.partial(engine.load_checkpoint, folder)
+    failing_one_by_one({"save": save, "load": load}, 100)
+
+
+def interrupted(folder: str) -> None:
+    """After Ctrl-C within a save one goes on: at each call of the file system in turn."""
+    saved = engine_of(1, nn.Linear(3, 5, bias=False))
+
+    def stepped(steps: int) -> None:
+        saved.global_steps = steps
+        with torch.no_grad():
+            saved.module.weight.fill_(steps)
+
+    for number in range(1000):
+        stepped(number)
+        done = not _interrupted(number, lambda: saved.save_checkpoint(folder, tag="both"))
+        before = manifests.newest_checkpoint(folder)
+        assert not number or (before and before.steps in (number, number - 1 + 5000)), number
+        stepped(number + 5000)
+        saved.save_checkpoint(folder, tag="both")
+        saved.load_checkpoint(folder)
+        assert (saved.module.weight == 5000 + number).all(), number
+        assert not [*Path(folder).glob(".*")], number
+        if done:
+            break
+    assert number > 20
+
+
+CALLS = ("rename", "replace", "unlink", "rmdir", "mkdir", "open", "fsync")
+
+
+def _interrupted(number: int, action: Callable[[], Any]) -> bool:
+    """Runs something with Ctrl-C before the call of this number -> whether it came."""
+    left = number
+
+    def calling(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == -1:
+                signal.raise_signal(signal.SIGINT)
+            return function(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in CALLS:
+            stack.enter_context(mock.patch.object(os, name, calling(getattr(os, name))))
+        stack.enter_context(mock.patch.object(torch, "save", calling(torch.save)))
+        try:
+            action()
+        except KeyboardInterrupt:
+            return True
+    return left < 0
 
 
 def test_parameters_and_buffers_of_any_dtype_are_sent_without_an_engine():
-    first, second = worlds.run(2, storing_jobs.plain_dtypes)
-    assert first == second == storing_jobs.bits(storing_jobs.Quantized(seed=0).state_dict())
+    first, second = worlds.run(2, plain_dtypes)
+    assert first == second == bits(Quantized(seed=0).state_dict())
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_frozen_weights_of_any_dtype_are_loaded(tmp_path, stage):
-    for saved, loaded in worlds.run(2, storing_jobs.loaded_dtypes, stage, str(tmp_path)):
+    for saved, loaded in worlds.run(2, loaded_dtypes, stage, str(tmp_path)):
         assert saved == loaded
     assert (tmp_path / "latest").read_text() == "0"  # the tag that was given
 
 
 @pytest.mark.parametrize("mode", ["Ignore", "Warn", "Fail"])
 def test_tags_that_differ_by_rank_are_taken_as_tag_validation_says(tmp_path, mode):
-    told = "the ranks give different tags"
-    for rank, found in enumerate(worlds.run(2, storing_jobs.own_tags, str(tmp_path), mode)):
-        errors, said, entries, weight = found
-        assert all((told in error) == (mode == "Fail") for error in errors)
-        assert (told in said) == (mode == "Warn" and rank == 0)
-        if mode == "Fail":
-            assert entries == [] and weight == 3
-        else:
-            assert "tag0" in entries and "tag1" not in entries and weight == 2
+    worlds.run(2, own_tags, str(tmp_path), mode)
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_each_function_of_a_save_or_load_that_fails_on_one_rank_fails_on_all(tmp_path, stage):
-    job = storing_jobs.failing_engine
-    for number, wrong in worlds.run(2, job, str(tmp_path), stage, limit=300):
-        assert number > 100 and wrong == []
+    worlds.run(2, failing_engine, str(tmp_path), stage, limit=300)
 
 
 def test_after_ctrl_c_in_a_save_one_goes_on(tmp_path):
-    calls, wrong = worlds.run(1, storing_jobs.interrupted, str(tmp_path / "run"))[0]
-    assert calls > 20 and not wrong, wrong
+    worlds.run(1, interrupted, str(tmp_path / "run"))

@@ -19,21 +19,20 @@ ON_THREE = re.compile(
     r"|^(value|previous|unmanaged|no_sync|galore)|^muon-(fused|accumulation2-clip)-"
 )
 ROUTED_ON_THREE = re.compile(r"-(60|reentrant|clip|muon)$")
-ALL = [(n, name) for n in (1, 2, 3) for name in RUNS if n == 2 or ON_THREE.search(name)]
-ALL = [(n, name) for n, name in ALL if n > 1 or RUNS[name].rule not in MATRICES]
-ROUTED = [
-    (n, name)
-    for n in (1, 2, 3)
-    for name in unused_parameters_jobs.RUNS
-    if n == 2 or ROUTED_ON_THREE.search(name)
-]
-ROUTED = [
-    (n, name)
-    for n, name in ROUTED
-    if n > 1 or unused_parameters_jobs.RUNS[name].rule not in MATRICES
-]
 
 
+def on_ranks(runs, others):
+    """The runs on two ranks, and ``others`` of them on one and three."""
+    return [
+        (n, name)
+        for n in (1, 2, 3)
+        for name, run in runs.items()
+        if (n == 2 or others.search(name)) and (n > 1 or run.rule not in MATRICES)
+    ]
+
+
+ALL = on_ranks(RUNS, ON_THREE)
+ROUTED = on_ranks(unused_parameters_jobs.RUNS, ROUTED_ON_THREE)
 # What `make test` runs: both policies at all stages and kinds of checkpointing, two by two.
 QUICK = {
     *((2, f"clip-{at}") for at in ("plain-fused-none", "stage1-sharded-none")),
