@@ -99,7 +99,8 @@ class Buckets:
         for leaf, params in leaves.items():
             self.hooks.append(leaf.register_full_backward_hook(Hook(self._taker(params))))
             self.hooks.append(leaf.register_forward_pre_hook(Hook(check_leaf_inputs)))
-        self.hooks += [self._hooked(p) for p in layout.names if may_be_trained(p)]
+        may_be_trained = (p for p in layout.names if p.is_floating_point() or p.is_complex())
+        self.hooks += map(self._hooked, may_be_trained)
         # Parameters without a group. Their gradient stays in ``grad``.
         self.not_stepped: set[Tensor] = set()
         self._drop_gradients(layout.names)
@@ -373,11 +374,6 @@ class Buckets:
             pieces[-1].append(param)
             elements += size
         return pieces
-
-
-def may_be_trained(param: Tensor) -> bool:
-    """Returns whether a parameter can have gradients, now or later."""
-    return param.is_floating_point() or param.is_complex()
 
 
 def _weakly(method: MethodType) -> Callable[[Tensor], None]:

@@ -1,7 +1,7 @@
-"""Errors and warnings about gradients of a step that is in progress."""
+"""Errors and warnings about gradients of a step that is in progress.
 
-from ds_ext import hyperparams
-from ds_ext.backward.gradient_config import SettingNames
+Fields in braces are filled in by ``str.format``; ``names`` is a ``SettingNames``.
+"""
 
 NOT_FINITE = (
     "clip_grad_norm_(error_if_nonfinite=True): the norm of the gradients is not finite. The step "
@@ -26,7 +26,7 @@ NO_SCALES = (
 )
 OTHER_SCALE = (
     "the loss is scaled for one of its models, and gradients of another one would be wrong: their "
-    f"loss scales are %g and %g; {NO_SCALES}"
+    f"loss scales are {{other:g}} and {{own:g}}; {NO_SCALES}"
 )
 BEGUN = "ema() was called between backward and the end of the step: end the step first."
 LOADED = (
@@ -37,77 +37,50 @@ LOADED = (
 EDITED = (
     "param_groups were edited between backward and the end of the step. Backward has stepped by "
     "the values before, so the edit counts from the next step on. Edit them before backward, or "
-    "keep gradients until the step: %s."
+    "keep gradients until the step: {names.sharded}."
 )
 STEPPED = (
-    "zero_grad() discards gradients, but backward has already updated %d of %d parameters, and "
-    "these updates stay. To discard a whole batch, skip its backward pass, or keep gradients until "
-    "the step: %s."
+    "zero_grad() discards gradients, but backward has already updated {stepped} of {params} "
+    "parameters, and these updates stay. To discard a whole batch, skip its backward pass, or keep "
+    "gradients until the step: {names.sharded}."
 )
-
 WRITTEN = (
-    "%s has a gradient that did not come from backward, or that backward computed before the "
+    "{param} has a gradient that did not come from backward, or that backward computed before the "
     "parameter was in param_groups. ds_ext uses gradients inside backward: do not assign .grad, "
     "and set .grad to None before you add a parameter to a group. DistributedDataParallel writes "
     ".grad too: do not wrap the model in it; ds_ext averages gradients over the ranks. To step as "
     "usual after fuse_into_backward, call .remove() on the object that it returned."
 )
-
-
-def cannot_repeat(who: str, names: SettingNames) -> str:
-    """Returns the error if the function ``who`` writes, in backward, to its saved tensors."""
-    return (
-        f"{names.clipping}: {who} overwrites its saved tensors in backward, as fused losses do "
-        "(Liger's linear cross-entropy) if their result is multiplied by a factor other than 1. "
-        "Exact clipping needs a second backward pass, which would be wrong. Set "
-        f"{names.sharded}, which clips exactly in one pass, or {names.no_clipping}."
-    )
-
-
-def measure_first(names: SettingNames) -> str:
-    """Returns the error if gradients arrive before their norm was measured."""
-    return (
-        f"{names.clipping} needs the norm of all gradients before ds_ext uses the first one: call "
-        f"{names.backward} instead of loss.backward(); or set {names.sharded}, which keeps this "
-        "rank's part of the gradients until the step."
-    )
-
-
-def kept_for(who: str, names: SettingNames) -> str:
-    """Returns the log message if gradients are kept because a graph cannot run backward twice."""
-    return (
-        f"{names.clipping}: {who} allows only one backward pass of a graph, so gradients are kept "
-        f"and clipped exactly at the step, as with {names.sharded}"
-    )
-
-
-def second_gradient(names: SettingNames) -> str:
-    """Returns the error for a second gradient of a parameter, to follow the parameter's name."""
-    return f"got a second gradient before {names.step}. {_once(names)}"
-
-
-def second_backward(names: SettingNames) -> str:
-    """Returns the error for a second backward pass of a step that uses gradients in backward."""
-    return (
-        "a second gradient is asked of weights that backward has measured or updated, before "
-        f"{names.step}. {_once(names)}"
-    )
-
-
-def _once(names: SettingNames) -> str:
-    return (
-        f"ds_ext uses and frees gradients during backward. Call backward and {names.step} once per "
-        "step (sum the losses first), or keep gradients until the step with "
-        f"{names.accumulate}. If two checkpointed segments use the same weight other than through "
-        "its module, set use_reentrant=False in checkpointing. After a backward pass that failed, "
-        "or that is not to count, call zero_grad() of the whole model."
-    )
-
-
-def not_projected(optimizer: str, names: SettingNames) -> str:
-    """Returns the error if gradients are to be kept projected, and no rule projects any."""
-    return (
-        f'{hyperparams.dotted(names.where, "gradient_policy")} = "projected": no parameter of this '
-        f"{optimizer} has a step that needs only a projection of its gradient, as GaLoreAdamW's "
-        f"with a rank has. Use {names.sharded}."
-    )
+# A function writes, in backward, to its saved tensors.
+CANNOT_REPEAT = (
+    "{names.clipping}: {who} overwrites its saved tensors in backward, as fused losses do "
+    "(Liger's linear cross-entropy) if their result is multiplied by a factor other than 1. Exact "
+    "clipping needs a second backward pass, which would be wrong. Set {names.sharded}, which clips "
+    "exactly in one pass, or {names.no_clipping}."
+)
+# Gradients arrive before their norm was measured.
+MEASURE_FIRST = (
+    "{names.clipping} needs the norm of all gradients before ds_ext uses the first one: call "
+    "{names.backward} instead of loss.backward(); or set {names.sharded}, which keeps this rank's "
+    "part of the gradients until the step."
+)
+# A graph cannot run backward twice.
+KEPT_FOR = (
+    "{names.clipping}: {who} allows only one backward pass of a graph, so gradients are kept and "
+    "clipped exactly at the step, as with {names.sharded}; "
+)
+_ONCE = (
+    "before {names.step}. ds_ext uses and frees gradients during backward. Call backward and "
+    "{names.step} once per step (sum the losses first), or keep gradients until the step with "
+    "{names.accumulate}. If two checkpointed segments use the same weight other than through its "
+    "module, set use_reentrant=False in checkpointing. After a backward pass that failed, or that "
+    "is not to count, call zero_grad() of the whole model."
+)
+SECOND_GRADIENT = f"{{param}} got a second gradient {_ONCE}"
+SECOND_BACKWARD = (
+    f"a second gradient is asked of weights that backward has measured or updated, {_ONCE}"
+)
+NOT_PROJECTED = (
+    '{names.policy} = "projected": no parameter of this {optimizer} has a step that needs only a '
+    "projection of its gradient, as GaLoreAdamW's with a rank has. Use {names.sharded}."
+)

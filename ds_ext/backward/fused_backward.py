@@ -9,8 +9,8 @@ gradient that is not finite skips its parameter, or the whole step if it was mea
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -78,11 +78,12 @@ class FusedBackward:
         self.reader = GradientReader(layout, grad_config)
         self.stepper = receivers.Stepper(optimizer, layout, bool(grad_config.max_value))
         self.clipping = Clipping(grad_config.max_norm, grad_config.clip_mode)
+        self.names = names = grad_config.setting_names
         if grad_config.policy == "projected" and not layout.any(
             bool(self.stepper.projected(optimizer.group_of))
         ):
-            names = grad_config.setting_names
-            raise ValueError(error_texts.not_projected(type(optimizer).__name__, names))
+            name = type(optimizer).__name__
+            raise ValueError(error_texts.NOT_PROJECTED.format(optimizer=name, names=names))
         self.state = StepState(self.reader)
         self.norm: float | None = None
         self.skipped = self.skipped_steps = 0
@@ -95,7 +96,7 @@ class FusedBackward:
         optimizer.attach(layout)
         self.is_replaced = False  # whether another owner has taken the parameters over
         self._on_replaced = on_replaced or self.buckets.remove
-        self._on_discarded, self._rerun_context = on_discarded, rerun_context
+        self._on_discarded, self.rerun_context = on_discarded, rerun_context
         torch_calls.install_patches()
         if grad_config.measure_updates:
             optimizer.measure_updates()
@@ -137,7 +138,7 @@ class FusedBackward:
         """The error of a gradient that no hook took, or of an invalid edit of a group."""
         for param in self.optimizer.params():  # of the groups as they are now
             if param.grad is not None:
-                return RuntimeError(error_texts.WRITTEN % self.layout.name(param))
+                return RuntimeError(error_texts.WRITTEN.format(param=self.layout.name(param)))
         try:
             if self.state.keeps or self.buckets.holds() or self.layout.is_pipeline_stage:
                 self.optimizer.check_param_groups()
@@ -180,15 +181,15 @@ class FusedBackward:
         if not self.must_measure:
             return
         if self.state.norm is not None or self.state.used_up or self.buckets.holds():
-            names = self.grad_config.setting_names
-            raise RuntimeError(f"{names.clipping}: {error_texts.second_backward(names)}")
+            text = error_texts.SECOND_BACKWARD.format(names=self.names)
+            raise RuntimeError(f"{self.names.clipping}: {text}")
         self.buckets.begin_together()
         who = single_use(loss)
         if self.layout.any(who is not None):
             self.state.must_keep = True
             who = who or "a function on another rank"
-            why = error_texts.kept_for(who, self.grad_config.setting_names)
-            self.stepper.log_kept(self.grad_config, f"{why}; ")
+            why = error_texts.KEPT_FOR.format(who=who, names=self.names)
+            self.stepper.log_kept(self.grad_config, why)
             return
         self.layout.refuse_resized()
         self.optimizer.follow_groups()
@@ -208,21 +209,16 @@ class FusedBackward:
         """Runs ``loss`` backward to compute the norm; leaves gradients of others unchanged."""
         with ExitStack() as stack:
             for each in (self, *owners.others_used(self)):
-                stack.enter_context(each.rerun(loss))
+                stack.enter_context(each.rerun_context(loss))
+                stack.enter_context(each.layout.norm_prepass())
             stack.enter_context(self.prepass.repeatable(loss))
             stack.enter_context(foreign_grads.preserved(self, loss))
             loss.backward(retain_graph=True)
             self.buckets.finish()
         if self.layout.any(self.prepass.changed is not None):
             who = self.prepass.changed or "A function on another rank"
-            raise RuntimeError(error_texts.cannot_repeat(who, self.grad_config.setting_names))
+            raise RuntimeError(error_texts.CANNOT_REPEAT.format(who=who, names=self.names))
         self.state.reduce_norm(self.clipping)
-
-    @contextmanager
-    def rerun(self, loss: Tensor) -> Iterator[None]:
-        """A context for a backward pass of ``loss`` that is run once more afterwards."""
-        with self._rerun_context(loss), self.layout.norm_prepass():
-            yield
 
     @torch.no_grad()
     def finish(self, ends_step: bool = False) -> None:
@@ -246,7 +242,7 @@ class FusedBackward:
         if state.stepped:
             rules = [self.optimizer.rule_at(i) for i in range(len(self.optimizer.index.groups))]
             if rules != state.rules and self.layout.is_first:
-                logger.warning(error_texts.EDITED, self.grad_config.setting_names.sharded)
+                logger.warning(error_texts.EDITED.format(names=self.names))
         if state.keeps or self.layout.is_pipeline_stage:
             taken_out = [p for p in state.keeps if p not in self.optimizer.group_of]
             state.drop(taken_out)
@@ -284,8 +280,8 @@ class FusedBackward:
         self.optimizer.follow_groups()
         stepped = self.state.stepped and self.state.used_up.intersection(params)
         if stepped and self.layout.is_first:
-            counts = len(stepped), len(self.optimizer.group_of)
-            logger.warning(error_texts.STEPPED, *counts, self.grad_config.setting_names.sharded)
+            counts = {"stepped": len(stepped), "params": len(self.optimizer.group_of)}
+            logger.warning(error_texts.STEPPED.format(names=self.names, **counts))
         given = set(params)
         if any(owners.owner(p) is self for p in self.trained - given):
             if self.clipping.max_norm and self.state.is_norm_read and given & self.state.keeps:
@@ -369,7 +365,7 @@ class FusedBackward:
             state.is_measured = False  # another backward pass needs its own norm
             return receivers.SteppingMeasured(self.stepper, state)
         if self.must_measure:
-            raise RuntimeError(error_texts.measure_first(self.grad_config.setting_names))
+            raise RuntimeError(error_texts.MEASURE_FIRST.format(names=self.names))
         state.coefficient = self.clipping.coefficient(self.clipping.previous_norm)
         return receivers.Stepping(self.stepper, state)
 

@@ -27,6 +27,7 @@ class SettingNames:
     """The names of settings and calls in errors and warnings, as the caller writes them."""
 
     where: str  # the section of the settings of ``Section``; "" for arguments
+    policy: str
     clipping: str
     no_clipping: str
     sharded: str  # the setting that keeps gradients
@@ -39,6 +40,7 @@ class SettingNames:
 
 CONFIG = SettingNames(
     where="ds_ext",
+    policy="ds_ext.gradient_policy",
     clipping="gradient_clipping",
     no_clipping='"gradient_clipping": 0 (HF Trainer: max_grad_norm=0)',
     sharded='"ds_ext": {"gradient_policy": "sharded"}',
@@ -50,6 +52,7 @@ CONFIG = SettingNames(
 )
 ARGUMENTS = SettingNames(  # of fuse_into_backward
     where="",
+    policy="gradient_policy",
     clipping="max_grad_norm",
     no_clipping="max_grad_norm=0",
     sharded='gradient_policy="sharded" of fuse_into_backward',
@@ -61,7 +64,7 @@ ARGUMENTS = SettingNames(  # of fuse_into_backward
 )
 
 
-_CLIPPING = ("clip_value", "clip_mode", "gradient_policy")
+_CLIPPING = ("clip_value", "clip_mode")
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class GradientConfig:
         hyperparams.check(Section, values, names.where)
         if type(self.max_norm) not in (int, float) or not 0 <= self.max_norm < math.inf:
             raise ValueError(f"{names.clipping} is {self.max_norm!r}; allowed: a number >= 0.")
-        clip_value, clip_mode, policy = (hyperparams.dotted(names.where, x) for x in _CLIPPING)
+        clip_value, clip_mode = (hyperparams.dotted(names.where, x) for x in _CLIPPING)
         if self.max_norm and self.max_value:
             raise ValueError(
                 f"{names.clipping} = {self.max_norm} and {clip_value} = {self.max_value} "
@@ -101,8 +104,8 @@ class GradientConfig:
         if self.policy == "projected" and (self.max_norm or self.max_value):
             unclipped = names.no_clipping if self.max_norm else f"{clip_value} to 0"
             raise ValueError(
-                f'{policy} = "projected" keeps projections of gradients, from which they cannot be '
-                f"clipped: set {unclipped}, or use {names.sharded}."
+                f'{names.policy} = "projected" keeps projections of gradients, from which they '
+                f"cannot be clipped: set {unclipped}, or use {names.sharded}."
             )
         if self.clip_mode == "previous" and self.policy == "sharded":
             raise ValueError(

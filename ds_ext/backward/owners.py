@@ -147,7 +147,7 @@ def may_reach_others(by: GradientOwner) -> bool:
     own = by.state.reader.loss_scale
     for other in others:
         if (scale := other.state.reader.loss_scale) != own:
-            raise RuntimeError(error_texts.OTHER_SCALE % (scale, own))
+            raise RuntimeError(error_texts.OTHER_SCALE.format(other=scale, own=own))
     return bool(others) and not by.own_loss_is_running
 
 

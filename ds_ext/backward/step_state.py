@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -50,9 +50,9 @@ class StepState:
     reader: GradientReader
     kept: dict[Tensor, ReducedGrad] = field(default_factory=dict)  # until the step
     projected: dict[Tensor, ProjectedGrads] = field(default_factory=dict)  # until the step
-    square: Tensor | None = None  # [], sum of squares of the mean gradient's elements on this rank
     beyond: Tensor | None = None  # [2], elements outside ± max_value, and all
-    squares: list[tuple[list[Tensor], Tensor]] = field(default_factory=list)  # of params, [n] each
+    # Parameters, and the sums of squares of their mean gradients on this rank, [n].
+    squares: list[tuple[list[Tensor], Tensor]] = field(default_factory=list)
     norm: float | None = None  # over all ranks, once it is known
     coefficient: float = 1.0  # by which gradients are clipped
     must_keep: bool = False  # whether gradients wait for the step, whatever the policy
@@ -69,7 +69,7 @@ class StepState:
     @property
     def is_empty(self) -> bool:
         """Whether no gradient has come."""
-        return self.square is None and not self.flags.checked and not self.flagged_square
+        return not self.squares and not self.flags.checked and not self.flagged_square
 
     @property
     def keeps(self) -> Set[Tensor]:
@@ -119,26 +119,23 @@ class StepState:
     def second_gradient(self, param: Tensor) -> RuntimeError:
         """Returns the error for a second gradient of a parameter."""
         names = self.reader.grad_config.setting_names
-        return RuntimeError(
-            f"{self.reader.layout.name(param)} {error_texts.second_gradient(names)}"
-        )
+        name = self.reader.layout.name(param)
+        return RuntimeError(error_texts.SECOND_GRADIENT.format(param=name, names=names))
 
     def record(self, grads: ReducedGrads) -> None:
         """Adds gradients to the norm, and records the votes on them."""
         reader, layout = self.reader, self.reader.layout
-        for params, squares in self._squares(grads):
-            self.squares.append((params, squares))
-            self._add(squares.sum())
+        self.squares += self._squares(grads)
         if reader.grad_config.max_value:
             for placement, params in layout.by_placement(grads):
                 bound = reader.grad_config.max_value / reader.unscale(placement)
                 counts = [reader.beyond(param, grads[param], bound) for param in params]
                 self._add_beyond(torch.stack(counts).sum(0) / layout.num_replicas[placement])
         if not grads:  # on this rank; others may have some
-            zero = torch.zeros(2, dtype=torch.float64, device=layout.device)
-            self._add(zero[0])
+            nothing = torch.zeros(2, dtype=torch.float64, device=layout.device)
+            self.squares.append(([], nothing[:0]))
             if reader.grad_config.max_value:
-                self._add_beyond(zero)
+                self._add_beyond(nothing)
         self.suspects += ((p, grad.bad) for p, grad in grads.items() if grad.bad is not None)
 
     def _squares(self, grads: ReducedGrads) -> Iterator[tuple[list[Tensor], Tensor]]:
@@ -151,9 +148,6 @@ class StepState:
     def _flag(self, names: Iterable[str]) -> None:
         """Records parameters with bad gradients, each once."""
         self.bad = [*dict.fromkeys((*self.bad, *names))]
-
-    def _add(self, square: Tensor) -> None:
-        self.square = square if self.square is None else self.square + square
 
     def _add_beyond(self, counts: Tensor) -> None:
         self.beyond = counts if self.beyond is None else self.beyond + counts
@@ -173,14 +167,13 @@ class StepState:
 
         One message adds up the sums of squares of all parameters.
         """
-        if self.square is None:
+        if not self.squares:
             return
         layout = self.reader.layout
         own = torch.zeros(len(layout.weights), dtype=torch.float64, device=layout.device)
-        if self.squares:
-            numbers = [layout.index_of[p] for params, _ in self.squares for p in params]
-            at = from_host(numbers, torch.int64, layout.device)
-            own.index_add_(0, at, torch.cat([squares for _, squares in self.squares]))
+        numbers = [layout.index_of[p] for params, _ in self.squares for p in params]
+        at = from_host(numbers, torch.int64, layout.device)
+        own.index_add_(0, at, torch.cat([squares for _, squares in self.squares]))
         totals = layout.total(own).cpu()
         self.norm = float(totals.sum().sqrt())
         self.coefficient = clipping.coefficient(self.norm)
@@ -194,13 +187,14 @@ class StepState:
         kept = self.measurable()
         if self.norm is not None and not kept:
             return self.norm
-        square, flagged = self.square, self.flagged_square
-        if kept:
-            parts = [squares.sum() for _, squares in self._squares(kept)]
-            square, flagged = sum(parts[1:], parts[0]), 0.0
-        if square is None:
-            square = torch.zeros((), dtype=torch.float64, device=layout.device)
+        square = self._sum(self._squares(kept) if kept else self.squares)
+        flagged = 0.0 if kept else self.flagged_square
         return math.sqrt(layout.total(square).item() + flagged)
+
+    def _sum(self, squares: Iterable[tuple[list[Tensor], Tensor]]) -> Tensor:
+        """The sum of sums of squares, []."""
+        zero = torch.zeros((), dtype=torch.float64, device=self.reader.layout.device)
+        return sum((x.sum() for _, x in squares), zero)
 
     def end(self) -> list[Tensor]:
         """Synchronizes with the device and computes the norm over all ranks; all ranks call it.
@@ -209,8 +203,8 @@ class StepState:
             Parameters that passes have skipped.
         """
         wanted = []
-        if self.norm is None and self.square is not None:
-            wanted = [self.reader.layout.total(self.square)]
+        if self.norm is None and self.squares:
+            wanted = [self.reader.layout.total(self._sum(self.squares))]
         skipped, square = self.read_flags(wanted)
         if self.norm is None:
             square += self.flagged_square
@@ -276,10 +270,7 @@ def _sizes(optimizer: RuleOptimizer, stats: UpdateStats, layout: Layout) -> dict
     totals = layout.total(stats.sums().to(layout.device))
     stats.clear()
     groups = optimizer.index.groups
-    figures = zip(map(_name_of, groups, range(len(groups))), update_stats.rms(totals), strict=True)
+    # A group's own name, with characters of file names, or its position.
+    names = [re.sub(r"[^\w.-]+", "_", g.get("name", "")) or str(i) for i, g in enumerate(groups)]
+    figures = zip(names, update_stats.rms(totals), strict=True)
     return {f"{key}/{name}": value for name, group in figures for key, value in group.items()}
-
-
-def _name_of(group: Mapping[str, Any], number: int) -> str:
-    """The name of a group in metrics: its own, with characters of file names, or its position."""
-    return re.sub(r"[^\w.-]+", "_", group.get("name", "")) or str(number)

@@ -145,7 +145,7 @@ def _explaining(run: Callable[..., Any], ends_pass: bool) -> Callable[..., Any]:
             is_torchs = type(error) is RuntimeError and "second gradient" not in str(error)
             for by in reached if is_torchs else []:
                 if by in updated:
-                    text = error_texts.second_backward(by.grad_config.setting_names)
+                    text = error_texts.SECOND_BACKWARD.format(names=by.grad_config.setting_names)
                     raise RuntimeError(f"{text} The error was: {error}") from error
             raise
         finally:

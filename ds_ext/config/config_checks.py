@@ -207,7 +207,8 @@ def _unsupported(config: dict[str, Any], optimizer: RuleOptimizer) -> Iterator[s
         return  # ``problems`` yields it
     shards = {p: optimizer.shard(p) for p in optimizer.group_of}
     if own.gradient_policy == "projected" and not projected_grads.projected(optimizer, shards):
-        yield error_texts.not_projected(type(optimizer).__name__, CONFIG)
+        name = type(optimizer).__name__
+        yield error_texts.NOT_PROJECTED.format(optimizer=name, names=CONFIG)
     if own.weight_storage:
         found = [int8_weights.refused_hypers(optimizer, p) for p in optimizer.group_of]
         if found and all(found):  # only the run knows which weights it stores

@@ -90,7 +90,7 @@ def _check_complete(fused: FusedBackward) -> None:
     """Raises RuntimeError if an unfinished step has updated weights or projected gradients."""
     fused.optimizer.refuse_exchanged()
     state = fused.state
-    is_measured = state.square is not None and not state.kept
+    is_measured = bool(state.squares) and not state.kept
     if state.used_up or state.projected or is_measured:
         raise RuntimeError(
             "save_checkpoint was called between backward and engine.step(): call it after the step."
