@@ -64,9 +64,6 @@ ARGUMENTS = SettingNames(  # of fuse_into_backward
 )
 
 
-_CLIPPING = ("clip_value", "clip_mode")
-
-
 @dataclass(frozen=True)
 class GradientConfig:
     """How gradients are reduced, kept and clipped. ValueError if settings contradict each other."""
@@ -93,7 +90,8 @@ class GradientConfig:
         hyperparams.check(Section, values, names.where)
         if type(self.max_norm) not in (int, float) or not 0 <= self.max_norm < math.inf:
             raise ValueError(f"{names.clipping} is {self.max_norm!r}; allowed: a number >= 0.")
-        clip_value, clip_mode = (hyperparams.dotted(names.where, x) for x in _CLIPPING)
+        clip_value = hyperparams.dotted(names.where, "clip_value")
+        clip_mode = hyperparams.dotted(names.where, "clip_mode")
         if self.max_norm and self.max_value:
             raise ValueError(
                 f"{names.clipping} = {self.max_norm} and {clip_value} = {self.max_value} "

@@ -50,7 +50,8 @@ class StepState:
     reader: GradientReader
     kept: dict[Tensor, ReducedGrad] = field(default_factory=dict)  # until the step
     projected: dict[Tensor, ProjectedGrads] = field(default_factory=dict)  # until the step
-    beyond: Tensor | None = None  # [2], elements outside ± max_value, and all
+    # Numbers of elements outside ± max_value, and of all, [2].
+    beyond: list[Tensor] = field(default_factory=list)
     # Parameters, and the sums of squares of their mean gradients on this rank, [n].
     squares: list[tuple[list[Tensor], Tensor]] = field(default_factory=list)
     norm: float | None = None  # over all ranks, once it is known
@@ -130,12 +131,12 @@ class StepState:
             for placement, params in layout.by_placement(grads):
                 bound = reader.grad_config.max_value / reader.unscale(placement)
                 counts = [reader.beyond(param, grads[param], bound) for param in params]
-                self._add_beyond(torch.stack(counts).sum(0) / layout.num_replicas[placement])
+                self.beyond.append(torch.stack(counts).sum(0) / layout.num_replicas[placement])
         if not grads:  # on this rank; others may have some
             nothing = torch.zeros(2, dtype=torch.float64, device=layout.device)
             self.squares.append(([], nothing[:0]))
             if reader.grad_config.max_value:
-                self._add_beyond(nothing)
+                self.beyond.append(nothing)
         self.suspects += ((p, grad.bad) for p, grad in grads.items() if grad.bad is not None)
 
     def _squares(self, grads: ReducedGrads) -> Iterator[tuple[list[Tensor], Tensor]]:
@@ -148,9 +149,6 @@ class StepState:
     def _flag(self, names: Iterable[str]) -> None:
         """Records parameters with bad gradients, each once."""
         self.bad = [*dict.fromkeys((*self.bad, *names))]
-
-    def _add_beyond(self, counts: Tensor) -> None:
-        self.beyond = counts if self.beyond is None else self.beyond + counts
 
     def find_bad(self) -> set[Tensor]:
         """Reads the votes recorded since the last call; returns parameters of bad gradients."""
@@ -229,9 +227,9 @@ class StepState:
 
     def clipped_fraction(self) -> float:
         """Returns the fraction of elements that were bounded; 1 if all gradients were scaled."""
-        if self.beyond is None:
+        if not self.beyond:
             return float(self.coefficient < 1)
-        beyond, elements = self.reader.layout.total(self.beyond).tolist()
+        beyond, elements = self.reader.layout.total(torch.stack(self.beyond).sum(0)).tolist()
         return float(beyond / elements)
 
 

@@ -20,6 +20,7 @@ def check(
     owned: Mapping[Tensor, OwnedRun],
     strict: bool,
     names: Iterable[str] | None = None,
+    with_state: bool = True,
 ) -> None:
     """Checks that weights, groups and state match this optimizer and its parameters.
 
@@ -29,29 +30,26 @@ def check(
         owned: this rank's run of each parameter of the model.
         strict: whether the model and the checkpoint must have the same parameters.
         names: the names of all parameters of the model; by default the names in ``owned``.
+        with_state: whether to check more than weights.
 
     Raises:
         CheckpointError: the message names the difference.
     """
+    names = names or [own.name for own in owned.values()]
+    if not with_state:
+        _check_weights(pieces, owned, strict, names)
+        return
     optimizer.follow_groups()
     _check_kind(pieces, optimizer)
-    check_weights(pieces, owned, strict, names)
+    _check_weights(pieces, owned, strict, names)
     _check_groups(pieces, optimizer, owned)
     _check_state(pieces, optimizer, owned)
 
 
-def check_weights(
-    pieces: Pieces,
-    owned: Mapping[Tensor, OwnedRun],
-    strict: bool,
-    names: Iterable[str] | None = None,
+def _check_weights(
+    pieces: Pieces, owned: Mapping[Tensor, OwnedRun], strict: bool, names: Iterable[str]
 ) -> None:
-    """Checks that this rank's weights were saved with the model's shapes; see ``check``.
-
-    Raises:
-        CheckpointError: a weight has another shape or is incomplete. If ``strict``, also if a
-            weight is only in the checkpoint or only in the model.
-    """
+    """Raises CheckpointError if a weight has another shape, or elements or weights are missing."""
     missing = []
     for own in owned.values():
         found = pieces.first("weights", own.name)
@@ -66,7 +64,7 @@ def check_weights(
             raise CheckpointError(
                 f"this checkpoint is incomplete: elements of {own.name} are missing."
             )
-    known = set(of_all_ranks(names or (own.name for own in owned.values())))
+    known = set(of_all_ranks(names))
     saved = set(of_all_ranks(pieces.weight_names()))
     unknown = saved - known
     if strict and (missing or unknown):

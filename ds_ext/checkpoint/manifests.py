@@ -56,11 +56,6 @@ def latest(folder: Path) -> str | None:
     return file.read_text().strip() if file.is_file() else None
 
 
-def exists(path: Path) -> bool:
-    """Returns whether ds_ext wrote the checkpoint."""
-    return locate(path, MANIFEST).is_file()
-
-
 def read(path: Path) -> dict[str, Any]:
     """Returns the manifest of a checkpoint.
 

@@ -134,11 +134,13 @@ def save_state(optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> di
 
 @torch.no_grad()
 def load_state(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> None:
-    """Replaces the optimizer's groups, and this rank's part of its state, with the saved ones.
+    """Replaces hyper-parameters of groups, and this rank's part of the state, by the saved ones.
 
     Call ``checks.check`` before it, and ``load_weights``, which also sets masters, after it.
     """
-    load_groups(pieces, optimizer)
+    for group, saved in zip(optimizer.param_groups, pieces.saved[0]["groups"], strict=True):
+        hypers = {key: value for key, value in saved.items() if key != "params"}
+        group.update(of_this_version(hypers, optimizer.hypers_of(group)))
     optimizer.state.clear()
     for param, own in owned.items():
         found = pieces.first("state", own.name)
@@ -192,15 +194,8 @@ def save_groups(optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> l
     ]
 
 
-def load_groups(pieces: Pieces, optimizer: RuleOptimizer) -> None:
-    """Sets the groups' hyper-parameters to the saved values. Their parameters do not change."""
-    for group, saved in zip(optimizer.param_groups, pieces.saved[0]["groups"], strict=True):
-        own = {k: v for k, v in saved.items() if k != "params"}
-        group.update(of_this_version(own, optimizer.hypers_of(group)))
-
-
 def changed_hypers(pieces: Pieces, optimizer: RuleOptimizer, is_cycled: bool) -> list[str]:
-    """Returns which hyper-parameters ``load_groups`` will change, except those of schedulers.
+    """Returns which hyper-parameters ``load_state`` will change, except those of schedulers.
 
     Args:
         pieces: the saved groups.

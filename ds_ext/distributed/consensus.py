@@ -108,6 +108,18 @@ class _Failure(NamedTuple):
     kind: type[Exception]  # ValueError, RuntimeError or CheckpointError
     text: str
 
+    @classmethod
+    def of(cls, error: Exception) -> "_Failure":
+        """The error of this rank's innermost action."""
+        kind: type[Exception] = CheckpointError
+        if isinstance(error, ValueError):
+            kind = ValueError
+        elif type(error) is RuntimeError:
+            kind = RuntimeError
+        is_known = isinstance(error, kind)
+        text = (is_known and str(error)) or f"{type(error).__name__}: {error}"
+        return cls(_depth.calls, kind, text)
+
 
 class _FailedRanks(RuntimeError):
     """Raised in all ranks' actions at the same time, until the outermost failed action catches it.
@@ -118,9 +130,11 @@ class _FailedRanks(RuntimeError):
     """
 
     def __init__(self, told: dict[int, _Failure], size: int) -> None:
-        texts = dict.fromkeys(failure.text for failure in told.values())
-        ranks = {text: [r for r, own in told.items() if own.text == text] for text in texts}
-        super().__init__("; ".join(_of_ranks(text, ranks[text], size) for text in texts))
+        ranks: dict[str, list[int]] = {}
+        for rank, failure in told.items():
+            ranks.setdefault(failure.text, []).append(rank)
+        said = (f"{_named(of)}: {text}" if len(of) < size else text for text, of in ranks.items())
+        super().__init__("; ".join(said))
         self.depth = min(failure.depth for failure in told.values())
         self.kind = next(iter(told.values())).kind
 
@@ -171,8 +185,7 @@ def run_on_all_ranks(
             raise
         except Exception as caught:
             failed = caught
-        own = failed and _Failure(_depth.calls, _kind(failed), _told(failed))
-        gathered(own, group)
+        gathered(failed and _Failure.of(failed), group)
     except _FailedRanks as found:
         if found.depth < _depth.calls:
             raise
@@ -180,24 +193,6 @@ def run_on_all_ranks(
     finally:
         _depth.calls -= 1
     return result
-
-
-def _of_ranks(text: str, ranks: list[int], size: int) -> str:
-    """A message, with the ranks that raised it unless all ``size`` ranks did."""
-    if len(ranks) == size:
-        return text
-    return f"{_named(ranks)}: {text}"
-
-
-def _kind(error: Exception) -> type[Exception]:
-    if type(error) in (ValueError, RuntimeError):
-        return type(error)
-    return ValueError if isinstance(error, ValueError) else CheckpointError
-
-
-def _told(error: Exception) -> str:
-    known = isinstance(error, ValueError | CheckpointError) or type(error) is RuntimeError
-    return (known and str(error)) or f"{type(error).__name__}: {error}"
 
 
 def facts(

@@ -76,7 +76,9 @@ def with_own_queue(group: Group, device: torch.device, queue: str = "steps") -> 
     if device.type not in WITHOUT_QUEUES:
         return _twin(group, None, queue)
     # Weights may be offloaded to the host while ranks communicate by NCCL.
-    return group if group is None or _reaches(group, device) else _twin(group, "gloo", queue)
+    if group is None or device.type in {"meta", *(d.type for d in group._device_types)}:
+        return group
+    return _twin(group, "gloo", queue)
 
 
 def of_ranks(ranks: tuple[int, ...]) -> Group:
@@ -129,11 +131,6 @@ def _timeout(group: dist.ProcessGroup) -> timedelta:
     """The timeout of a group's collectives."""
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
-
-
-def _reaches(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether tensors on ``device`` can be sent over a group."""
-    return device.type == "meta" or device.type in {d.type for d in group._device_types}
 
 
 @contextlib.contextmanager

@@ -97,17 +97,13 @@ class PipelineLayout(Layout):
             there = torch.tensor([p in kept for p in params], dtype=torch.int32, device=self.device)
             has = self._all_reduce(there, group).tolist()
             for param in itertools.compress(params, has):
-                found[param] = self._tied_run(param, kept.get(param), group)
+                placement, dtype = self.placement_of[param], ops.accumulator(param.dtype)
+                own = kept.get(param)
+                if own is None:
+                    size = placement.padded_numel(param) // placement.num_shards
+                    own = torch.zeros(size, dtype=dtype, device=self.device)
+                found[param] = self._all_reduce(own.to(dtype), group)
         return found
-
-    def _tied_run(self, param: Tensor, own: Tensor | None, group: dist.ProcessGroup) -> Tensor:
-        """The run of one gradient, summed over its stages. This stage may have none."""
-        dtype = ops.accumulator(param.dtype)
-        if own is None:
-            placement = self.placement_of[param]
-            size = placement.padded_numel(param) // placement.num_shards
-            own = torch.zeros(size, dtype=dtype, device=self.device)
-        return self._all_reduce(own.to(dtype), group)
 
     def in_step(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
         """Returns parameters with kept gradients, with tied ones in their own buckets.

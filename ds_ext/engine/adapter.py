@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -117,6 +117,9 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
     state = property(lambda self: self.optimizer.state)
     bit16_groups = fp16_groups = property(lambda self: [g["params"] for g in self.param_groups])
     defaults = property(lambda self: self.optimizer.defaults)
+    measure_updates = property(lambda self: self.optimizer.measure_updates)
+    offload_states = property(lambda self: self.offloaded.offload)
+    reload_states = property(lambda self: self.offloaded.reload)
 
     def __getattr__(self, name: str) -> Any:
         """Raises AttributeError, which names the page that lists what an engine offers."""
@@ -273,10 +276,6 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.offloaded.check()
         return self.fused.ema()
 
-    def measure_updates(self) -> None:
-        """Adds the RMS of updates and weights to ``metrics``, from the next step on."""
-        self.optimizer.measure_updates()
-
     def _write_events(self) -> None:
         """Sends the metrics to DeepSpeed's monitors (TensorBoard, W&B, CSV)."""
         samples = self.engine.global_samples + self.engine.train_batch_size()
@@ -339,24 +338,6 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             self.layout.offload.empty_partition_cache()
 
     checkpoint_event_prologue = empty_partition_cache  # before weights are saved or loaded
-
-    def offload_states(
-        self,
-        include: Container[Any] | None = None,
-        device: Any = "cpu",
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """Moves weights, states and kept gradients to the host: see ``OffloadedStates.offload``.
-
-        Waits for the copies even if ``non_blocking`` is set.
-        """
-        self.fused.check_owner()
-        self.offloaded.offload(include, device, pin_memory)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Moves everything back to the device and waits for the copies."""
-        self.offloaded.reload()
 
     def destroy(self) -> None:
         """Removes our hooks and attributes from the model."""

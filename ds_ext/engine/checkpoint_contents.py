@@ -82,11 +82,9 @@ class Contents:
         Raises:
             CheckpointError: the checkpoint does not match the model, optimizer or engine.
         """
+        checks.check(pieces, self.optimizer, self.owned, strict, self.names, with_state)
         if with_state:
-            checks.check(pieces, self.optimizer, self.owned, strict, self.names)
             self.check_gradients(pieces)
-        else:
-            checks.check_weights(pieces, self.owned, strict, self.names)
 
     def load(self, pieces: Pieces, with_state: bool) -> None:
         """Loads the results of ``save``. The caller must publish the weights to other ranks.

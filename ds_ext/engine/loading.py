@@ -113,7 +113,8 @@ def _verified(engine: DeepSpeedEngine, path: Path) -> dict[str, Any] | None:
     """The manifest, or None without one. Verifies this rank's share of the files."""
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}.")
-    manifest = manifests.read(path) if manifests.exists(path) else None
+    is_ours = locate(path, manifests.MANIFEST).is_file()
+    manifest = manifests.read(path) if is_ours else None
     layout = engine.optimizer.layout
     saved = (manifest or {}).get("tensor_parallel", 1)
     size = max(1, engine.autotp_size())
@@ -143,12 +144,9 @@ def _open(contents: Contents, path: Path, manifest: Mapping[str, Any] | None) ->
         CheckpointError: a file is damaged, or the folder has no model file.
     """
     layers = pipeline.layer_names(contents.engine)
-    if manifest is not None:
-        model_files, layer_files = manifest["model_files"], manifest.get("layer_files", [])
-    else:
-        found = sorted(f.name for f in path.glob("*.pt"))
-        model_files = [name for name in found if is_model_file(name)]
-        layer_files = [name for name in found if LAYER_FILE.fullmatch(name)]
+    files = sorted(f.name for f in path.glob("*.pt")) if manifest is None else manifest["files"]
+    model_files = list(filter(is_model_file, files))
+    layer_files = list(filter(LAYER_FILE.fullmatch, files))
     if not model_files:
         raise CheckpointError(f"{path} holds no checkpoint: no file *model_states.pt.")
     if bool(layer_files) != bool(layers):

@@ -25,7 +25,13 @@ class OffloadedStates:
         self.fused = fused
         self.kinds: set[OffloadStateTypeEnum] = set()  # of states on the host
 
-    def offload(self, include: Container[Any] | None, device: Any, pin_memory: bool) -> None:
+    def offload(
+        self,
+        include: Container[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
         """Moves states to the host; see DeepSpeed's ``engine.offload_states``.
 
         Args:
@@ -33,10 +39,12 @@ class OffloadedStates:
                 lp_grads (kept gradients); None for all.
             device: must be the CPU.
             pin_memory: whether to pin the memory, if there is a GPU.
+            non_blocking: has no effect: the call waits for the copies.
 
         Raises:
             ValueError: the device is not the CPU, or weights are stored in 8 bits.
         """
+        self.fused.check_owner()
         if any(map(int8.find, self.fused.layout.names)):
             raise unsupported("offload_states")
         if OffloadDeviceEnum(device) != OffloadDeviceEnum.cpu:
@@ -49,8 +57,8 @@ class OffloadedStates:
         self._move(asked - self.kinds, lambda x: _on_host(x, pinned))
         self.kinds |= asked
 
-    def reload(self) -> None:
-        """Moves all offloaded tensors back to the device."""
+    def reload(self, non_blocking: bool = False) -> None:
+        """Moves all offloaded tensors back to the device, and waits for the copies."""
         device = self.fused.layout.device
         self._move(self.kinds, lambda x: x.to(device, non_blocking=True))
         self.kinds = set()
