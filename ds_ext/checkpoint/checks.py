@@ -60,10 +60,8 @@ def _check_weights(
                 f"this checkpoint does not match the model: {own.name} has shape "
                 f"{tuple(found['shape'])} in the checkpoint and {own.shape} in the model."
             )
-        elif pieces.is_incomplete(own.part, "weights", own.name):
-            raise CheckpointError(
-                f"this checkpoint is incomplete: elements of {own.name} are missing."
-            )
+        else:
+            pieces.require(own.part, own.name, "weights", own.name)
     known = set(of_all_ranks(names))
     saved = set(of_all_ranks(pieces.weight_names()))
     unknown = saved - known
@@ -122,9 +120,4 @@ def _check_state(
             if pieces.first("state", own.name) is None:
                 continue
             for keys, part in leaves(saved_parts(optimizer.state_spec(param, own.shard, rule))):
-                if pieces.is_incomplete(part, "state", own.name, *keys):
-                    what = ".".join(keys)
-                    raise CheckpointError(
-                        f"this checkpoint is incomplete: elements of {own.name}'s {what} are "
-                        "missing."
-                    )
+                pieces.require(part, f"{own.name}'s {'.'.join(keys)}", "state", own.name, *keys)

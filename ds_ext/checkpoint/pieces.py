@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ds_ext.errors import CheckpointError
 from ds_ext.ops.state import Part
 
 T = TypeVar("T")
@@ -99,10 +100,11 @@ class Pieces:
         """Returns the value under these nested keys from a rank that saved one, or None."""
         return next(self._values(keys), None)
 
-    def is_incomplete(self, part: Part, *keys: str) -> bool:
-        """Returns whether a part has missing elements, or the saved tensor has another size."""
+    def require(self, part: Part, what: str, *keys: str) -> None:
+        """Raises CheckpointError if a part lacks elements, or the saved tensor has another size."""
         found, stop = self._covering(part, keys)
-        return stop < part.stop or any(piece["total"] != part.total for piece in found)
+        if stop < part.stop or any(piece["total"] != part.total for piece in found):
+            raise CheckpointError(f"this checkpoint is incomplete: elements of {what} are missing.")
 
     def read(self, part: Part, *keys: str) -> Tensor:
         """Returns the elements of a part, [stop - start], on the CPU in the saved dtype."""

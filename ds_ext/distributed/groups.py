@@ -118,7 +118,16 @@ def _cached(
     made = _made.get((backend, queue, ranks))
     if made is not None and made in dist.distributed_c10d._world.pg_map:  # it was not destroyed
         return made
-    with _named(ranks), _unbound():
+    # Torch would name the group by the number of groups in this process. If one was destroyed, or
+    # a rank has more, ranks would wait for each other under old or different names.
+    _counts[ranks] += 1
+    name = f"ds_ext:{'_'.join(map(str, ranks))}:{_counts[ranks]}"
+    # If ``init_process_group`` was given a device, torch would split the communicator of all ranks,
+    # in which all of them have to take part.
+    with (
+        with_attribute(dist.distributed_c10d, "_hash_ranks_to_str", lambda ranks: name),
+        with_attribute(everyone(), "bound_device_id", None),
+    ):
         made = dist.new_group(
             list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True
         )
@@ -134,36 +143,14 @@ def _timeout(group: dist.ProcessGroup) -> timedelta:
 
 
 @contextlib.contextmanager
-def _unbound() -> Iterator[None]:
-    """A context in which new groups do not split the communicator of all ranks.
-
-    Torch splits it if ``init_process_group`` was given a device. All ranks have to take part in a
-    split, but only its own ranks make a group here.
-    """
-    world = everyone()
-    assert world is not None
-    bound, world.bound_device_id = world.bound_device_id, None
+def with_attribute(owner: object, name: str, value: object) -> Iterator[None]:
+    """A context in which an attribute of an object has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        world.bound_device_id = bound
-
-
-@contextlib.contextmanager
-def _named(ranks: tuple[int, ...]) -> Iterator[None]:
-    """A context that names a new group by its ranks, and by how many groups they made before.
-
-    Torch would use the number of groups in this process. If one was destroyed, or a rank has more,
-    ranks would wait for each other under old or different names.
-    """
-    _counts[ranks] += 1
-    name = f"ds_ext:{'_'.join(map(str, ranks))}:{_counts[ranks]}"
-    torchs = dist.distributed_c10d._hash_ranks_to_str
-    dist.distributed_c10d._hash_ranks_to_str = lambda ranks: name
-    try:
-        yield
-    finally:
-        dist.distributed_c10d._hash_ranks_to_str = torchs
+        setattr(owner, name, before)
 
 
 # Signs that a peer has ended or is late: words in gloo's errors; NCCL raises DistError.

@@ -18,6 +18,7 @@ from ds_ext.backward.buckets import ENDED
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.config import config_checks, parsing
 from ds_ext.distributed import consensus
+from ds_ext.distributed.groups import with_attribute
 from ds_ext.engine import (
     deepspeed_config,
     engine_settings,
@@ -171,14 +172,12 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
     @contextlib.contextmanager
     def _suspend_engine_hooks(self, loss: Tensor) -> Iterator[None]:
         """Context in which the engine's hooks ignore a backward pass of ``loss``."""
-        state = self._backward_hook_state
-        hooks, state._grad_acc_post_hooks = state._grad_acc_post_hooks, []
-        entered, self._is_prepass = self._entered, True
-        try:
+        state, entered = self._backward_hook_state, self._entered
+        with (
+            with_attribute(state, "_grad_acc_post_hooks", []),
+            with_attribute(self, "_is_prepass", True),
+        ):
             yield
-        finally:
-            self._is_prepass = False
-            state._grad_acc_post_hooks = hooks
         if self._entered != entered:  # the loss is of this engine, and not only of others
             # Makes the engine's hooks run again in the second backward pass of a graph.
             state.post_backward_callback_queued = False

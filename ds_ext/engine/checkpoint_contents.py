@@ -162,10 +162,8 @@ class Contents:
             )
         for own in self.owned.values():
             keys = ("accumulated", "gradients", own.name)
-            if pieces.first(*keys) is not None and pieces.is_incomplete(own.part, *keys):
-                raise CheckpointError(
-                    f"this checkpoint is incomplete: elements of {own.name}'s gradient are missing."
-                )
+            if pieces.first(*keys) is not None:
+                pieces.require(own.part, f"{own.name}'s gradient", *keys)
 
     def load_gradients(self, pieces: Pieces) -> None:
         """Begins a step with the saved gradients, rescaled for the current number of ranks."""

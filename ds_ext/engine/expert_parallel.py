@@ -7,13 +7,15 @@ numbers experts over the whole model, so that checkpoints do not depend on the n
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from deepspeed.checkpoint import constants
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 from torch import Tensor, nn
+
+from ds_ext.distributed.groups import with_attribute
 
 
 def is_expert(param: Tensor) -> bool:
@@ -66,8 +68,7 @@ class _Registry(dict[str, Any]):
         return super().get(str(type(key))) or {}
 
 
-@contextlib.contextmanager
-def readable_by_name() -> Iterator[None]:
+def readable_by_name() -> contextlib.AbstractContextManager[None]:
     """Context in which AutoEP can look up transformers' recorded outputs by class name.
 
     Since transformers 5.23 their registry accepts only models as keys. DeepSpeed 0.19.8 passes the
@@ -77,10 +78,5 @@ def readable_by_name() -> Iterator[None]:
     module = sys.modules.get("transformers.utils.output_capturing")
     registry = getattr(module, _REGISTRY, None)
     if registry is None:
-        yield
-        return
-    setattr(module, _REGISTRY, _Registry(registry))
-    try:
-        yield
-    finally:
-        setattr(module, _REGISTRY, registry)
+        return contextlib.nullcontext()
+    return with_attribute(module, _REGISTRY, _Registry(registry))

@@ -1,13 +1,13 @@
 """Shows log lines and warnings once, not on every rank."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from deepspeed.utils import logger as deepspeed_logger
 
 from ds_ext import logs
 from ds_ext.distributed import consensus
+from ds_ext.distributed.groups import with_attribute
 
 
 def log(message: str, level: int = logging.INFO) -> None:
@@ -22,11 +22,6 @@ def warn(message: str) -> None:
     log(message, logging.WARNING)
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
+def quiet() -> AbstractContextManager[None]:
     """Context in which DeepSpeed's logger shows only errors."""
-    level, deepspeed_logger.level = deepspeed_logger.level, logging.ERROR
-    try:
-        yield
-    finally:
-        deepspeed_logger.level = level
+    return with_attribute(deepspeed_logger, "level", logging.ERROR)

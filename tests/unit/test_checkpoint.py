@@ -119,7 +119,7 @@ def test_pieces_may_overlap_and_come_in_any_order(first, second):
     for start in range(9):
         for stop in range(start, 10):
             part = Part.of(slice(start, stop), 9)
-            assert not Pieces(saved).is_incomplete(part, "x")
+            Pieces(saved).require(part, "x", "x")
             assert torch.equal(Pieces(saved).read(part, "x"), whole[start:stop])
 
 
@@ -127,9 +127,10 @@ def test_a_gap_between_pieces_is_seen():
     whole = torch.arange(9.0)
     saved = [{"x": piece(whole[a:b], Part.of(slice(a, b), 9))} for a, b in ((0, 4), (5, 9))]
     pieces = Pieces(saved)
-    assert pieces.is_incomplete(Part.of(slice(3, 6), 9), "x")
-    assert not pieces.is_incomplete(Part.of(slice(5, 9), 9), "x")
-    assert pieces.is_incomplete(Part.of(slice(0, 4), 8), "x")  # of another total
+    pieces.require(Part.of(slice(5, 9), 9), "x", "x")
+    for part in (Part.of(slice(3, 6), 9), Part.of(slice(0, 4), 8)):  # the second of another total
+        with pytest.raises(CheckpointError, match="elements of x are missing"):
+            pieces.require(part, "x", "x")
 
 
 def test_the_newest_checkpoint_is_complete_undamaged_and_trainers_own(tmp_path):
