@@ -1,5 +1,6 @@
 """The logger "ds_ext". It writes to stderr if the application installs no handlers."""
 
+import functools
 import logging
 import sys
 from collections.abc import Iterator
@@ -37,6 +38,12 @@ def show(message: str) -> None:
         logger.handle(record)
     elif logger.level <= logging.INFO:
         print(f"[ds_ext] {message}", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def show_once(message: str) -> None:
+    """Logs a line as ``show`` does, but only its first time in this process."""
+    show(message)
 
 
 def _writes(handler: logging.Handler, record: logging.LogRecord) -> bool:

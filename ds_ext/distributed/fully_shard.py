@@ -6,7 +6,7 @@ parameters. So gradients arrive reduced, in one order on all ranks. Only this fi
 own objects, which are private in torch 2.13.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,10 @@ class FSDP2Layout(Layout):
         self.everyone = group
         self.agrees_at_once = True  # torch has reduced all gradients
         self.voters = self.placements[0].statistics_group if self.is_uniform else group
-        self.param_groups = list(_param_groups(module))
+        # FSDP2's groups of parameters that are gathered and reduced together, each once.
+        modules: list[Any] = [m for m in module.modules() if hasattr(m, "_get_fsdp_state")]
+        states = dict.fromkeys(m._get_fsdp_state() for m in modules)
+        self.param_groups = [group for state in states for group in _groups_of(state)]
         _refuse_cut_twice(module, self.param_groups)
 
     def broadcast(self, module: nn.Module) -> None:
@@ -140,13 +143,6 @@ def _refuse_cut_twice(model: nn.Module, param_groups: Iterable[Any]) -> None:
                 "vocabulary (model.resize_token_embeddings(pad_to_multiple_of=...)), untie them "
                 "(tie_word_embeddings=False), or shard them together: fully_shard([one, other])."
             )
-
-
-def _param_groups(module: nn.Module) -> Iterator[Any]:
-    """Yields FSDP2's groups of parameters that are gathered and reduced together, each once."""
-    modules: list[Any] = [m for m in module.modules() if hasattr(m, "_get_fsdp_state")]
-    for state in dict.fromkeys(m._get_fsdp_state() for m in modules):
-        yield from _groups_of(state)
 
 
 def _groups_of(state: Any) -> Sequence[Any]:

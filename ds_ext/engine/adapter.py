@@ -263,8 +263,11 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         if self.loss_scaler.dynamic:
             self.loss_scaler.update_scale(result.overflow)
         self.layout.end_step()
-        if self.engine.monitor.enabled and self.engine.global_rank == 0:
-            self._write_events()
+        engine = self.engine
+        if engine.monitor.enabled and engine.global_rank == 0:  # TensorBoard, W&B, CSV
+            samples = engine.global_samples + engine.train_batch_size()
+            found = self.metrics().items()
+            engine.monitor.write_events([(f"Train/Samples/{k}", v, samples) for k, v in found])
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the last step: see docs/settings.md, "Step metrics"."""
@@ -274,12 +277,6 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         """Context in which the model has the averages of its weights: see ``FusedBackward.ema``."""
         self.offloaded.check()
         return self.fused.ema()
-
-    def _write_events(self) -> None:
-        """Sends the metrics to DeepSpeed's monitors (TensorBoard, W&B, CSV)."""
-        samples = self.engine.global_samples + self.engine.train_batch_size()
-        events = [(f"Train/Samples/{k}", v, samples) for k, v in self.metrics().items()]
-        self.engine.monitor.write_events(events)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters to the optimizer.

@@ -29,6 +29,10 @@ from ds_ext import logs
 from ds_ext.forward import side_effects
 from ds_ext.forward.replaced import Forward, restore
 
+_CHECKPOINTS = (
+    "split_batch checkpoints each piece of a layer, so gradient_checkpointing is not used"
+)
+
 
 def split_batch(model: nn.Module, splits: int, layers: str | None = None) -> list[str]:
     """Makes each layer of a model run a training batch in pieces, one after another.
@@ -86,7 +90,7 @@ class InPieces(Forward):
             return self.whole(*args, **kwargs)
         if getattr(self.module, "gradient_checkpointing", False):  # transformers' own
             setattr(self.module, "gradient_checkpointing", False)  # noqa: B010  no module or tensor
-            _tell_checkpointing()
+            logs.show_once(_CHECKPOINTS)
         kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
         leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_cache)
         leaves = [self._without_cache(x) for x in leaves]
@@ -253,11 +257,3 @@ def _refuse(name: str, layer: nn.Module, layers: dict[str, nn.Module]) -> None:
                 f"split_batch: {name}.{part} is a batch norm, whose statistics are those of the "
                 "whole batch. Choose other layers, or use gradient_accumulation_steps."
             )
-
-
-@functools.cache
-def _tell_checkpointing() -> None:
-    """Logs once that transformers' own checkpointing of layers is off."""
-    logs.show(
-        "split_batch checkpoints each piece of a layer, so gradient_checkpointing is not used"
-    )

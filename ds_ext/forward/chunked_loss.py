@@ -10,7 +10,6 @@ once. The graph can be run backward twice, as exact clipping does, because nothi
 overwritten.
 """
 
-import functools
 import inspect
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -25,6 +24,7 @@ from ds_ext.forward.replaced import Forward, restore
 
 CHUNK_LOGITS = 2**26  # logits of a chunk by default: 256 MiB in fp32
 # What models do with logits after their head, by keys of transformers' configs.
+_UNUSED = "chunk_loss has no effect without labels: the model computes all logits"
 SCALED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
@@ -219,7 +219,7 @@ class Labelled(Forward):
         labels = given.get("labels")
         if labels is None or not torch.is_grad_enabled():
             if torch.is_grad_enabled() and self.module.training:
-                _tell_unused()
+                logs.show_once(_UNUSED)
             return self.whole(*args, **kwargs)
         self.head.ignore_index = given.get("ignore_index", -100)
         shifted = given.get("shift_labels")
@@ -302,9 +302,3 @@ def _refuse(causal: Any) -> None:
 def _wide(logits: Tensor) -> Tensor:
     """Logits in fp32; in fp64 if they are."""
     return logits if logits.dtype == torch.float64 else logits.float()
-
-
-@functools.cache
-def _tell_unused() -> None:
-    """Logs once that a training step computes its logits as a whole."""
-    logs.show("chunk_loss has no effect without labels: the model computes all logits")

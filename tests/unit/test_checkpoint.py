@@ -8,6 +8,7 @@ import ds_ext
 from ds_ext.checkpoint import checks, manifests, resharding
 from ds_ext.checkpoint.pieces import Files, Pieces, piece
 from ds_ext.distributed import consensus
+from ds_ext.errors import CheckpointError
 from ds_ext.ops.state import Part
 from ds_ext.planner.live_memory import LiveMemory
 from tests.common import optimizer_ranks
