@@ -7,6 +7,7 @@ the first of the two passes of exact clipping.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,19 +28,16 @@ from ds_ext.optimizer.plans import MAX_PLANS
 from ds_ext.optimizer.updates import ProjectedGrads, RunUpdate
 
 
+@dataclass
 class Stepper:
-    """Steps ``optimizer`` by runs of gradients, and publishes the updated weights.
+    """Steps ``optimizer`` by runs of gradients, and publishes the updated weights."""
 
-    ``has_bounds`` says whether elements of gradients are bounded (``clip_value``).
-    """
-
-    def __init__(self, optimizer: RuleOptimizer, layout: Layout, has_bounds: bool) -> None:
-        self.optimizer = optimizer
-        self.layout = layout
-        self.has_bounds = has_bounds
-        self._voted: dict[tuple[Any, ...], VotedParams] = {}  # by bucket, for ``_version``
-        self._version: Any = None  # of the optimizer
-        self._has_logged = False  # the cost of kept gradients
+    optimizer: RuleOptimizer
+    layout: Layout
+    has_bounds: bool  # whether elements of gradients are bounded (``clip_value``)
+    _voted: dict[tuple[Any, ...], VotedParams] = field(default_factory=dict)  # for ``_version``
+    _version: Any = None  # of the optimizer
+    _has_logged: bool = False  # the cost of kept gradients
 
     def step(
         self,

@@ -5,6 +5,7 @@ The average over ranks, loss scale and clipping are applied when a rule reads.
 
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -89,16 +90,13 @@ if _use_count is not None:
     _SOLE_USER = _use_count(_sole.untyped_storage()._cdata)
 
 
+@dataclass
 class GradientReader:
-    """Converts summed gradients of a scaled loss to averaged, unscaled gradients.
+    """Converts summed gradients of a scaled loss to averaged, unscaled gradients."""
 
-    Set ``loss_scale`` to the factor that the loss was multiplied by before backward.
-    """
-
-    def __init__(self, layout: Layout, grad_config: gradient_config.GradientConfig) -> None:
-        self.layout = layout
-        self.grad_config = grad_config
-        self.loss_scale = 1.0
+    layout: Layout
+    grad_config: gradient_config.GradientConfig
+    loss_scale: float = 1.0  # the factor that the loss was multiplied by before backward
 
     def unscale(self, placement: Placement) -> float:
         """Returns the factor from a summed gradient of the scaled loss to the mean gradient."""

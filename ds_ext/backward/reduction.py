@@ -1,7 +1,8 @@
 """Reduction of a bucket: gradients are summed over the ranks in place, and the ranks vote."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,31 +23,18 @@ class Reducing(NamedTuple):
     in_parts: Set[Tensor]  # parameters whose gradient may have further parts
 
 
+@dataclass
 class Reduction:
-    """Sums gradients over the ranks of ``layout``, on a side stream if there is one.
+    """Sums gradients over the ranks of ``layout``, on a side stream if there is one."""
 
-    Args:
-        layout: of the model.
-        streams: the side streams, if they are used.
-        size_of: the padded elements of each parameter.
-        comm_dtype: returns the dtype that a parameter's gradient is summed in, None for its own.
-        leaf_params: parameters of leaf modules, which some ranks may not use. If no rank used a
-            parameter, the result does not contain it.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        streams: SideStreams | None,
-        size_of: Mapping[Tensor, int],
-        comm_dtype: Callable[[Tensor], torch.dtype | None],
-        leaf_params: Collection[Tensor],
-    ) -> None:
-        self.layout = layout
-        self.streams = streams
-        self.size_of = size_of
-        self.comm_dtype = comm_dtype
-        self.leaf_params = frozenset(leaf_params)
+    layout: Layout
+    streams: SideStreams | None  # if they are used
+    size_of: Mapping[Tensor, int]  # the padded elements of each parameter
+    # Returns the dtype that a parameter's gradient is summed in, None for its own.
+    comm_dtype: Callable[[Tensor], torch.dtype | None]
+    # Parameters of leaf modules, which some ranks may not use. If no rank used a parameter, the
+    # result does not contain it.
+    leaf_params: Set[Tensor]
 
     def begin(
         self,
@@ -68,9 +56,7 @@ class Reduction:
             in_parts: parameters whose gradient may have further parts.
         """
         flats = [self._zeros(p) if g is None else g for p, g in zip(params, grads, strict=True)]
-        leaves: set[int] = set()
-        if self.leaf_params:
-            leaves = {i for i, p in enumerate(params) if p in self.leaf_params}
+        leaves = {i for i, p in enumerate(params) if p in self.leaf_params}
         voted = sorted(voted_params.host | voted_params.device)
         asked = [*voted, *sorted(leaves.difference(voted))]
         is_read = bool(voted_params.host or leaves)

@@ -6,8 +6,9 @@ ranks that saved. The number of ranks and the ZeRO stage may therefore change.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from torch import Tensor
 from ds_ext.errors import CheckpointError
 from ds_ext.ops.state import Part
 
-T = TypeVar("T")
 Saved = Mapping[str, Any]  # the state that one rank saved, or a part of it
 _COMPILED = re.compile(r"(?<![^.])_orig_mod\.")  # torch.compile(module) adds it
 
@@ -43,58 +43,42 @@ def piece(values: Tensor, part: Part, **more: Any) -> dict[str, Any]:
     return {"start": part.start, "total": part.total, "values": values, **more}
 
 
+@dataclass
 class Files(Sequence[Saved]):
-    """What each rank saved. Opens a file when it is first read.
+    """What each rank saved. Opens a file when it is first read."""
 
-    Args:
-        sources: the files, by rank.
-        load: returns the contents of a file.
-    """
-
-    def __init__(self, sources: Sequence[T], load: Callable[[T], Saved]) -> None:
-        self._sources = sources
-        self._load = load
-        self.opened: dict[int, Saved] = {}
+    sources: Sequence[Any]  # the files, by rank
+    load: Callable[[Any], Saved]  # returns the contents of a file
+    opened: dict[int, Saved] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self._sources)
+        return len(self.sources)
 
     def __getitem__(self, index: Any) -> Any:
         if index not in self.opened:
-            self.opened[index] = self._load(self._sources[index])
+            self.opened[index] = self.load(self.sources[index])
         return self.opened[index]
 
 
+@dataclass
 class Pieces:
     """Finds the pieces of tensors. Reads first from open files, then from the nearest.
 
     Ranks of a large world would otherwise open all files, which are ranks² opens.
-
-    Args:
-        saved: nested dictionaries of pieces, one for each rank that saved.
-        index: the names that any rank saved, by section ("weights", "state", "accumulated"); None
-            if they are not known, as in checkpoints before 1.1.
-        weights: dictionaries of pieces of weights that are not in ``saved``.
-        position: this rank's index divided by the number of ranks.
     """
 
-    def __init__(
-        self,
-        saved: Sequence[Saved],
-        index: Mapping[str, Collection[str]] | None = None,
-        weights: Sequence[Saved] = (),
-        position: float = 0.0,
-    ) -> None:
-        self.saved = saved
-        self._index = None if index is None else {key: set(names) for key, names in index.items()}
-        self._weights = weights
-        self._position = position
+    saved: Sequence[Saved]  # nested dictionaries of pieces, one for each rank that saved
+    # The names that any rank saved, by section ("weights", "state", "accumulated"); None if they
+    # are not known, as in checkpoints before 1.1.
+    index: Mapping[str, Set[str]] | None = None
+    weights: Sequence[Saved] = ()  # dictionaries of pieces of weights that are not in ``saved``
+    position: float = 0.0  # this rank's index divided by the number of ranks
 
-    def weight_names(self) -> set[str]:
+    def weight_names(self) -> Set[str]:
         """Returns the names of all saved weights."""
-        if self._index is not None:
-            return self._index["weights"]
-        return {name for found in (*self.saved, *self._weights) for name in found["weights"]}
+        if self.index is not None:
+            return self.index["weights"]
+        return {name for found in (*self.saved, *self.weights) for name in found["weights"]}
 
     def first(self, *keys: str) -> Any:
         """Returns the value under these nested keys from a rank that saved one, or None."""
@@ -140,7 +124,7 @@ class Pieces:
         """
         for files in self._files(keys):
             opened = files.opened if isinstance(files, Files) else ()
-            near = self._position * len(files)
+            near = self.position * len(files)
             if part is not None and files:
                 near = part.start // max(1, -(-part.total // len(files)))
             for i in sorted(range(len(files)), key=lambda i: (i not in opened, abs(i - near))):
@@ -152,11 +136,11 @@ class Pieces:
 
     def _files(self, keys: tuple[str, ...]) -> list[Sequence[Saved]]:
         """The files that may contain a value under these keys."""
-        if self._index is None:
-            return [self.saved, self._weights]
-        if not self._index[keys[0]].isdisjoint(keys[1:]):
+        if self.index is None:
+            return [self.saved, self.weights]
+        if not self.index[keys[0]].isdisjoint(keys[1:]):
             return [self.saved]
-        return [self._weights] if keys[0] == "weights" else []
+        return [self.weights] if keys[0] == "weights" else []
 
 
 def _stop(piece: Saved) -> int:

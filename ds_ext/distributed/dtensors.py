@@ -12,6 +12,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
@@ -220,16 +221,12 @@ class DTensorPlacement(Placement):
         super().publish(map(local, params))
 
 
+@dataclass
 class DTensorPlacementCache:
-    """The placements of DTensors, one for each layout. All ranks make them in the same order.
+    """The placements of DTensors, one for each layout. All ranks make them in the same order."""
 
-    Args:
-        world: the number of ranks of the model; None: of each parameter's mesh.
-    """
-
-    def __init__(self, world: int | None = None) -> None:
-        self.world = world
-        self.made: dict[tuple[object, ...], DTensorPlacement] = {}
+    world: int | None = None  # the number of ranks of the model; None: of each parameter's mesh
+    made: dict[tuple[object, ...], DTensorPlacement] = field(default_factory=dict)
 
     def of(self, param: "DTensor") -> DTensorPlacement:
         """Returns a parameter's placement."""

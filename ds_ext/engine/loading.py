@@ -162,7 +162,9 @@ def _open(contents: Contents, path: Path, manifest: Mapping[str, Any] | None) ->
     is_partitioned = model_files[0].startswith("zero_pp_rank_")
     states = [] if manifest is None else [locate(path, n) for n in manifest["state_files"]]
     saved = Files(states, _state_in)
-    index = None if manifest is None else manifest.get("names")
+    index = None
+    if manifest is not None and "names" in manifest:
+        index = {section: set(names) for section, names in manifest["names"].items()}
     names = {own.name for own in contents.owned.values()}
     wanted = names - Pieces(saved, index).weight_names()
     if manifest is not None and is_partitioned:

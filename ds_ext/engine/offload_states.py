@@ -5,6 +5,7 @@ Programs call them between steps to generate with another engine on the same dev
 """
 
 from collections.abc import Callable, Container
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ from ds_ext.ops import int8
 from ds_ext.optimizer import host_offload
 
 
+@dataclass
 class OffloadedStates:
     """Moves a model's weights, states and gradients to the host, and back."""
 
-    def __init__(self, fused: FusedBackward) -> None:
-        self.fused = fused
-        self.kinds: set[OffloadStateTypeEnum] = set()  # of states on the host
+    fused: FusedBackward
+    kinds: set[OffloadStateTypeEnum] = field(default_factory=set)  # of states on the host
 
     def offload(
         self,

@@ -105,7 +105,7 @@ def test_a_parameter_may_have_the_name_of_a_section(name):
         return piece(torch.full((4,), value), Part.of(slice(0, 4), 4))
 
     stepped = [{"weights": {name: saved(1.0)}, "accumulated": {"gradients": {name: saved(2.0)}}}]
-    index = {"weights": [name], "state": [], "accumulated": [name]}
+    index = {"weights": {name}, "state": set(), "accumulated": {name}}
     pieces = Pieces(stepped, index, [{"weights": {"frozen": saved(3.0)}}])
     assert pieces.first("weights", "frozen")["values"].eq(3).all()
     assert pieces.first("weights", name)["values"].eq(1).all()
