@@ -180,7 +180,7 @@ class Stepping(Receiver):
             self.stepper.step(grads, self.state, grads.keys())
             return
         self.state.record(voted)
-        bad = self.state.find_bad()
+        bad = self.state.find_bad(voted)
         good = {p: grad for p, grad in grads.items() if p not in bad} if bad else grads
         votes = {p: grad.votes for p, grad in voted.items() if grad.votes is not None}
         self.stepper.step(good, self.state, grads.keys() - voted.keys(), votes)
@@ -249,8 +249,7 @@ class Projecting(Receiver):
         projected = self.stepper.projected(grads)
         self.others.receive({p: grad for p, grad in grads.items() if p not in projected})
         chosen = {p: grad for p, grad in grads.items() if p in projected}
-        self.state.suspects += ((p, x.bad) for p, x in chosen.items() if x.bad is not None)
-        if bad := self.state.find_bad():  # a skipped step, even if nothing is kept
-            self.state.record({p: x._replace(bad=None) for p, x in chosen.items() if p in bad})
+        if bad := self.state.find_bad(chosen):  # a skipped step, even if nothing is kept
+            self.state.record({p: grad for p, grad in chosen.items() if p in bad})
         if chosen and not self.state.bad:
             self.stepper.project(chosen, self.state, self.dtype)

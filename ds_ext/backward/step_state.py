@@ -63,7 +63,6 @@ class StepState:
     used_up: set[Tensor] = field(default_factory=set)  # parameters whose gradient was taken
     stepped: int = 0  # number of parameters
     bad: list[str] = field(default_factory=list)  # names of the parameters of bad gradients
-    suspects: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameter, is bad []
     flags: GradFlags = field(default_factory=GradFlags)  # what passes have found since a read
     flagged_square: float = 0.0  # over all ranks, of gradients that passes have checked
 
@@ -124,7 +123,7 @@ class StepState:
         return RuntimeError(error_texts.SECOND_GRADIENT.format(param=name, names=names))
 
     def record(self, grads: ReducedGrads) -> None:
-        """Adds gradients to the norm, and records the votes on them."""
+        """Adds gradients to the norm."""
         reader, layout = self.reader, self.reader.layout
         self.squares += self._squares(grads)
         if reader.grad_config.max_value:
@@ -137,7 +136,6 @@ class StepState:
             self.squares.append(([], nothing[:0]))
             if reader.grad_config.max_value:
                 self.beyond.append(nothing)
-        self.suspects += ((p, grad.bad) for p, grad in grads.items() if grad.bad is not None)
 
     def _squares(self, grads: ReducedGrads) -> Iterator[tuple[list[Tensor], Tensor]]:
         """Yields the parameters of each placement, and this rank's share of their squares, [n]."""
@@ -150,13 +148,13 @@ class StepState:
         """Records parameters with bad gradients, each once."""
         self.bad = [*dict.fromkeys((*self.bad, *names))]
 
-    def find_bad(self) -> set[Tensor]:
-        """Reads the votes recorded since the last call; returns parameters of bad gradients."""
-        suspects, self.suspects = self.suspects, []
-        if not suspects:
+    def find_bad(self, grads: ReducedGrads) -> set[Tensor]:
+        """Reads the votes on gradients that the host reads; returns parameters of bad gradients."""
+        votes = {p: grad.bad for p, grad in grads.items() if grad.bad is not None}
+        if not votes:
             return set()
-        votes = torch.stack([bad for _, bad in suspects]).tolist()
-        found = {param for (param, _), bad in zip(suspects, votes, strict=True) if bad}
+        is_bad = torch.stack(list(votes.values())).tolist()
+        found = {param for param, bad in zip(votes, is_bad, strict=True) if bad}
         self._flag(map(self.reader.layout.name, found))
         return found
 
