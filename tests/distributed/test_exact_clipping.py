@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import ds_ext
 from tests import worlds
@@ -15,9 +16,28 @@ from tests.common.engines import rows
 from tests.common.plain import mean_step
 from tests.common.ranks import REFUSALS, message, whole
 from tests.common.updates import check_each
-from tests.unit.test_exact_clipping import Normed
 
 CLIP = 0.05
+
+
+class Normed(nn.Module):
+    """Batch norms, one of them in a checkpointed segment."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9))
+        self.second = nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9, affine=False), nn.Tanh())
+        self.register_buffer("calls", torch.zeros(()))
+        self.last = nn.Linear(9, 4)
+
+    def segment(self, h: Tensor) -> Tensor:
+        self.calls = self.calls + 1  # a new tensor each time
+        return self.second(h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = checkpoint(self.segment, self.first(x), use_reentrant=self.reentrant)
+        return self.last(h).square().sum()
 
 
 def start(model: nn.Module, stage: int, policy: str = "") -> Any:
