@@ -222,7 +222,12 @@ def layout_of(engine: DeepSpeedEngine, kind: Callable[[Group], Placement]) -> Pi
     """Returns the layout of this rank's stage; ``kind`` makes the placement of its ranks."""
     group: Group = engine.seq_data_parallel_group
     names: Mapping[Tensor, str] = engine.param_names
-    ties = _ties(engine.module)
+    # Tied layers that are also on other stages, in the same order on all ranks.
+    ties = [
+        Tie(tied["group"], list(tied["module"].parameters()))
+        for tied in engine.module.tied_comms.values()
+        if dist.get_world_size(tied["group"]) > 1
+    ]
     stages_of = {p: size_of(tie.group) for tie in ties for p in tie.params}
 
     @functools.cache
@@ -239,15 +244,6 @@ def layout_of(engine: DeepSpeedEngine, kind: Callable[[Group], Placement]) -> Pi
         ties,
         engine.device,
     )
-
-
-def _ties(module: PipelineModule) -> list[Tie]:
-    """Tied layers that are also on other stages, in the same order on all ranks."""
-    return [
-        Tie(own["group"], list(own["module"].parameters()))
-        for own in module.tied_comms.values()
-        if dist.get_world_size(own["group"]) > 1
-    ]
 
 
 def _weights(names: Mapping[Tensor, str], stage: int) -> list[ParamInfo]:

@@ -13,6 +13,7 @@ import hashlib
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -21,6 +22,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.checkpoint import folder, manifests
 from ds_ext.distributed import consensus
+from ds_ext.distributed.groups import with_attribute
 from ds_ext.engine import pipeline
 from ds_ext.engine.checkpoint_contents import names_in
 from ds_ext.engine.rank_logging import warn
@@ -174,23 +176,22 @@ def _write(engine: DeepSpeedEngine, save_dir: str, aside: Path, more: dict[str, 
     if engine.has_moe_layers:
         engine.save_non_zero_checkpoint, save_weights = False, engine._save_moe_checkpoint
     engine.optimizer.checkpoint_event_prologue()
-    engine.checkpoint_engine = writer = Writer(engine.checkpoint_engine)
-    try:
+    writer = Writer(engine.checkpoint_engine)
+    with with_attribute(engine, "checkpoint_engine", writer):
         save_weights(save_dir, name, **more)
         if engine.save_zero_checkpoint:
             engine._save_zero_checkpoint(save_dir, name)
-    finally:
-        engine.checkpoint_engine = writer.inner
     return writer
 
 
+@dataclass
 class Writer:
     """Replaces DeepSpeed's checkpoint engine during a save, to record the files of this rank."""
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.files: dict[str, dict[str, int]] = {}  # sizes and checksums by name
-        self.names: dict[str, Collection[str]] = {}  # of saved weights and states: ``names_in``
+    inner: Any
+    files: dict[str, dict[str, int]] = field(default_factory=dict)  # sizes and checksums by name
+    # Of saved weights and states: ``names_in``.
+    names: dict[str, Collection[str]] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

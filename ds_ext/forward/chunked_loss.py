@@ -94,7 +94,7 @@ class ChunkedHead(Forward):
         count = self.chunks or -(-len(tokens) * width // CHUNK_LOGITS)
         if self.is_plain(tokens):
             weight, bias = self.module.weight, self.module.bias
-            return (LinearLoss.apply(tokens, weight, bias, targets, count, self),)
+            return (_LinearLoss.apply(tokens, weight, bias, targets, count, self),)
         pieces = zip(tokens.tensor_split(count), targets.tensor_split(count), strict=True)
         sums = [
             checkpoint(lambda x, t: self.total(self.whole(x), t), *piece, use_reentrant=False)
@@ -148,7 +148,7 @@ class ChunkedHead(Forward):
         return logits.copy_(p)
 
 
-class LinearLoss(torch.autograd.Function):
+class _LinearLoss(torch.autograd.Function):
     """Sums of the loss of chunks of tokens, from the hidden states and a linear head."""
 
     @staticmethod
@@ -161,24 +161,14 @@ class LinearLoss(torch.autograd.Function):
         chunks: int,
         head: ChunkedHead,
     ) -> Tensor:
-        """Returns the sums, [chunks].
-
-        Args:
-            ctx: autograd's.
-            tokens: hidden states, [tokens, width].
-            weight: [vocabulary, width].
-            bias: [vocabulary].
-            targets: [tokens].
-            chunks: the number of chunks.
-            head: computes the loss of logits and targets, and its gradient.
-        """
+        """[tokens, width], [vocabulary, width], [vocabulary], [tokens] -> [chunks]."""
         ctx.save_for_backward(tokens, weight, bias, targets)
         ctx.head = replace(head, targets=None)
         return head.sums(tokens, weight, bias, targets, chunks)
 
     @staticmethod
     def backward(ctx: Any, grads: Tensor) -> Any:
-        """Returns the gradients of the hidden states, the weight and the bias."""
+        """The gradients of the hidden states, the weight and the bias."""
         tokens, weight, bias, targets = ctx.saved_tensors
         if torch.is_grad_enabled():  # ``create_graph``, as for a gradient penalty
             # Aliases, because the hooks of a weight run when the outer pass has its gradient.
