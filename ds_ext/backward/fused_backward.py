@@ -210,7 +210,6 @@ class FusedBackward:
         with ExitStack() as stack:
             for each in (self, *owners.others_used(self)):
                 stack.enter_context(each.rerun_context(loss))
-                stack.enter_context(each.layout.norm_prepass())
             stack.enter_context(self.prepass.repeatable(loss))
             stack.enter_context(foreign_grads.preserved(self, loss))
             loss.backward(retain_graph=True)

@@ -1,9 +1,8 @@
 """The layout of a model: the placements of its parameters, and agreement between its ranks."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -303,11 +302,6 @@ class Layout:
         """Sends updated runs to the ranks that hold the whole parameter."""
         for placement, some in self.by_placement(params):
             placement.publish(some)
-
-    @contextlib.contextmanager
-    def norm_prepass(self) -> Iterator[None]:
-        """A context for a backward pass whose graph will run backward again."""
-        yield
 
     def tied(self, kept: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Returns the sums of kept gradients of weights that other stages share."""

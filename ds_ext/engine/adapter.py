@@ -173,7 +173,9 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
     def _suspend_engine_hooks(self, loss: Tensor) -> Iterator[None]:
         """Context in which the engine's hooks ignore a backward pass of ``loss``."""
         state, entered = self._backward_hook_state, self._entered
+        layout = self.layout
         with (
+            layout.norm_prepass() if isinstance(layout, Zero3Layout) else contextlib.nullcontext(),
             with_attribute(state, "_grad_acc_post_hooks", []),
             with_attribute(self, "_is_prepass", True),
         ):
