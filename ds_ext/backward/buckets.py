@@ -100,7 +100,7 @@ class Buckets:
             self.hooks.append(leaf.register_full_backward_hook(Hook(self._taker(params))))
             self.hooks.append(leaf.register_forward_pre_hook(Hook(check_leaf_inputs)))
         may_be_trained = (p for p in layout.names if p.is_floating_point() or p.is_complex())
-        self.hooks += map(self._hooked, may_be_trained)
+        self.hooks += (self._hooked(p) for p in may_be_trained if p not in self.leaf_params)
         # Parameters without a group. Their gradient stays in ``grad``.
         self.not_stepped: set[Tensor] = set()
         self._drop_gradients(layout.names)
@@ -108,7 +108,7 @@ class Buckets:
     def _hooked(self, param: Tensor) -> torch.utils.hooks.RemovableHandle:
         """Hooks a parameter. A frozen one is hooked too, because it may be unfrozen later."""
         frozen = not param.requires_grad
-        take = _leave if param in self.leaf_params else _weakly(cast(MethodType, self.take))
+        take = _weakly(cast(MethodType, self.take))
         with torch.inference_mode(param.is_inference()):  # torch unfreezes it there only
             if frozen:
                 param.requires_grad_(True)  # otherwise torch does not hook it
@@ -390,7 +390,3 @@ def _weakly(method: MethodType) -> Callable[[Tensor], None]:
             call(found, param)
 
     return hook
-
-
-def _leave(param: Tensor) -> None:
-    """The hook of a parameter that is taken by the hook of its module."""
