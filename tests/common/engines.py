@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.common.plain import FusedEngine, mean_step
+import ds_ext
+from tests.common.plain import mean_step
 from tests.common.ranks import whole
 
 Loss = Callable[[Any, int, int], Tensor]  # of a model, the number of a micro-batch, and a rank
@@ -39,12 +40,15 @@ def config(stage: int, policy: str = "", **keys: Any) -> dict[str, Any]:
     return usual | ({"ds_ext": {"gradient_policy": policy}} if policy else {}) | keys
 
 
-class Fused(FusedEngine):
+class Fused:
     """``fuse_into_backward`` under the names of an engine, with accumulation."""
 
     def __init__(self, model: nn.Module, optimizer: Any, accumulation: int, **how: Any) -> None:
-        super().__init__(model, optimizer, **how)
-        self.module, self.accumulation, self.backwards = model, accumulation, 0
+        self.module, self.optimizer, self.accumulation = model, optimizer, accumulation
+        self.fused, self.backwards = ds_ext.fuse_into_backward(model, optimizer, **how), 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of one micro-batch."""
@@ -54,7 +58,13 @@ class Fused(FusedEngine):
     def step(self) -> None:
         """Steps after the last micro-batch."""
         if self.backwards % self.accumulation == 0:
-            super().step()
+            self.optimizer.step()
+
+    def get_global_grad_norm(self) -> float:
+        return self.fused.norm
+
+    def destroy(self) -> None:
+        self.fused.remove()
 
 
 def start(

@@ -76,6 +76,13 @@ class Zoo(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
+def layers(*widths: int, seed: int = 0) -> nn.Sequential:
+    """Linear layers of these widths with tanh between them."""
+    torch.manual_seed(seed)
+    pairs = [(nn.Linear(*sizes), nn.Tanh()) for sizes in zip(widths[:-1], widths[1:], strict=True)]
+    return nn.Sequential(*[module for pair in pairs for module in pair][:-1])
+
+
 def batch(step: int, world: int) -> torch.Tensor:
     """Tokens of one step for every rank -> [world, 3, 9]; each rank's differ."""
     generator = torch.Generator().manual_seed(1000 * world + step)

@@ -62,21 +62,7 @@ def mean_step(optimizer, losses, max_norm=0.0):
     return float(norm)
 
 
-class FusedEngine:
-    """``fuse_into_backward`` under the names of DeepSpeed's engine."""
-
-    def __init__(self, model, optimizer, **how):
-        self.model, self.optimizer = model, optimizer
-        self.fused = ds_ext.fuse_into_backward(model, optimizer, **how)
-
-    def __call__(self, *args, **kwargs):
-        return self.model(*args, **kwargs)
-
-    def step(self):
-        self.optimizer.step()
-
-    def get_global_grad_norm(self):
-        return self.fused.norm
-
-    def destroy(self):
-        self.fused.remove()
+def fuse(model, lr=0.1, kind=ds_ext.LOMO, **how):
+    """What steps a model within backward, and its optimizer."""
+    optimizer = kind(model.parameters(), lr=lr)
+    return ds_ext.fuse_into_backward(model, optimizer, **how), optimizer

@@ -1,14 +1,9 @@
-"""The authors' optimizers in one process, and random numbers, without a line of ds_ext.
-
-``Authors(rule, params, **hypers)`` copies ``params`` (a list of tensors, fp32 or fp64), updates its
-own ``.params`` at each ``.step(grads)`` and computes in the dtype of the parameters.
-Hyper-parameters that are not given are the authors' defaults.
-"""
+"""The authors' optimizers in one process, and random numbers, without a line of ds_ext."""
 
 import contextlib
 import functools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -20,51 +15,19 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-LR = {"came": 2e-4}  # CAME's authors have no default
 
+def authors(rule: str, params: list[Tensor], **hypers: Any) -> Any:
+    """lomo_optim's LOMO or AdaLomo, transformers' Adafactor, or came_pytorch's CAME.
 
-class Authors:
-    """lomo_optim's LOMO and AdaLomo, transformers' Adafactor, came_pytorch's CAME.
-
-    The authors' AdaLomo takes vectors and matrices only: other shapes are stepped by Adafactor
-    with a given lr and without relative steps, which is the same algorithm.
+    It computes in the dtype of the parameters, fp32 or fp64.
     """
-
-    def __init__(self, rule: str, params: list[Tensor], **hypers: Any) -> None:
-        self.params = [p.detach().clone().requires_grad_() for p in params]
-        if rule in LR:
-            hypers = {"lr": LR[rule]} | hypers
-        own, others = self.params, []
-        if rule == "adalomo":
-            own = [p for p in self.params if p.dim() in (1, 2)]
-            others = [p for p in self.params if p.dim() not in (1, 2)]
-        self.steppers: list[Callable[[dict[Tensor, Tensor]], None]] = []
-        if own:
-            self.steppers.append(_STEPPERS[rule](own, hypers))
-        if others:
-            self.steppers.append(
-                _plain(
-                    transformers.Adafactor, others, {"lr": 1e-3, "relative_step": False} | hypers
-                )
-            )
-
-    def step(self, grads: list[Tensor]) -> None:
-        """One step by the gradients of all parameters."""
-        of = dict(zip(self.params, grads, strict=True))
-        for stepper in self.steppers:
-            stepper(of)
-
-
-def _plain(optimizer_type: type, params: list[Tensor], hypers: dict[str, Any]):
-    """An optimizer with the usual interface."""
-    optimizer = optimizer_type(params, **hypers)
-
-    def step(grads: dict[Tensor, Tensor]) -> None:
-        for p in params:
-            p.grad = grads[p].clone()
-        optimizer.step()
-
-    return step
+    if rule == "lomo":
+        return Fused(lomo_optim.Lomo, params, hypers)
+    if rule == "adalomo":
+        return AdaLomo(params, hypers)
+    if rule == "adafactor":
+        return transformers.Adafactor(params, **hypers)
+    return came_pytorch.CAME(params, **({"lr": 2e-4} | hypers))  # CAME's authors have no default
 
 
 class _Linear(nn.Module):
@@ -78,25 +41,40 @@ class _Linear(nn.Module):
         return sum((p * g).sum() for p, g in zip(self.params, grads, strict=True))
 
 
-def _fused(optimizer_type: type, params: list[Tensor], hypers: dict[str, Any], **fixed: Any):
-    """An optimizer of lomo_optim, which steps in backward by hooks."""
-    model = _Linear(params)
-    with _without_cuda(), _in_dtype(params[0].dtype):
-        optimizer = optimizer_type(model, **fixed, **hypers)
+class Fused:
+    """An optimizer of lomo_optim, which steps in backward, stepped by what is in ``grad``."""
 
-    def step(grads: dict[Tensor, Tensor]) -> None:
-        with _in_dtype(params[0].dtype):
-            optimizer.fused_backward(model([grads[p] for p in params]), optimizer.lr)
+    def __init__(
+        self, kind: type, params: list[Tensor], hypers: dict[str, Any], **fixed: Any
+    ) -> None:
+        self.params, self.model = params, _Linear(params)
+        with _without_cuda(), _in_dtype(params[0].dtype):
+            self.optimizer = kind(self.model, **fixed, **hypers)
 
-    return step
+    def step(self) -> None:
+        with _in_dtype(self.params[0].dtype):
+            loss = self.model([p.grad for p in self.params])
+            self.optimizer.fused_backward(loss, self.optimizer.lr)
 
 
-_STEPPERS = {
-    "lomo": lambda params, hypers: _fused(lomo_optim.Lomo, params, hypers),
-    "adalomo": lambda params, hypers: _fused(lomo_optim.AdaLomo, params, hypers, loss_scale=None),
-    "adafactor": lambda params, hypers: _plain(transformers.Adafactor, params, hypers),
-    "came": lambda params, hypers: _plain(came_pytorch.CAME, params, hypers),
-}
+class AdaLomo:
+    """The authors' takes vectors and matrices only.
+
+    Other shapes are stepped by Adafactor with a given lr and without relative steps, which is the
+    same algorithm.
+    """
+
+    def __init__(self, params: list[Tensor], hypers: dict[str, Any]) -> None:
+        own = [p for p in params if p.dim() in (1, 2)]
+        others = [p for p in params if p.dim() not in (1, 2)]
+        self.both = [Fused(lomo_optim.AdaLomo, own, hypers, loss_scale=None)] if own else []
+        if others:
+            given = {"lr": 1e-3, "relative_step": False} | hypers
+            self.both.append(transformers.Adafactor(others, **given))
+
+    def step(self) -> None:
+        for each in self.both:
+            each.step()
 
 
 def _without_cuda():

@@ -1,5 +1,6 @@
 """Runs on simulated ranks of the tests' table, and what they are compared with."""
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_ext.distributed import lockstep
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, bucket_step, state_checks
@@ -26,6 +29,16 @@ def begin_alone(optimizer: RuleOptimizer, u: RunUpdate) -> list[Any]:
     if not state:
         state_checks.make(optimizer, u, state)
     return bucket_step.begin_rules(optimizer, u, state, optimizer.rule_of(u.param))
+
+
+@contextlib.contextmanager
+def fake_rank(rank, size):
+    """This process is a rank of a world whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def dropping(number):
@@ -50,6 +63,14 @@ def stepped(rule, shapes, world, steps, dtype=torch.float64, **how):
     """Steps the table's weights by its gradients -> the ranks, and the reductions of a step."""
     ranks = Ranks(rule, table.weights(shapes, dtype), world)
     return ranks, {ranks.step(g, **how) for g in table.gradients(steps, shapes, dtype)}
+
+
+def ranks_after(rule, before, steps, world=1, shift=0):
+    """The ranks that have stepped weights by the whole gradients of each step."""
+    ranks = Ranks(rule, before, world, shift)
+    for grads in steps:
+        ranks.step(grads)
+    return ranks
 
 
 def cut(x, shard):
@@ -103,7 +124,6 @@ class Formula:
         """Returns the largest error of a simulated run, relative to a parameter's update."""
         shapes = shapes or self.shapes
         before = table.weights(shapes)
-        ranks = Ranks(self.rule(setting), before, world, shift)
-        for grads in self.gradients(self.steps, shapes):
-            ranks.step(grads)
+        steps = self.gradients(self.steps, shapes)
+        ranks = ranks_after(self.rule(setting), before, steps, world, shift)
         return max(errors(ranks.params, self.expected(setting, shapes), before))

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import ds_ext
 from ds_ext.backward import buckets, reduction
 from tests import worlds
+from tests.common.plain import fuse
 from tests.common.spies import noted
 
 
@@ -66,8 +66,7 @@ def test_small_parameters_join_a_bucket_and_large_ones_fill_it(
     model(x).square().sum().backward()
     stepped = [p.detach() - 0.1 * p.grad for p in model.parameters()]
     model.zero_grad()
-    optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
-    ds_ext.fuse_into_backward(model, optimizer, bucket_size=size)
+    _, optimizer = fuse(model, bucket_size=size)
     model(x).square().sum().backward()
     optimizer.step()
     assert sent == expected
@@ -98,10 +97,7 @@ def calls(action: Callable[[], object]) -> int:
 
 def step(n: int, policy: str, bucket_size: int) -> int:
     model = Many(n)
-    optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
-    fused = ds_ext.fuse_into_backward(
-        model, optimizer, bucket_size=bucket_size, gradient_policy=policy
-    )
+    fused, optimizer = fuse(model, bucket_size=bucket_size, gradient_policy=policy)
     loss = model()
     made = calls(loss.backward) + calls(optimizer.step)
     fused.remove()

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ds_ext
 from ds_ext.planner.live_memory import LiveMemory
 from tests.common import updates
+from tests.common.plain import fuse
 from tests.common.ranks import message
 
 VOCAB, ROWS, LENGTH = 67, 3, 11
@@ -186,8 +187,7 @@ def test_exact_clipping_runs_the_graph_twice():
     ds_ext.chunk_loss(chunked, 4)
     norms = []
     for model in (plain, chunked):
-        optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
-        fused = ds_ext.fuse_into_backward(model, optimizer, max_grad_norm=0.1)
+        fused, optimizer = fuse(model, max_grad_norm=0.1)
         fused.backward(model(**inputs()).loss)
         optimizer.step()
         norms.append(fused.norm)

@@ -10,24 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_ext.distributed import dtensors
+from tests.common.simulated import fake_rank
 
 SHAPES = ((1,), (7,), (16,), (1, 5), (5, 1), (7, 3), (8, 6), (2, 3, 4), (5, 2, 3), (4, 6, 2, 3))
-
-
-class Fake:
-    """One rank of a world whose collectives do nothing."""
-
-    def __init__(self, rank, size):
-        self.rank, self.size = rank, size
-
-    def __enter__(self):
-        dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=self.size)
-
-    def __exit__(self, *_):
-        dist.destroy_process_group()
 
 
 def numbered(shape):
@@ -59,7 +46,7 @@ def check(param):
 def test_rows_of_fully_shard_are_runs(size):
     seen = {shape: [] for shape in SHAPES}
     for rank in range(size):
-        with Fake(rank, size):
+        with fake_rank(rank, size):
             model = nn.ParameterList(nn.Parameter(numbered(shape)) for shape in SHAPES)
             fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
             for shape, param in zip(SHAPES, model, strict=True):
@@ -94,7 +81,7 @@ def test_cuts_of_any_dimensions_are_boxes(mesh, way):
     for shape in (s for s in SHAPES if len(s) > deepest):
         seen, groups = [], set()
         for rank in range(size):
-            with Fake(rank, size):
+            with fake_rank(rank, size):
                 at = init_device_mesh("cpu", sizes, mesh_dim_names=names)
                 lies = check(spread(shape, at, placements))
                 seen += elements(lies.shard).int().tolist()
@@ -107,7 +94,7 @@ def test_cuts_of_any_dimensions_are_boxes(mesh, way):
 def split(shape, placement):
     """The parts of fully_shard over what tensor parallelism holds, on four ranks."""
     for rank in range(4):
-        with Fake(rank, 4):
+        with fake_rank(rank, 4):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
             model = nn.Module()
             model.weight = nn.Parameter(spread(shape, mesh["tp"], [placement]))
@@ -127,7 +114,7 @@ def test_fully_shard_cuts_what_tensor_parallelism_has_left(shape, placement):
 
 
 def test_sums_that_are_not_added_up_are_refused():
-    with Fake(0, 2):
+    with fake_rank(0, 2):
         mesh = init_device_mesh("cpu", (2,))
         from torch.distributed.tensor import DTensor
 

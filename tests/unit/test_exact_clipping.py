@@ -15,10 +15,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import ds_ext
 from ds_ext.backward import foreign_grads, norm_prepass
-from tests.common import fused_losses, updates
+from tests.common import fused_losses, plain, updates
 
 CLIP = 0.05
 WAYS = ("plain", "reentrant", "nonreentrant")
+fuse = functools.partial(plain.fuse, lr=0.5, max_grad_norm=CLIP)
 
 
 class Failure(BaseException):
@@ -99,8 +100,7 @@ def test_gradients_of_others_are_those_of_one_pass(way, has_grad, is_whole):
             torch.optim.SGD(m.head.parameters(), lr=0.1).step()
             m.zero_grad(set_to_none=step == 0)
             m.prompt.grad = None
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
+    torch.testing.assert_close([*model.parameters()], [*plain.parameters()])
     assert not foreign_grads._passes
 
 
@@ -117,11 +117,7 @@ def pair():
 @pytest.mark.parametrize("bucket_size", [10, None])
 def test_two_models_in_one_loss_both_clip_exactly(bucket_size):
     models, plains = pair(), pair()
-    optimizers = [ds_ext.LOMO(m.parameters(), lr=0.5) for m in models]
-    fused = [
-        ds_ext.fuse_into_backward(m, o, bucket_size=bucket_size, max_grad_norm=CLIP)
-        for m, o in zip(models, optimizers, strict=True)
-    ]
+    fused, optimizers = zip(*(fuse(m, bucket_size=bucket_size) for m in models), strict=True)
     for step in range(4):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
         fused[step % 2].backward(losses(models, x))
@@ -132,8 +128,7 @@ def test_two_models_in_one_loss_both_clip_exactly(bucket_size):
             assert f.norm == pytest.approx(float(norm), rel=1e-5)
             torch.optim.SGD(p.parameters(), lr=0.5).step()
             p.zero_grad()
-            for got, wanted in zip(m.parameters(), p.parameters(), strict=True):
-                torch.testing.assert_close(got, wanted)
+            torch.testing.assert_close([*m.parameters()], [*p.parameters()])
 
 
 def discard_in_parts(fused, model):
@@ -143,7 +138,11 @@ def discard_in_parts(fused, model):
 
 
 def measure_only(fused, model):
+    before = [p.detach().clone() for p in model.parameters()]
     fused.measure_norm(model(torch.ones(2, 6)))
+    assert all(map(torch.equal, model.parameters(), before))
+    assert not fused.optimizer.state and not fused.state.kept
+    assert all(p.grad is None for p in model.parameters())
 
 
 def fail_after_measuring(fused, model):
@@ -163,8 +162,7 @@ def fail_after_measuring(fused, model):
 @pytest.mark.parametrize("abandon", [discard_in_parts, measure_only, fail_after_measuring])
 def test_a_measured_batch_that_is_not_stepped_is_discarded_before_the_next(abandon):
     model, plain = make("plain"), make("plain")
-    optimizer = ds_ext.LOMO(model.parameters(), lr=0.5)
-    fused = ds_ext.fuse_into_backward(model, optimizer, bucket_size=10**6, max_grad_norm=CLIP)
+    fused, optimizer = fuse(model, bucket_size=10**6)
     abandon(fused, model)
     batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(5))
     with pytest.raises(RuntimeError, match=r"call zero_grad\(\) of the whole model"):
@@ -184,10 +182,7 @@ def test_after_an_error_in_the_measuring_pass_the_next_batch_trains_right(
     way, discard, bucket_size
 ):
     model, plain = make(way), make(way)
-    optimizer = ds_ext.LOMO(model.body.parameters(), lr=0.5)
-    fused = ds_ext.fuse_into_backward(
-        model.body, optimizer, bucket_size=bucket_size, max_grad_norm=CLIP
-    )
+    fused, optimizer = fuse(model.body, bucket_size=bucket_size)
     before = [p.detach().clone() for p in model.parameters()]
 
     def fail(grad):
@@ -216,17 +211,11 @@ def test_after_an_error_in_the_measuring_pass_the_next_batch_trains_right(
     fused.backward(loss)
     optimizer.step()
     ordinary_step(plain.body, plain(x))
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
+    torch.testing.assert_close([*model.parameters()], [*plain.parameters()])
     torch.testing.assert_close(model.head.weight.grad, plain.head.weight.grad)
 
 
 # Unusual graphs.
-
-
-def fuse(model, **how):
-    optimizer = ds_ext.LOMO(model.parameters(), lr=0.5)
-    return optimizer, ds_ext.fuse_into_backward(model, optimizer, max_grad_norm=CLIP, **how)
 
 
 def ordinary_step(model, loss):
@@ -244,7 +233,7 @@ def state(model):
 @pytest.mark.parametrize("held", ["saved", "attribute"])
 def test_a_loss_that_writes_its_saved_gradients_in_place_is_refused_before_a_weight_moves(held):
     model = fused_losses.make(held, factor=2.0)
-    optimizer, fused = fuse(model)
+    fused, optimizer = fuse(model)
     before = state(model)
     with pytest.raises(RuntimeError, match='InPlaceCrossEntropy.*gradient_policy="sharded"'):
         fused.backward(model(*fused_losses.batch(0)))
@@ -327,7 +316,7 @@ def test_a_graph_that_runs_backward_once_is_clipped_exactly_by_kept_gradients(ki
     model, plain = Segmented(context_fn), Segmented()
     plain.load_state_dict(model.state_dict())
     before = state(plain)
-    optimizer, fused = fuse(model, bucket_size=1)
+    fused, optimizer = fuse(model, bucket_size=1)
     for step in range(3):
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
         with caplog.at_level("INFO", "ds_ext"), around():
@@ -345,7 +334,7 @@ def test_a_graph_that_runs_backward_once_is_clipped_exactly_by_kept_gradients(ki
 def test_the_hooks_of_int8_weights_neither_keep_gradients_nor_hide_others(context_fn):
     model = nn.Sequential(nn.Linear(256, 256, bias=False)).bfloat16()
     ds_ext.store_int8(model)
-    fused = fuse(model)[1]
+    fused, _ = fuse(model)
     x = torch.randn(4, 256, dtype=torch.bfloat16, requires_grad=True)
     y = checkpoint(model, x, use_reentrant=False, context_fn=context_fn)
     fused.backward(y.sum())

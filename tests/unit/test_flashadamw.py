@@ -20,7 +20,7 @@ from ds_ext.ops.state import zeros
 from ds_ext.rules import REGISTRY, all_rules
 from tests.common import authors, needs, paths, plain, table
 from tests.common.companded import scale_of
-from tests.common.simulated import Formula, Ranks, errors
+from tests.common.simulated import Formula, errors, ranks_after
 from tests.common.table import SHAPES
 
 STEPS = 10
@@ -102,10 +102,8 @@ def small_steps(scale, steps=30):
     shape, hypers = (64, 50), {"eps": 1e-15, "weight_decay": 0.0}
     before, made = table.weights([shape]), []
     for cls in (all_rules.FlashAdamW, all_rules.AdamW):
-        ranks = Ranks(cls(**hypers), before, 1)
-        for grads in table.gradients(steps, [shape]):
-            ranks.step([g * scale for g in grads])
-        made.append(ranks.params)
+        scaled = [[g * scale for g in grads] for grads in table.gradients(steps, [shape])]
+        made.append(ranks_after(cls(**hypers), before, scaled).params)
     return max(errors(*made, before))
 
 
@@ -120,9 +118,8 @@ def test_gradients_of_1e_9_keep_their_moments(monkeypatch):
 
 def root_after(steps):
     """A root of v after a gradient of 1 and ``steps`` of nearly 0, over what it should be."""
-    ranks = Ranks(all_rules.FlashAdamW(lr=0.0), [torch.zeros(32)], 1)
-    for g in [torch.ones(32)] + [torch.full((32,), 1e-6)] * steps:
-        ranks.step([g])
+    grads = [[torch.ones(32)]] + [[torch.full((32,), 1e-6)]] * steps
+    ranks = ranks_after(all_rules.FlashAdamW(lr=0.0), [torch.zeros(32)], grads)
     block = next(Shard.whole((32,)).blocks())
     v = companding.SQUARES.opened(ranks.states[0][0]["v"]).block(block)
     return float(v[0, 0, 0].sqrt()) / (0.001 * 0.999**steps) ** 0.5

@@ -59,31 +59,6 @@ def test_the_weights_have_the_bits_of_an_ordinary_step(name, checkpointing, buck
     assert same(weights(model), weights(plain))
 
 
-@pytest.mark.parametrize("checkpointing", [None, "reentrant", "nonreentrant"])
-def test_backward_alone_steps_all_but_weights_whose_gradient_comes_in_parts(checkpointing):
-    model = models.make(checkpointing)
-    optimizer = optimizer_of("lomo", model)
-    ds_ext.fuse_into_backward(model, optimizer, bucket_size=1)
-    before = weights(model)
-    model(models.batch(0, 1)[0]).backward()
-    moved = {n for n, p in weights(model).items() if not torch.equal(p, before[n])}
-    still = {"shared.weight", "shared.bias"} if checkpointing == "reentrant" else set()
-    still |= {n for n in before if n.startswith(("frozen", "unused", "odd"))}
-    assert moved == set(before) - still
-    optimizer.step()
-    assert not torch.equal(model.shared.weight, before["shared.weight"])
-
-
-def test_removing_gives_back_an_ordinary_optimizer():
-    model = models.make()
-    optimizer = optimizer_of("lomo", model)
-    ds_ext.fuse_into_backward(model, optimizer).remove()
-    before = weights(model)
-    model(models.batch(0, 1)[0]).backward()
-    assert model.up.weight.grad is not None
-    assert torch.equal(model.up.weight, before["up.weight"])
-
-
 def two_losses(model):
     """Two losses of one forward pass, and its input."""
     x = torch.randn(5, 6, requires_grad=True)
@@ -167,17 +142,6 @@ def test_backward_that_was_not_measured_is_an_error_before_anything_moves():
         model(models.batch(0, 1)[0]).backward()
     assert same(weights(model), before)
     assert fused.norm is None
-
-
-def test_measuring_alone_changes_nothing_and_keeps_no_gradient():
-    model = models.make()
-    optimizer = optimizer_of("came", model)
-    fused = clipped(model, optimizer)
-    before = weights(model)
-    fused.measure_norm(model(models.batch(0, 1)[0]))
-    assert same(weights(model), before)
-    assert not optimizer.state and not fused.state.kept
-    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("how", [{"max_grad_norm": 0.1}, {"gradient_policy": "sharded"}])

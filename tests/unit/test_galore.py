@@ -17,14 +17,12 @@ import torch
 import ds_ext
 from ds_ext.ops import quantize
 from ds_ext.ops.executors.native import bf16_products as native_products
-from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import zeros
 from ds_ext.rules import lowrank
 from ds_ext.rules.galore import GaLoreAdamW
 from tests.common import plain, table
 from tests.common.accumulated import side_of, textbook
 from tests.common.choose import params
-from tests.common.simulated import BROKEN, EXACT, Formula, Ranks, errors
+from tests.common.simulated import BROKEN, EXACT, Formula, Ranks, errors, ranks_after
 from tests.common.spies import noted
 from tests.common.table import WORLDS
 
@@ -102,9 +100,7 @@ def test_fp32_equals_the_authors_within_a_period(proj_type, world):
         before,
         steps,
     )
-    ranks = Ranks(GaLoreAdamW(**low, **hypers), before, world)
-    for grads in steps:
-        ranks.step(grads)
+    ranks = ranks_after(GaLoreAdamW(**low, **hypers), before, steps, world)
     assert max(errors(ranks.params, theirs, before)) <= 1e-5
 
 
@@ -127,12 +123,10 @@ def test_slices_of_any_size_give_the_same(setting, world, monkeypatch):
 
 @pytest.mark.parametrize("setting", ["std", "reverse_std", "left", "right"])
 def test_the_basis_has_the_same_bits_on_any_number_of_ranks(setting):
-    found = []
+    found, before = [], table.weights(MATRICES, torch.float32)
+    steps = gradients(1, MATRICES, torch.float32)
     for world in WORLDS:
-        ranks = Ranks(
-            GaLoreAdamW(**SETTINGS[setting]), table.weights(MATRICES, torch.float32), world
-        )
-        ranks.step(gradients(1, MATRICES, torch.float32)[0])
+        ranks = ranks_after(GaLoreAdamW(**SETTINGS[setting]), before, steps, world)
         found.append([whole_basis(ranks, k) for k in range(len(MATRICES))])
     for k, shape in enumerate(MATRICES):
         is_long = {"std": False, "reverse_std": shape[0] != shape[1]}.get(
@@ -184,17 +178,6 @@ def whole_basis(ranks, k):
     return whole
 
 
-def test_the_side_is_that_of_the_whole_matrix_not_of_the_run():
-    # 7 ranks hold about 2 x 9 of this tall matrix: wider than tall.
-    shard = Shard.of_rank((14, 9), 3, 7)
-    assert len(shard) == 2 * 9
-    for proj_type, right in [("std", 1), ("reverse_std", 0), ("left", 0), ("right", 1)]:
-        state = zeros(GaLoreAdamW(rank=2, proj_type=proj_type).state_spec(shard), torch.zeros(18))
-        assert state["q"].shape == ((2, 9) if right else (2, 2))
-        assert state["m"].shape == ((2 * 2,) if right else (2 * 9 // 7,)) or not right
-    assert GaLoreAdamW(rank=2).space(Shard.whole((9, 9))) == (2, True)
-
-
 @pytest.mark.parametrize("instructions", [False, True])
 def test_bf16_has_fp32_state_that_the_gradients_alone_determine(instructions, monkeypatch):
     """With bf16 instructions, products use the basis rounded to bf16."""
@@ -202,11 +185,10 @@ def test_bf16_has_fp32_state_that_the_gradients_alone_determine(instructions, mo
         pytest.skip("the processor has no bf16 instructions")
     monkeypatch.setattr(native_products, "is_available", lambda: instructions)
     half = [p.bfloat16() for p in table.weights(SHAPES)]
-    ranks = Ranks(GaLoreAdamW(rank=3, lr=0.1), half, 3)
-    exact = Ranks(GaLoreAdamW(rank=3, lr=0.1), [p.float() for p in half], 3)
-    for grads in gradients(3):
-        ranks.step([g.bfloat16() for g in grads])
-        exact.step([g.bfloat16().float() for g in grads])
+    steps = gradients(3, dtype=torch.bfloat16)
+    ranks = ranks_after(GaLoreAdamW(rank=3, lr=0.1), half, steps, 3)
+    wide = [[g.float() for g in grads] for grads in steps]
+    exact = ranks_after(GaLoreAdamW(rank=3, lr=0.1), [p.float() for p in half], wide, 3)
     for mine, theirs in zip(ranks.states, exact.states, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             for key in a:
@@ -232,9 +214,7 @@ def test_bf16_gradients_give_updates_nearer_to_fp64_than_the_authors(world):
         [p.bfloat16() for p in before],
         grads,
     )
-    ranks = Ranks(GaLoreAdamW(**low), [p.float() for p in before], world)
-    for of_step in grads:
-        ranks.step(of_step)
+    ranks = ranks_after(GaLoreAdamW(**low), [p.float() for p in before], grads, world)
     mine, of_authors = (errors(found, expected, before) for found in (ranks.params, theirs))
     assert all(a < b for a, b in zip(mine, of_authors, strict=True)) and max(mine) <= 2**-7
 
@@ -265,10 +245,8 @@ def rounded(m, v):
 
 
 def run(shapes, world, hypers, steps=STEPS, gap=9, dtype=torch.float32):
-    ranks = Ranks(GaLoreAdamW(**hypers, update_proj_gap=gap), table.weights(shapes, dtype), world)
-    for grads in gradients(steps, shapes, dtype):
-        ranks.step(grads)
-    return ranks
+    rule = GaLoreAdamW(**hypers, update_proj_gap=gap)
+    return ranks_after(rule, table.weights(shapes, dtype), gradients(steps, shapes, dtype), world)
 
 
 # Rounding to 8 bits is no continuous function: a moment that differs in the last bit of fp64 is

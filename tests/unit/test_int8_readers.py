@@ -162,14 +162,9 @@ def test_copies_and_uses_keep_the_values(name):
 @pytest.mark.parametrize("tied", [True, False])
 def test_transformers_resize_and_save_stored_weights(tied, tmp_path):
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        tie_word_embeddings=tied,
-    )
+    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 512}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, tie_word_embeddings=tied)
     plain = transformers.LlamaForCausalLM(config).bfloat16()
     for param in filter(lambda p: int8.fits(p.shape), plain.parameters()):
         param.data = int8.Int8Weight(param).values()

@@ -19,7 +19,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import lowrank
 from tests.common import paths, table
-from tests.common.simulated import Ranks, errors
+from tests.common.simulated import errors, ranks_after
 from tests.common.spies import noted
 
 CPU = torch.device("cpu")
@@ -48,12 +48,12 @@ def rule_of(setting):
 def test_a_bucket_of_equal_matrices_gets_the_weights_of_each_alone(setting, shape, bound, world):
     shapes = [shape] * MATRICES
     before = table.weights(shapes, torch.float32)
-    bucket = Ranks(rule_of(setting), before, world)
-    alone = [Ranks(rule_of(setting), [p], world) for p in before]
-    for grads in table.gradients(STEPS, shapes, torch.float32):
-        bucket.step(grads)
-        for ranks, g in zip(alone, grads, strict=True):
-            ranks.step([g])
+    steps = table.gradients(STEPS, shapes, torch.float32)
+    bucket = ranks_after(rule_of(setting), before, steps, world)
+    alone = [
+        ranks_after(rule_of(setting), [p], [[grads[i]] for grads in steps], world)
+        for i, p in enumerate(before)
+    ]
     expected = [ranks.params[0] for ranks in alone]
     assert max(errors(bucket.params, expected, before)) <= bound
 

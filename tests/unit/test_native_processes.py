@@ -16,6 +16,7 @@ from torch import nn
 import ds_ext
 from ds_ext.ops.executors.native import native_table as native
 from tests.common import paths
+from tests.common.plain import fuse
 
 
 def test_small_numbers_are_flushed_in_all_threads_or_none():
@@ -147,8 +148,7 @@ def test_workers_may_be_forked_during_a_step():
         for forks in (False, True):
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(700, 700), nn.Linear(700, 700))
-            optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
-            ds_ext.fuse_into_backward(model, optimizer)
+            _, optimizer = fuse(model)
             for x in torch.randn(3, 3, 700):
                 out = model[0](x)
                 if forks:

@@ -204,19 +204,34 @@ def test_a_bad_gradient_in_backward_changes_nothing_else(name, path, bad, monkey
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(24, 16), nn.Linear(16, 8)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    optimizers = [OPTIMIZERS[name](weights_of(model), **SETTINGS[name]) for model in models]
+    hypers = SETTINGS[name] | {"ema_decay": 0.9}
+    optimizers = [OPTIMIZERS[name](weights_of(model), **hypers) for model in models]
     steppers = [ds_ext.fuse_into_backward(*pair) for pair in zip(models, optimizers, strict=True)]
-    weight = models[0][0].weight
-    weight.register_hook(lambda g: torch.where(torch.arange(24) == 5, bad, g))
+    weight, state = models[0][0].weight, optimizers[0].state
+
+    def step(i, is_bad):
+        mask = (torch.arange(24) == 5) & is_bad
+        hook = models[i][0].weight.register_hook(lambda g: torch.where(mask, bad, g))
+        (models[i](torch.ones(3, 24)).square().sum() / 100).backward()
+        optimizers[i].step()
+        hook.remove()
+
     before = weight.detach().clone()
-    for model, optimizer in zip(models, optimizers, strict=True):
-        model(torch.ones(3, 24)).square().sum().backward()
-        optimizer.step()
-    assert torch.equal(weight, before) and not optimizers[0].state.get(weight)
+    step(0, True)
+    step(1, False)
+    assert torch.equal(weight, before) and not state.get(weight)
     assert torch.equal(models[0][1].weight, models[1][1].weight)
     assert not torch.equal(models[1][0].weight, before)
     assert steppers[0].metrics["skipped_parameters"] == steppers[0].skipped == 1
     assert steppers[0].norm == math.inf and "0.weight" in caplog.text
+    step(0, False)
+    assert torch.equal(state[weight]["ema"].view_as(weight), weight)  # the first copy
+    step(0, False)
+    before, others = weight.detach().clone(), flattened(state[models[0][1].weight])
+    kept = flattened(state[weight])
+    step(0, True)
+    assert torch.equal(weight, before) and same([[flattened(state[weight])]], [[kept]])
+    assert not torch.equal(flattened(state[models[0][1].weight])[("ema",)], others[("ema",)])
 
 
 def weights_of(model):
@@ -265,17 +280,6 @@ def test_rules_that_are_known_to_be_judged_by_their_rounds():
     for name, entry in REGISTRY.items():
         shard = Shard.of_rank((32, 64), 1, 2)
         assert entry.sums_first(entry.rule(**SETTINGS[name]), shard) == (name in JUDGED), name
-
-
-def test_a_changed_setting_is_followed():
-    p = nn.Parameter(torch.zeros(30, 70))
-    optimizer = ds_ext.SCALE([p], norm_axis="column")
-    shards = {p: Shard.whole((30, 70))}
-    assert optimizer.first_round_checks(shards) == {p}
-    optimizer.param_groups[0]["lr"] = 3e-4
-    assert optimizer.first_round_checks(shards) == {p}
-    optimizer.param_groups[0]["momentum"] = 0.9  # which changes before the round
-    assert optimizer.first_round_checks(shards) == set()
 
 
 @needs.triton

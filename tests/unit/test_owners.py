@@ -4,6 +4,7 @@ Copies of a model and its optimizer: tests/scenarios.
 """
 
 import copy
+import functools
 import gc
 import threading
 import time
@@ -17,18 +18,11 @@ from torch.utils.checkpoint import checkpoint
 import ds_ext
 from ds_ext.backward import owners
 from ds_ext.backward.buckets import Buckets
-from tests.common import paths
+from tests.common import models, paths
+from tests.common.plain import fuse
 from tests.common.states import from_file
 
-
-def make() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
-
-
-def fuse(model: nn.Module, lr: float = 0.1, **how):
-    optimizer = ds_ext.LOMO(model.parameters(), lr=lr)
-    return ds_ext.fuse_into_backward(model, optimizer, **how), optimizer
+make = functools.partial(models.layers, 6, 9, 4)
 
 
 def loss_of(model: nn.Module, step: int = 0) -> torch.Tensor:
@@ -79,9 +73,12 @@ def test_an_optimizer_may_be_fused_again(caplog):
     assert caplog.text.count("takes over") == 2
 
 
-def test_no_warning_after_remove(caplog):
+def test_removing_gives_back_an_ordinary_model_without_a_warning(caplog):
     model = make()
     fuse(model)[0].remove()
+    loss_of(model).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert equal(model.parameters(), make().parameters())
     fuse(model)
     assert "takes over" not in caplog.text
 
@@ -284,8 +281,7 @@ def batch(seed, step):
 def train(seed, way, max_norm):
     """Trains a new model, which yields to other threads in each hook -> it."""
     model = own(seed, way)
-    optimizer = ds_ext.LOMO(model.parameters(), lr=LR)
-    fused = ds_ext.fuse_into_backward(model, optimizer, bucket_size=20, max_grad_norm=max_norm)
+    fused, optimizer = fuse(model, LR, bucket_size=20, max_grad_norm=max_norm)
     for p in model.parameters():
         p.register_hook(lambda grad: time.sleep(0))
     for step in range(STEPS):
@@ -355,6 +351,6 @@ def test_a_model_is_owned_when_its_owner_is_complete():
     model = make()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Buckets, "attach", looking)
-        fused = ds_ext.fuse_into_backward(model, ds_ext.LOMO(model.parameters(), lr=0.1))
+        fused, _ = fuse(model)
     assert seen
     fused.remove()

@@ -69,7 +69,7 @@ def test_what_other_rules_share_comes_from_the_optimizer():
     assert (lomo["type"], lomo["lr"]) == ("LOMO", 0.02)
 
 
-ILL = [
+ENTRIES = [
     ([], r"param_groups is \[\]; allowed: a list of"),
     ({"match": "norm"}, r"param_groups is .*; allowed: a list of"),
     ([{"match": "norm"}], r"param_groups\[0\] has only a \"match\".*; allowed"),
@@ -86,10 +86,17 @@ ILL = [
 ]
 
 
-@pytest.mark.parametrize("entries, message", ILL)
-def test_ill_entries_are_refused(entries, message):
+ILL = [(ds_ext.AdaLomo, {"param_groups": entries}, message) for entries, message in ENTRIES]
+ILL += [(ds_ext.GaLoreAdamW, {"others": 3}, "others is 3; allowed")]
+ILL += [(ds_ext.GaLoreAdamW, {"others": {"rnk": None}}, "unknown key others.rnk")]
+ILL += [(ds_ext.GaLoreAdamW, {"others": {"type": "Lomoo"}}, "others.type is 'Lomoo'")]
+ILL += [(ds_ext.AdaLomo, {"others": {"lr": 1.0}}, "unknown key others")]  # a rule for all shapes
+
+
+@pytest.mark.parametrize("kind, keys, message", ILL)
+def test_ill_entries_and_others_are_refused(kind, keys, message):
     with pytest.raises(ValueError, match=message):
-        ds_ext.AdaLomo.for_model(Net(), param_groups=entries)
+        kind.for_model(Net(), **keys)
 
 
 def test_what_a_rule_is_not_for_is_given_to_others():
@@ -111,24 +118,6 @@ def test_entries_without_a_type_leave_the_choice_to_the_rule():
     found = {name: (group["rank"], group["lr"]) for name, group in found.items()}
     assert found["lm_head.weight"] == (None, 1e-4) and found["embed.weight"] == (None, 1e-3)
     assert found["layers.0.weight"] == (2, 1e-4) and found["layers.1.weight"] == (2, 1e-3)
-
-
-@pytest.mark.parametrize(
-    "others, message",
-    [
-        (3, r"others is 3; allowed"),
-        ({"rnk": None}, r"unknown key others.rnk"),
-        ({"type": "Lomoo"}, r"others.type is 'Lomoo'"),
-    ],
-)
-def test_ill_others_are_refused(others, message):
-    with pytest.raises(ValueError, match=message):
-        ds_ext.GaLoreAdamW.for_model(Net(), others=others)
-
-
-def test_rules_for_all_parameters_have_no_others():
-    with pytest.raises(ValueError, match="unknown key others"):
-        ds_ext.AdaLomo.for_model(Net(), others={"lr": 1.0})
 
 
 def test_vectors_of_a_rule_for_matrices_are_refused():

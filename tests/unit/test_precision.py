@@ -1,5 +1,6 @@
 """Writing weights back: unbiased or exact, the same however a parameter is cut, on what is due."""
 
+import functools
 import itertools
 
 import pytest
@@ -9,7 +10,6 @@ from torch import nn
 from ds_ext import AdaLomo
 from ds_ext.checkpoint import resharding
 from ds_ext.checkpoint.pieces import Pieces
-from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.distributed import lockstep
 from ds_ext.ops import products, rounding, sixteen_bit
 from ds_ext.ops.shard import Shard
@@ -18,7 +18,6 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import REGISTRY
 from tests.common import choose, optimizer_ranks, table
 from tests.common.hypers import FOR_ALL, Table
-from tests.common.plain import steps
 from tests.common.states import from_file
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -277,26 +276,22 @@ def answer_alike(begun):
             flat.copy_(whole)
 
 
+def rank_of(values, **hypers):
+    (rank,) = optimizer_ranks.made(functools.partial(AdaLomo, **hypers), values, 1)
+    return rank
+
+
 def trained(mode, half, gradients, seed=5):
-    params = [nn.Parameter(p) for p in table.weights(SHAPES, half)]
-    optimizer = AdaLomo(params, lr=1e-3, weight_update=mode, seed=seed)
-    steps(optimizer, params, gradients)
-    return params, optimizer
-
-
-def owned(params):
-    return {
-        p: OwnedRun(str(i), p.detach().view(-1), Shard.whole(tuple(p.shape)))
-        for i, p in enumerate(params)
-    }
+    rank = rank_of(table.weights(SHAPES, half), lr=1e-3, weight_update=mode, seed=seed)
+    optimizer_ranks.step([rank], *gradients)
+    return rank
 
 
 def test_a_seed_changes_the_bits_of_stochastic_rounding_alone():
     gradients = table.gradients(3, SHAPES, torch.bfloat16)
 
     def run(mode, seed):
-        params, _ = trained(mode, torch.bfloat16, gradients, seed)
-        return torch.cat([p.detach().view(-1) for p in params])
+        return torch.cat(trained(mode, torch.bfloat16, gradients, seed).runs)
 
     for mode in MODES:
         assert run(mode, 0).equal(run(mode, 0))
@@ -311,25 +306,25 @@ FORMS = [MASTERS, MASTERS[::-1], (*MASTERS[1:], "nearest"), *((mode, mode) for m
 def test_a_checkpoint_goes_on_with_the_same_bits_also_in_another_form(mode, other, half):
     """As if the form was chosen between steps."""
     gradients = table.gradients(5, SHAPES, half)
-    kept, optimizer = trained(mode, half, gradients[:4])
-    before = [number(optimizer, p) for p in kept]
-    saved = Pieces([from_file(resharding.save(optimizer, owned(kept)))])
-    saved.saved[0]["groups"][0]["weight_update"] = other
-    loaded = [nn.Parameter(torch.zeros_like(p)) for p in kept]
-    resumed = AdaLomo(loaded)
-    resharding.load_state(saved, resumed, owned(loaded))
-    resharding.load_weights(saved, resumed, owned(loaded))
-    optimizer.param_groups[0]["weight_update"] = other
-    for made, params in ((optimizer, kept), (resumed, loaded)):
-        for p, x in zip(params, before, strict=True):
-            sixteen_bit.prepare(p.detach().view(-1), made.state[p], RoundingConfig(other))
-            now = number(made, p)
+    kept = trained(mode, half, gradients[:4])
+    before = kept.weights
+    saved = from_file(resharding.save(kept.optimizer, kept.owned))
+    saved["groups"][0]["weight_update"] = other
+    resumed = rank_of([torch.zeros(shape, dtype=half) for shape in SHAPES])
+    resharding.load_state(Pieces([saved]), resumed.optimizer, resumed.owned)
+    resharding.load_weights(Pieces([saved]), resumed.optimizer, resumed.owned)
+    kept.optimizer.param_groups[0]["weight_update"] = other
+    for rank in (kept, resumed):
+        for p, run in zip(rank.params, rank.runs, strict=True):
+            sixteen_bit.prepare(run, rank.optimizer.state[p], RoundingConfig(other))
+        for now, run, x in zip(rank.weights, rank.runs, before, strict=True):
             part = half_spacings(x.to(half)) / 127
             most = {"master": 0, "master24": 0.5002}.get(other, 127 * (mode != other))
             assert ((now - x).abs() <= most * part + 1e-7 * x.abs()).all()
-            assert other not in MASTERS or not now.equal(p)
-    steps(optimizer, kept, gradients[4:])
-    steps(resumed, loaded, gradients[4:])
-    for p, q in zip(kept, loaded, strict=True):
-        assert ("master" in optimizer.state[p]) == (other in MASTERS)
-        assert p.equal(q) and number(optimizer, p).equal(number(resumed, q))
+            assert other not in MASTERS or not now.equal(run)
+    for rank in (kept, resumed):
+        optimizer_ranks.step([rank], gradients[4])
+    assert all(map(torch.equal, kept.runs, resumed.runs))
+    assert all(map(torch.equal, kept.weights, resumed.weights))
+    states = kept.optimizer.state.values()
+    assert all(("master" in state) == (other in MASTERS) for state in states)

@@ -12,12 +12,10 @@ from torch import nn
 import ds_ext
 from ds_ext.backward import projected_grads
 from ds_ext.distributed import lockstep
-from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import zeros
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules.galore import GaLoreAdamW
 from tests.common import accumulated
-from tests.common.simulated import EXACT, errors
+from tests.common.simulated import EXACT, Ranks, cut, errors
 
 SHAPES = ((13, 29), (29, 13), (16, 16), (64, 33), (1, 7), (3, 5))
 RANK, GAP, STEPS, PASSES = 3, 2, 5, 3
@@ -38,35 +36,29 @@ def gradients(shape):
     return [[matrix(shape, n + PASSES * t + i) for i in range(PASSES)] for t in range(STEPS)]
 
 
-def run_of(x, shard):
-    return x.reshape(-1)[shard.start : shard.stop].clone()
-
-
-def trained(shape, world, simulate=lockstep.simulate, dtype=None):
+def trained(shape, world):
     """The weight after all steps on simulated ranks, and the elements that each has kept."""
     rule = GaLoreAdamW(rank=RANK, update_proj_gap=GAP, **HYPERS)
-    shards = [Shard.of_rank(shape, rank, world) for rank in range(world)]
-    weights = [run_of(matrix(shape, 1), shard) for shard in shards]
-    states = [zeros(rule.state_spec(s), p) for s, p in zip(shards, weights, strict=True)]
-    key, elements = weights[0], []
-    for state in states:
-        state["step"] = 0
-    for micro in gradients(shape):
-        kept = [{} for _ in shards]
+    ranks = Ranks(rule, [matrix(shape, 1)], world)
+    key, kept = ranks.runs[0][0], []
+    for t, micro in enumerate(gradients(shape), 1):
+        kept, steps = [{} for _ in range(world)], []
+        for (state,) in ranks.states:
+            state["step"] = t - 1
+        of_ranks = [
+            (*(x for (x,) in rank), own)
+            for *rank, own in zip(ranks.runs, ranks.states, ranks.shards, kept, strict=True)
+        ]
         for g in micro:
             begun = []
-            for p, s, shard, own in zip(weights, states, shards, kept, strict=True):
-                update = RunUpdate(key, p, run_of(g, shard), shard)
-                begun.append(list(projected_grads.accumulate(rule, update, s, None, own, dtype)))
-            simulate(begun)
-        elements = [own[key].parts[0].values.numel() for own in kept]
-        begun = []
-        for p, s, shard, own in zip(weights, states, shards, kept, strict=True):
-            s["step"] += 1
-            g = own[key].parts[0]
-            begun.append([rule.step(p, g, s, s["step"], shard)])
-        simulate(begun)
-    return torch.cat(weights).view(shape), elements
+            for p, state, shard, own in of_ranks:
+                update = RunUpdate(key, p, cut(g, shard), shard)
+                begun.append([*projected_grads.accumulate(rule, update, state, None, own, None)])
+            lockstep.simulate(begun)
+        for p, state, shard, own in of_ranks:
+            steps.append([rule.step(p, own[key].parts[0], state, t, shard)])
+        lockstep.simulate(steps)
+    return ranks.params[0], [own[key].parts[0].values.numel() for own in kept]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7, 16])

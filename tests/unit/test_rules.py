@@ -1,4 +1,4 @@
-"""LOMO, AdaLomo, Adafactor and CAME on simulated ranks against their authors' optimizers.
+"""LOMO, AdaLomo, Adafactor, CAME and LAMB on simulated ranks against their authors' optimizers.
 
 All awkward shapes are stepped together, as one bucket. test_formulas.py compares them with the
 authors' code in fp64.
@@ -12,10 +12,11 @@ import torch
 
 import ds_ext
 from ds_ext.distributed import lockstep
-from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import zeros
+from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.rules import all_rules
 from tests.common import plain, table
-from tests.common.reference import Authors
+from tests.common.authors import lamb, of_paper
+from tests.common.reference import authors
 from tests.common.simulated import Formula, Ranks
 from tests.common.table import RULES, SHAPES
 
@@ -23,24 +24,21 @@ STEPS = 6
 
 
 def ranks_of(name, params, world, **hypers):
-    return Ranks(RULES[name].rule(**hypers), params, world)
+    return Ranks(OPTIMIZERS[name].hypers(**hypers), params, world)
 
 
 @functools.cache
-def authors(name, setting, shapes=SHAPES):
+def expected(name, setting, shapes=SHAPES):
     """The parameters of the authors' optimizer after some steps in fp64."""
-    reference = Authors(name, table.weights(shapes), **RULES[name].settings[setting])
-    for grads in table.gradients(STEPS, shapes):
-        reference.step(grads)
-    return reference.params
+    make = functools.partial(authors, name, **RULES[name][setting])
+    return plain.stepped(make, table.weights(shapes), table.gradients(STEPS, shapes))[0]
 
 
 def formula(name):
-    row = RULES[name]
     return Formula(
-        lambda setting: row.rule(**row.settings[setting]),
-        functools.partial(authors, name),
-        row.settings,
+        lambda setting: OPTIMIZERS[name].hypers(**RULES[name][setting]),
+        functools.partial(expected, name),
+        RULES[name],
         SHAPES,
         STEPS,
         # all settings on three ranks, some on one and on many
@@ -52,6 +50,13 @@ def formula(name):
 SMALL = tuple(shape for shape in SHAPES if math.prod(shape) <= 400)
 QUICK = (("adalomo", "decay", 1), ("came", "decay", 16))
 FORMULAS = {name: formula(name) for name in RULES}
+OF_LAMB = {"defaults": {}, "decay": {"lr": 0.02, "weight_decay": 0.3}}
+OF_LAMB |= {"betas-eps": {"betas": (0.8, 0.95), "eps": 0.3}, "capped": {"max_coeff": 1.0}}
+OF_LAMB |= {"uncorrected": {"bias_correction": False}}
+OF_LAMB |= {"clamped": {"min_coeff": 0.5, "max_coeff": 1.5}}
+FORMULAS["lamb"] = of_paper(
+    all_rules.LAMB, lamb, OF_LAMB, SHAPES, 10, lambda case: case[1] == 3 or case[0] == "decay"
+)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -60,19 +65,13 @@ def test_a_round_is_one_flat_tensor_of_all_statistics(name):
     statistics = sum(math.prod(s[:-2]) * (s[-2] + s[-1]) for s in matrices)
     columns = sum(math.prod(s[:-2]) * s[-1] for s in matrices)
     n, m = len(SHAPES), len(matrices)
-    rule = RULES[name].rule()
-    params, (grads,) = table.weights(), table.gradients(1)
-    shards = [Shard.whole(s) for s in SHAPES]
     reduced = []
-    lockstep.run(
-        [
-            rule.step(
-                p.flatten(), g.flatten(), zeros(rule.state_spec(shard), p.flatten()), 1, shard
-            )
-            for p, g, shard in zip(params, grads, shards, strict=True)
-        ],
-        lambda total: reduced.append(total.shape),
-    )
+
+    def simulate(ranks):
+        (steps,) = ranks
+        lockstep.run(steps, lambda total: reduced.append(total.shape))
+
+    ranks_of(name, table.weights(), 1).step(table.gradients(1)[0], simulate)
     expected = {
         "lomo": [],
         # with the square sums of weights, and for vectors of updates
@@ -115,14 +114,11 @@ def gradients(shape):
 @pytest.mark.parametrize("shape", [(64, 48), (48,)])
 @pytest.mark.parametrize("kind", ["zeros", "tiny", "spike"])
 def test_one_step_is_as_near_to_fp64_as_weights_of_fp32_can_be(kind, shape):
-    def by_ours(p):
-        (after,), _ = plain.stepped(lambda params: ds_ext.AdaLomo(params, **hypers), [p], [[g]])
+    def by_ours(p, make=ds_ext.AdaLomo):
+        (after,), _ = plain.stepped(lambda params: make(params, **hypers), [p], [[g]])
         return after.double()
 
-    def by_authors(p):
-        reference = Authors("adalomo", [p], **hypers)
-        reference.step([g.to(p.dtype)])
-        return reference.params[0].detach().double()
+    by_authors = functools.partial(by_ours, make=functools.partial(authors, "adalomo"))
 
     hypers = {"lr": 1e-3, "weight_decay": 0.1}
     torch.manual_seed(0)
@@ -135,3 +131,27 @@ def test_one_step_is_as_near_to_fp64_as_weights_of_fp32_can_be(kind, shape):
     assert error <= 1.01 * least and error <= theirs
     if kind == "zeros":
         assert theirs > 1.2 * error > 5e-3 * update
+
+
+# LAMB, whose formula is that of its paper.
+
+
+@pytest.mark.parametrize("p", [0.0, 2.0])
+@pytest.mark.parametrize("g", [0.0, 3.0])
+def test_lambs_ratio_is_one_where_a_norm_is_zero(p, g):
+    optimizer = ds_ext.LAMB([torch.full((4,), p, requires_grad=True)], lr=0.1, eps=1e-12)
+    (param,) = optimizer.param_groups[0]["params"]
+    param.grad = torch.full((4,), g)
+    optimizer.step()
+    ratio = p or 1.0  # u is 1 in every element, or 0
+    assert torch.allclose(param.detach(), torch.full((4,), p - 0.1 * ratio * bool(g)))
+
+
+def test_lambs_sums_of_squares_do_not_overflow_in_half_precision():
+    # 40 * 300**2 is far above 65504, and the norm of the update too.
+    p = torch.full((40,), 300.0, dtype=torch.float16)
+    assert p.square().sum().isinf()
+    ranks = Ranks(all_rules.LAMB(lr=0.25), [p], 3)
+    ranks.step([torch.linspace(1, 60000, 40).half()])
+    assert torch.equal(ranks.params[0], torch.full_like(p, 225.0))
+    assert all(s["v"].dtype == torch.float32 for (s,) in ranks.states)

@@ -1,6 +1,8 @@
 """Learning-rate schedulers of DeepSpeed, Hugging Face and torch, given to an engine in every way,
 against the same scheduler on an ordinary optimizer. One rank, in this process."""
 
+import functools
+
 import deepspeed
 import pytest
 import torch
@@ -11,7 +13,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch.optim import lr_scheduler as torch_schedules
 
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common import authors
+from tests.common import authors, models
 
 STEPS = 12
 LR = 0.3
@@ -32,9 +34,7 @@ def one_rank():
         dist.destroy_process_group()
 
 
-def network():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+network = functools.partial(models.layers, 5, 4, 3)
 
 
 def loss_of(model, number):
@@ -202,39 +202,33 @@ def authors_own(rule, lr=1e-3, **hypers):
 
 
 SLOW_CYCLE = {"cycle_min_lr": 1e-3, "cycle_max_lr": 5e-3, "cycle_first_step_size": 4}
-CYCLES = {
+CYCLES = {  # of the betas too
     "torch": lambda o: torch_schedules.OneCycleLR(o, 5e-3, total_steps=STEPS + 1),
     "DeepSpeed": lambda o: lr_schedules.OneCycle(o, **SLOW_CYCLE),
 }
-BETAS = [("lamb", {}), ("galoreadamw", {"rank": 2})]
-CYCLED = [(rule, hypers, cycle) for rule, hypers in BETAS for cycle in CYCLES]
-
-
-@pytest.mark.supports(lambda cycle: f"schedulers of {cycle}", stage=3, optimizer="rule")
-@pytest.mark.parametrize(("rule", "hypers", "cycle"), [*CYCLED, ("came", {}, "torch")])
-def test_cycled_betas_are_followed(rule, hypers, cycle):
-    expected = reference(CYCLES[cycle], authors_own(rule, **hypers))
-    assert len({betas for _, betas in expected[1]}) > 3
-    assert_equal(run(start(make=CYCLES[cycle], client=own(rule, **hypers))), expected)
-
-
 STEADY = {
     "torch": lambda o: torch_schedules.StepLR(o, 3, 0.5),
     "DeepSpeed": lambda o: lr_schedules.WarmupLR(o, warmup_max_lr=0.02, warmup_num_steps=5),
 }
+BETAS = [("lamb", {}), ("galoreadamw", {"rank": 2})]
+RULES = [(*rule, True, library) for rule in BETAS for library in CYCLES]
+RULES += [("came", {}, True, "torch")]
+WHOLE = [("apollo", {"rank": 2}), ("apollomini", {}), ("muon", {})]  # step whole matrices
+RULES += [(*rule, False, library) for rule in WHOLE for library in STEADY]
 
 
-@pytest.mark.supports(lambda kind: f"schedulers of {kind}", stage=3, optimizer="rule")
-@pytest.mark.parametrize("kind", STEADY)
-@pytest.mark.parametrize(
-    ("rule", "hypers"), [("apollo", {"rank": 2}), ("apollomini", {}), ("muon", {})]
-)
-def test_rules_of_whole_matrices_follow_a_scheduler(rule, hypers, kind):
+@pytest.mark.supports(lambda library: f"schedulers of {library}", stage=3, optimizer="rule")
+@pytest.mark.parametrize("rule, hypers, cycles, library", RULES)
+def test_rules_with_betas_or_of_whole_matrices_follow_a_scheduler(rule, hypers, cycles, library):
     def made(model):
         return OPTIMIZERS[rule].for_model(model, lr=0.01, **hypers)
 
-    expected = reference(STEADY[kind], made)  # steps of the whole model, without an engine
-    assert_equal(run(start(make=STEADY[kind], client=made)), expected)
+    make = (CYCLES if cycles else STEADY)[library]
+    client = own(rule, **hypers) if cycles else made
+    # Those of whole matrices are compared with steps of the whole model, without an engine.
+    expected = reference(make, authors_own(rule, **hypers) if cycles else made)
+    assert not cycles or len({betas for _, betas in expected[1]}) > 3
+    assert_equal(run(start(make=make, client=client)), expected)
 
 
 @pytest.mark.parametrize("given", ["config", "callable", "object"])

@@ -97,33 +97,24 @@ def test_a_split_matrix_takes_the_step_of_the_whole(name, how, world):
                 assert torch.equal(state[v]["col"], states[0][v]["col"])
 
 
-@pytest.mark.parametrize(
-    "name, hypers", [("flashadamw", {}), ("lion", {"nbits": 8}), ("came", {"nbits": 8})]
-)
-def test_8_bit_groups_are_those_of_the_whole_where_boxes_hold_whole_ones(name, hypers):
-    boxes = ((Box(0, 12, 0, 64),), (Box(0, 12, 64, 32),))
-    for world in (1, 3):
-        error, _, _ = whole_and_split(name, SETTINGS[name] | hypers, boxes, world, (12, 96))
-        assert error <= 1e-9
+BIAS = ((Box(0, 1, 0, 7),), (Box(0, 1, 7, 4),))
+MORE = [("galoreadamw", LEFT, boxes, 2, SHAPE) for boxes in DIVIDED.values()]
+MORE += [(name, SETTINGS[name], BIAS, 2, (11,)) for name in FOR_ALL]
+# Boxes that hold whole groups of the 8-bit moments of the whole matrix.
+GROUPS = ((Box(0, 12, 0, 64),), (Box(0, 12, 64, 32),))
+MORE += [
+    (name, SETTINGS[name] | hypers, GROUPS, world, (12, 96))
+    for name, hypers in (("flashadamw", {}), ("lion", {"nbits": 8}), ("came", {"nbits": 8}))
+    for world in (1, 3)
+]
+# Blocks of 256 moments that go through the cuts of tensor and of data parallelism.
+MOMENTS = ((Box(0, 1, 0, 2901),), (Box(0, 1, 2901, 2099),))
+MORE += [("galoreadamw", {"lr": 0.02, "rank": None, "nbits": 8}, MOMENTS, 3, (5000,))]
 
 
-@pytest.mark.parametrize("how", DIVIDED)
-def test_galore_on_the_other_side(how):
-    assert whole_and_split("galoreadamw", LEFT, DIVIDED[how], 2)[0] <= 1e-9
-
-
-@pytest.mark.parametrize("name", FOR_ALL)
-def test_a_split_bias_takes_the_step_of_the_whole(name):
-    boxes = ((Box(0, 1, 0, 7),), (Box(0, 1, 7, 4),))
-    assert whole_and_split(name, SETTINGS[name], boxes, 2, (11,))[0] <= 1e-9
-
-
-def test_8_bit_moments_are_those_of_the_same_numbering():
-    """Blocks of 256 moments go through the cuts of tensor and of data parallelism."""
-    shape, hypers = (5000,), {"lr": 0.02, "rank": None, "nbits": 8}
-    boxes = ((Box(0, 1, 0, 2901),), (Box(0, 1, 2901, 2099),))
-    error, _, _ = whole_and_split("galoreadamw", hypers, boxes, 3, shape)
-    assert error <= 1e-9
+@pytest.mark.parametrize("name, hypers, boxes, world, shape", MORE, ids=str)
+def test_other_parameters_and_forms_take_the_step_of_the_whole(name, hypers, boxes, world, shape):
+    assert whole_and_split(name, hypers, boxes, world, shape)[0] <= 1e-9
 
 
 @pytest.mark.parametrize(

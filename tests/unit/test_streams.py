@@ -1,5 +1,6 @@
 """Streams of a GPU in backward, simulated: nothing runs too early, and memory is bounded."""
 
+import contextlib
 import gc
 from datetime import timedelta
 from types import SimpleNamespace
@@ -8,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ds_ext
 from ds_ext.backward.gradient_config import GradientConfig
@@ -18,6 +18,7 @@ from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.distributed.placement import Replicated
 from ds_ext.engine.engine_settings import is_filled_in
 from ds_ext.ops.executors.native import native_table
+from tests.common.simulated import fake_rank
 from tests.common.streams import simulated
 
 LAYERS, SIDE = 5, 32
@@ -39,11 +40,8 @@ def agreed(layout, waiting, in_parts, *_):
 def world(request, monkeypatch):
     """This process, alone or as the first of ranks that do not exist: collectives do nothing."""
     monkeypatch.setattr(Layout, "agree", agreed)
-    if request.param > 1:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
-    yield request.param
-    if request.param > 1:
-        dist.destroy_process_group()
+    with contextlib.nullcontext() if request.param == 1 else fake_rank(0, request.param):
+        yield request.param
 
 
 def train(name, steps=2, before=lambda: None, **how):
@@ -133,15 +131,12 @@ def test_new_groups_split_no_communicator(monkeypatch):
     )
     monkeypatch.setattr(groups, "_made", {})
     monkeypatch.setattr(groups, "_timeout", lambda group: timedelta(minutes=1))
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
+    with fake_rank(0, 4):
         dist.group.WORLD.bound_device_id = torch.device("cpu", 0)
         made = groups.of_ranks((0, 1))
         assert dist.get_process_group_ranks(made) == [0, 1] and made.bound_device_id is None
         assert split == []
         assert dist.group.WORLD.bound_device_id == torch.device("cpu", 0)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_buckets_of_a_gpu_have_a_layer_but_a_small_part_of_free_memory(monkeypatch):

@@ -4,6 +4,7 @@ Gradients that are discarded: tests/scenarios.
 """
 
 import copy
+import functools
 import logging
 from unittest import mock
 
@@ -18,11 +19,10 @@ import ds_ext
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer.updates import RunUpdate
+from tests.common import models
+from tests.common.plain import fuse
 
-
-def make() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+make = functools.partial(models.layers, 5, 7, 3)
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
@@ -37,8 +37,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None
 
 def test_a_gradient_scaler_is_refused_before_a_weight_moves():
     model, other = make(), make()
-    optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
-    fused = ds_ext.fuse_into_backward(model, optimizer)
+    fused, optimizer = fuse(model)
     scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(RuntimeError, match="GradScaler.*bfloat16.*torch_autocast"):
         scaler.scale(loss_of(model, 0)).backward()
@@ -57,11 +56,9 @@ def test_a_gradient_scaler_is_refused_before_a_weight_moves():
 @pytest.mark.parametrize("max_norm", [0.0, 1e-3])
 def test_clipping_by_torch_to_what_is_set_tells_the_norm(max_norm):
     model, other = make(), make()
-    optimizer, plain = ds_ext.LOMO(model.parameters(), lr=0.1), torch.optim.SGD(other.parameters())
     policy = "sharded" if max_norm else "fused"
-    fused = ds_ext.fuse_into_backward(
-        model, optimizer, max_grad_norm=max_norm, gradient_policy=policy
-    )
+    fused, optimizer = fuse(model, max_grad_norm=max_norm, gradient_policy=policy)
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
     for step in range(2):
         loss_of(model, step).backward()
         loss_of(other, step).backward()
@@ -75,13 +72,11 @@ def test_clipping_by_torch_to_what_is_set_tells_the_norm(max_norm):
         ):
             with pytest.raises(RuntimeError, match="max_grad_norm"):
                 clip_grad_norm_(params, norm, kind)
-        for group in plain.param_groups:
-            group["lr"] = 0.1
         plain.step(), plain.zero_grad()
         optimizer.step()
         assert fused.norm == pytest.approx(float(expected))
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.allclose(p, q, rtol=0, atol=1e-6)
+    both = [*model.parameters()], [*other.parameters()]
+    torch.testing.assert_close(*both, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("is_one_model", [False, True])
@@ -111,8 +106,7 @@ def test_a_head_that_torch_steps_is_clipped_by_its_own_call(policy, is_one_model
 @pytest.mark.parametrize("policy", ["fused", "sharded"])
 def test_clipping_by_torch_is_refused_and_tells_what_to_set(policy):
     model, other = make(), make()
-    optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
-    fused = ds_ext.fuse_into_backward(model, optimizer, gradient_policy=policy)
+    fused, optimizer = fuse(model, gradient_policy=policy)
     loss_of(model, 0).backward()
     for clip in (clip_grad_norm_, nn.utils.clip_grad_norm_, clip_grad_value_):
         with pytest.raises(RuntimeError, match=r"max_grad_norm=\.\.\.\) or clip_value\. The norm"):
@@ -167,8 +161,7 @@ def test_what_was_stepped_stays_and_a_warning_says_so(caplog):
         raise InterruptedError
 
     model = make()
-    optimizer = ds_ext.LOMO(model.parameters(), lr=0.1)
-    ds_ext.fuse_into_backward(model, optimizer, bucket_size=1)
+    _, optimizer = fuse(model, bucket_size=1)
     h = model[0](torch.ones(4, 5))
     h.register_hook(fail)
     with pytest.raises(InterruptedError):
