@@ -32,8 +32,9 @@ MIN_FILL = 1 / 16
 # are so small: a batch of a bucket's few vectors takes the host as long as one of its matrices.
 SMALL = 1 / 2**12
 # Events of ``Buckets.note``: an error has ended a pass, or a pass was dropped that had asked other
-# ranks; a pass begins that measures the norm; the norm is read; an engine's step ends.
-LEFT, MEASURED, READ, ENDED = range(4)
+# ranks; a pass begins that measures the norm; the norm is read; an engine's step ends; a pass has
+# kept gradients; a pass has stepped by them, or measured them.
+LEFT, MEASURED, READ, ENDED, KEPT, USED = range(6)
 
 
 def has_room(elements: int, more: int, size: int) -> bool:
@@ -301,6 +302,8 @@ class Buckets:
             parts, self.parts = self.parts, {}
             self.sent = Reducing(lambda: parts, blocks=False, in_parts=set())
             self._receive()
+        if self.receiver is not None:
+            self.note(KEPT if self.receiver.accepts_parts else USED)
         self.receiver, self.has_asked = None, False
         self.pass_of.clear()
         self.has_followed = False

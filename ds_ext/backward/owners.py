@@ -139,7 +139,8 @@ def may_reach_others(by: GradientOwner) -> bool:
     Raises:
         RuntimeError: the pass reaches a model with another loss scale.
     """
-    if len(_owners_by_number) < 2:
+    # A rank that has no batch gets its receiver outside of a backward pass.
+    if len(_owners_by_number) < 2 or torch._C._current_graph_task_id() == -1:
         return False
     others = _others_reached(by)
     if not by.own_loss_is_running:

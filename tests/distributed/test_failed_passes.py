@@ -65,6 +65,7 @@ class Case(NamedTuple):
     ahead: bool = False  # as on a GPU, whose ranks read an answer when the next bucket is full
     is_checkpointed: bool = False  # the whole model, reentrantly
     bucket: int = 40  # elements
+    is_beside: bool = False  # whether another model of the process is stepped in backward
 
 
 class Towers(nn.Module):
@@ -131,6 +132,10 @@ def start(
 def train(case: Case) -> tuple[list[tuple[int, str]], dict[str, Tensor]]:
     """The error of each step that had one, and the weights unless the last one had."""
     model, rank, errors = make(Model), dist.get_rank(), []
+    if case.is_beside:
+        other = make(Model)
+        beside = ds_ext.fuse_into_backward(other, ds_ext.LOMO(other.parameters(), lr=LR))
+        assert not beside.is_begun
     how = case.policy, case.bucket, case.ahead
     engine = start(model, case.stage, *how, gradient_clipping=case.clip)
     for step in range(STEPS):
@@ -319,12 +324,39 @@ def test_what_asks_other_ranks_nothing_is_no_error(how, first, last):
     assert worlds.run(2, legal, how, limit=20) == [first, last]
 
 
+@pytest.mark.parametrize("is_beside", [False, True])
 @pytest.mark.parametrize("bucket", [40, 10**6])
-def test_a_rank_without_a_batch_may_read_the_norm_without_an_engine(bucket):
-    case = Case(None, (NO_BATCH, WELL), reads_norm=True, bucket=bucket)
+def test_a_rank_without_a_batch_may_read_the_norm_without_an_engine(bucket, is_beside):
+    case = Case(None, (NO_BATCH, WELL), reads_norm=True, bucket=bucket, is_beside=is_beside)
     _, without = worlds.run(2, train, case._replace(reads_norm=False), limit=20)[0]
     for errors, after in worlds.run(2, train, case, limit=20):
         assert not errors and all(torch.equal(p, without[n]) for n, p in after.items())
+
+
+def adversarial() -> list[str]:
+    """What each of two steps of two models says; the first rank has no batch in the first one.
+
+    The loss reaches both models, so that a rank with a batch keeps their gradients.
+    """
+    pair, told = [make(Model), make(Model)], []
+    optimizers = [ds_ext.AdaLomo(model.parameters(), lr=LR) for model in pair]
+    for model, optimizer in zip(pair, optimizers, strict=True):
+        ds_ext.fuse_into_backward(model, optimizer, bucket_size=10**6)
+    for step in range(2):
+        try:
+            if step or dist.get_rank():
+                pair[1](pair[0](rows(step, dist.get_rank(), 3, WIDTH))).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            told.append("")
+        except RuntimeError as error:
+            return [*told, str(error)]
+    return told
+
+
+def test_a_rank_without_a_batch_does_not_step_in_silence_by_what_others_keep():
+    for told in worlds.run(2, adversarial, limit=20):
+        assert told[-1] == DIFFERENT_PASSES
 
 
 MISTAKES = [(3, "fused", "gradient"), (1, "sharded", "gradient"), (None, "fused", "gradient")]
