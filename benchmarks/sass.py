@@ -41,7 +41,7 @@ BATCHED = [name for name, entry in REGISTRY.items() if entry.is_batched]
 # Multiprocessors, clock under load in Hz (assumed), bytes per second (of the data sheet).
 CARDS = {"H100": (132, 1.7e9, 3.35e12), "H200": (132, 1.7e9, 4.8e12)}
 REACHED = 0.9  # the share of these bytes that a copy reaches (assumed)
-STRIPS = {"weighted_sums", "normalize_whole_rows"}  # passes over strips of whole rows
+STRIPS = {"weighted_sums"}  # passes over strips of whole rows
 FUSED_ADAMW = 14  # bytes per element of torch's, with bf16 moments: g, and p, m, v in and out
 
 

@@ -27,13 +27,7 @@ SIDE = 256  # rows and columns of the stepped matrix
 STATE = {"IS_ADAM_STEP": (8, 8), "IS_ADAM": (8, 0), "IS_RESIDUAL": (4, 4), "IS_SIGN_STEP": (4, 4)}
 STATE |= {"IS_VECTOR": (4, 0), "IS_ADAM8_STEP": (2.125, 2.125)}
 STATE |= {"IS_SIGN8_STEP": (1.0625, 1.0625)}
-OVER_RUNS = {
-    "square_sums",
-    "row_col_sums",
-    "weighted_sums",
-    "normalize_whole_rows",
-}
-OVER_RUNS |= {"normalize_whole_rows", "lerp", "square_lerp", "apply"}
+OVER_RUNS = {"square_sums", "row_col_sums", "weighted_sums", "lerp", "square_lerp", "apply"}
 MOMENTS = {"lerp": 4, "square_lerp": 4}  # bytes read and written per element
 ROUNDED = {"SPLIT": 2, "CORRECTED": 1}  # bytes of a master in addition to the 16-bit weight
 

@@ -102,8 +102,7 @@ SHARED = (
     Column(
         "a",
         "float",
-        "in Adam's update: m / (sqrt(v) · a + b); kernels: target norm (normalize_whole_rows), 1 / "
-        "elements (factors)",
+        "in Adam's update: m / (sqrt(v) · a + b); in kernels of factors, 1 / elements",
     ),
     Column("b", "float", "in Adam's update, see a"),
     Column("eps", "float", "small constant that keeps divisors above zero"),
@@ -184,10 +183,9 @@ STORAGE = {
 PASSES = (
     *("square_sums", "row_col_sums", "weighted_sums", "factors"),
     *("lerp", "square_lerp", "apply"),
-    "normalize_whole_rows",
 )
 # The forms that some passes support; other passes support all forms.
-READ_BY = {"weighted_sums": {"IS_RUN"}, "normalize_whole_rows": {"IS_QUOTIENT"}}
+READ_BY = {"weighted_sums": {"IS_RUN", "IS_QUOTIENT"}}
 BY_MATRIX = {"row_col_sums", "weighted_sums"}  # passes that add up rows and columns
 ADD_WEIGHTS = {"square_sums", "apply"}  # passes that can add ``decay`` times the weights
 # Arguments that all parameters of a call share.

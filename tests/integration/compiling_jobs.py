@@ -14,7 +14,7 @@ from ds_ext.ops.executors.triton.launches import KernelConstants
 from tests.common.kernel_constants import given
 
 EIGHT = [kernels.FORM[name].value for name in ("IS_ADAM8_STEP", "IS_SIGN8_STEP")]
-DIVIDES = {"factors", "clipped_factors", "weighted_sums", "normalize_whole_rows"}
+DIVIDES = {"factors", "clipped_factors", "weighted_sums"}
 
 
 def faults(asm: Mapping[str, str], one: KernelConstants) -> list[str]:

@@ -122,7 +122,7 @@ def test_kernels_compile_and_read_vectors_where_runs_are_aligned(monkeypatch, tm
     asked = asked_for(monkeypatch)
     assert {name for name, *_ in asked} == {
         *("square_sums", "row_col_sums", "weighted_sums", "lerp", "square_lerp", "apply", "fold"),
-        *("factors", "clipped_factors", "normalize_whole_rows"),
+        *("factors", "clipped_factors"),
         *("measured_apply", "apply_and_cache_norm", "cached_norm"),
     }
     written = [[label, warps, {k: plain(x) for k, x in of.items()}] for label, warps, of in asked]

@@ -105,7 +105,7 @@ def test_rows_of_a_run_are_normalized(path, shape, factor, monkeypatch):
             wanted = squares.sum(-2), squares.sum(-2), squares.sum(-1)
             for a, b in zip((sums, by_col, by_row), wanted, strict=True):
                 assert (a.view_as(b) - b).norm() <= 1e-5 * b.norm()
-    assert path == "ops" or {"normalize_whole_rows", "row_col_sums"} < {*ran}
+    assert path == "ops" or {"weighted_sums", "row_col_sums"} < {*ran}
 
 
 @pytest.mark.parametrize("path", paths.EACH[1:])

@@ -291,10 +291,10 @@ class TablePasses(BatchTables, Reference):
             rows, _ = self.row_col_square_sums(x, like)
             x = self.normalize_rows(x, rows, least)
             return x, self.row_col_square_sums(x, like)[1]
-        batch, source = self.batch, self._source("normalize_whole_rows", x)
+        batch, source = self.batch, self._source("weighted_sums", x)
         row, sums = self.own.zeros(batch.all_rows, batch.all_cols)
         self._run(
-            "normalize_whole_rows",
+            "weighted_sums",
             source,
             out=Runs((row,), firsts=batch.own_row_firsts),
             out2=Runs((sums,), firsts=batch.own_col_firsts),

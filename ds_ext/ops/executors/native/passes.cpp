@@ -136,7 +136,7 @@ struct Strip {
 };
 
 bool is_by_matrix(const Call &call) {
-    return call.pass == ROW_COL_SUMS || call.pass == WEIGHTED_SUMS || call.pass == NORMALIZE_WHOLE_ROWS;
+    return call.pass == ROW_COL_SUMS || call.pass == WEIGHTED_SUMS;
 }
 
 // Cuts a run into strips. For row and column sums, strips have whole rows, and whole matrices if
@@ -849,10 +849,12 @@ INLINE int64_t narrow_part(const Entry &e, int64_t i, int64_t end) {
 
 // The weights of column sums: 1 / the new statistic of a row whose squares add up to ``sum``.
 struct RowWeights {
+    static const bool PLAIN = true;  // column sums without weights are wanted too
     const float *before;
     float rest, least, share;
     explicit RowWeights(const Entry &e)
         : before(e.before), rest(1.0f - e.lerp), least(e.lerp * e.eps), share(e.lerp / static_cast<float>(e.cols)) {}
+    float out(int64_t, float sum) const { return sum; }
     float operator()(int64_t line, float sum) const {
         float inverse = 1.0f / (before[line] * rest + least + share * sum);
         return inverse > MAX_FACTOR * MAX_FACTOR ? MAX_FACTOR * MAX_FACTOR : inverse;  // 0 / 0 is 0
@@ -919,41 +921,69 @@ static void row_col_sums(const Call &call, const Entry &e, const Strip &s, float
     }
 }
 
+// Rows times the factors of columns, each of which gets the norm √cols: reference.normalized.
+struct NormalizedRows {
+    static const bool PLAIN = false;
+    const float *row;
+    float least, root;
+    explicit NormalizedRows(const Entry &e) : row(e.row), least(e.eps), root(std::sqrt(static_cast<float>(e.cols))) {}
+    float out(int64_t line, float sum) const {
+        float norm = std::fabs(row[line]) * std::sqrt(sum), now = row[line] * (root / (norm < least ? least : norm));
+        return now > MAX_FACTOR ? MAX_FACTOR : now;
+    }
+    float operator()(int64_t line, float sum) const { return out(line, sum) * out(line, sum); }
+};
+
+// Numbers of one row times the factors of their columns.
+template <class X> struct ByColumn {
+    X x;
+    const float *col;
+    INLINE_MEMBER float operator[](int64_t j) const { return x[j] * col[j]; }
+    INLINE_MEMBER void read(int64_t j, Vector &to) const {
+        Vector factor;
+        std::memcpy(&factor, col + j, sizeof factor);
+        x.read(j, to);
+        to *= factor;
+    }
+};
+
 // Adds squares of up to four rows of n elements, with stride ``cols``, to column sums, and the squares
-// times ``weight`` to weighted column sums.
-template <class X> static __attribute__((noinline)) void add_squares(X x, int64_t rows, int64_t cols, const float *weight, int64_t n,
-                                                                     float *__restrict to, float *__restrict by_weight) {
+// times ``weight`` to weighted column sums; or only these, times by².
+template <bool PLAIN, class X> static __attribute__((noinline)) void add_squares(X x, int64_t rows, int64_t cols, const float *weight, const float *by,
+                                                                                 float *__restrict to, float *__restrict by_weight) {
     if (rows == 4) {
         X x0 = x, x1 = x.from(cols), x2 = x.from(2 * cols), x3 = x.from(3 * cols);
         float w0 = weight[0], w1 = weight[1], w2 = weight[2], w3 = weight[3];
-        for (int64_t j = 0; j < n; ++j) {
+        for (int64_t j = 0; j < cols; ++j) {
             float q0 = x0[j] * x0[j], q1 = x1[j] * x1[j], q2 = x2[j] * x2[j], q3 = x3[j] * x3[j];
-            to[j] += (q0 + q1) + (q2 + q3);
-            by_weight[j] += (q0 * w0 + q1 * w1) + (q2 * w2 + q3 * w3);
+            float weighted = (q0 * w0 + q1 * w1) + (q2 * w2 + q3 * w3);
+            if (PLAIN) to[j] += (q0 + q1) + (q2 + q3);
+            by_weight[j] += PLAIN ? weighted : weighted * (by[j] * by[j]);
         }
         return;
     }
     for (int64_t r = 0; r < rows; ++r) {
         X xr = x.from(r * cols);
         float w = weight[r];
-        for (int64_t j = 0; j < n; ++j) {
+        for (int64_t j = 0; j < cols; ++j) {
             float q = xr[j] * xr[j];
-            to[j] += q;
-            by_weight[j] += q * w;
+            if (PLAIN) to[j] += q;
+            by_weight[j] += PLAIN ? q * w : q * w * (by[j] * by[j]);
         }
     }
 }
 
 // weighted_sums of wide rows: four rows of a matrix at a time, so that column sums are updated
 // a quarter as often.
-template <class X> static void weighted_sums_wide(const Entry &e, const Strip &s, X x, float *col, float *by_weight, bool is_one) {
-    const RowWeights weight(e);
+template <class Weights, class X> static void weighted_sums_wide(const Entry &e, const Strip &s, X x, float *col, float *by_weight, bool is_one) {
+    const Weights weights(e);
     for (int64_t i = s.begin; i < s.end;) {
         int64_t line = (e.start + i) / e.cols, mat = line / e.rows;
         int64_t rows = (s.end - i) / e.cols, left = (mat + 1) * e.rows - line;
         rows = rows < left ? rows : left;
         rows = rows < 4 ? rows : 4;
-        float inverse[4] = {};
+        float weight[4] = {};
+        const float *by = Weights::PLAIN ? nullptr : e.col + mat * e.cols;
         X at = x.from(i);
         for (int64_t r = 0; r < rows; ++r) {
             double sum = 0;
@@ -961,98 +991,30 @@ template <class X> static void weighted_sums_wide(const Entry &e, const Strip &s
                 int64_t n = e.cols - k < CHUNK ? e.cols - k : CHUNK;
                 X part = at.from(r * e.cols + k);
                 part.prefetch(n);
-                sum += square_sum_of(part, n);
+                if constexpr (Weights::PLAIN)
+                    sum += square_sum_of(part, n);
+                else
+                    sum += square_sum_of(ByColumn<X>{part, by + k}, n);
             }
-            e.out[line + r] = static_cast<float>(sum);
-            inverse[r] = weight(line + r, e.out[line + r]);
+            e.out[line + r] = weights.out(line + r, static_cast<float>(sum));
+            weight[r] = weights(line + r, static_cast<float>(sum));
         }
         int64_t first = is_one ? 0 : mat * e.cols;
-        add_squares(at, rows, e.cols, inverse, e.cols, col + first, by_weight + first);
+        add_squares<Weights::PLAIN>(at, rows, e.cols, weight, by, col + first, by_weight + first);
         i += rows * e.cols;
     }
 }
 
+// Of a gradient: out ← row sums of squares, and column sums with and without weights. Of a quotient: out
+// ← factors that give whole rows the norm √cols, and column sums of the squares of the normalized rows.
 static void weighted_sums(const Call &call, const Entry &e, const Strip &s, float *col, float *by_weight, bool is_one) {
-    if (e.cols <= NARROW)
-        sums_of_narrow_rows<true>(call, e, s, col, by_weight, is_one);
-    else
-        with_gradient(e, call.dtype, 0, [&](auto x) { weighted_sums_wide(e, s, x, col, by_weight, is_one); });
-}
-
-// The sum of squares of x · y for up to CHUNK numbers, in LANES partial sums.
-static __attribute__((noinline)) double square_sum_of_product(const float *x, const float *y, int64_t n) {
-    Vector sum[LANES / WIDTH] = {}, v, w;
-    int64_t j = 0;
-    for (; j + LANES <= n; j += LANES)
-        for (int k = 0; k < LANES / WIDTH; ++k) {
-            std::memcpy(&v, x + j + k * WIDTH, sizeof v);
-            std::memcpy(&w, y + j + k * WIDTH, sizeof w);
-            v *= w;
-            sum[k] += v * v;
-        }
-    float rest[LANES];
-    for (int64_t k = 0; j + k < n; ++k) rest[k] = x[j + k] * y[j + k];
-    return sum_of((sum[0] + sum[1]) + (sum[2] + sum[3])) + square_sum(rest, n - j);
-}
-
-// The factor that changes a norm from factor · sqrt(sum) to ``root``: reference.normalized.
-INLINE float normalized(float factor, float sum, float least, float root) {
-    float norm = std::fabs(factor) * std::sqrt(sum), ratio = root / (norm < least ? least : norm);
-    float now = factor * ratio;
-    return now > MAX_FACTOR ? MAX_FACTOR : now;
-}
-
-// to ← to + by² · the sum of (weight · x)² over up to four rows.
-static __attribute__((noinline)) void add_weighted_squares(const float *const *x, const float *weight, int64_t rows,
-                                                          const float *by, int64_t n, float *__restrict to) {
-    if (rows == 4) {
-        const float *x0 = x[0], *x1 = x[1], *x2 = x[2], *x3 = x[3];
-        float w0 = weight[0], w1 = weight[1], w2 = weight[2], w3 = weight[3];
-        for (int64_t j = 0; j < n; ++j) {
-            float q0 = x0[j] * w0, q1 = x1[j] * w1, q2 = x2[j] * w2, q3 = x3[j] * w3;
-            to[j] += ((q0 * q0 + q1 * q1) + (q2 * q2 + q3 * q3)) * (by[j] * by[j]);
-        }
-        return;
-    }
-    for (int64_t r = 0; r < rows; ++r) {
-        const float *xr = x[r];
-        float w = weight[r];
-        for (int64_t j = 0; j < n; ++j) {
-            float q = xr[j] * w;
-            to[j] += q * q * (by[j] * by[j]);
-        }
-    }
-}
-
-// out ← factors that give whole rows of x · col the norm √cols. Adds the column sums of squares of the
-// normalized rows to ``col``.
-static void normalize_whole_rows(const Call &call, const Entry &e, const Strip &s, float *col, bool is_one) {
-    alignas(ALIGNED) float buffer[4][CHUNK];
-    float root = std::sqrt(static_cast<float>(e.cols));
-    for (int64_t i = s.begin; i < s.end;) {
-        int64_t line = (e.start + i) / e.cols, mat = line / e.rows;
-        int64_t rows = (s.end - i) / e.cols, left = (mat + 1) * e.rows - line;
-        rows = rows < left ? rows : left;
-        rows = rows < 4 ? rows : 4;
-        const float *by_col = e.col + mat * e.cols;
-        float *to = is_one ? col : col + mat * e.cols, weight[4] = {};
-        for (int64_t r = 0; r < rows; ++r) {
-            double sum = 0;
-            for (int64_t k = 0; k < e.cols; k += CHUNK) {
-                int64_t n = e.cols - k < CHUNK ? e.cols - k : CHUNK;
-                sum += square_sum_of_product(gradient(e, call.dtype, i + r * e.cols + k, n, buffer[0]), by_col + k, n);
-            }
-            e.out[line + r] = normalized(e.row[line + r], static_cast<float>(sum), e.eps, root);
-            weight[r] = e.out[line + r];
-        }
-        for (int64_t k = 0; k < e.cols; k += CHUNK) {
-            int64_t n = e.cols - k < CHUNK ? e.cols - k : CHUNK;
-            const float *x[4];
-            for (int64_t r = 0; r < rows; ++r) x[r] = gradient(e, call.dtype, i + r * e.cols + k, n, buffer[r]);
-            add_weighted_squares(x, weight, rows, by_col + k, n, to + k);
-        }
-        i += rows * e.cols;
-    }
+    if (call.form == IS_RUN && e.cols <= NARROW) return sums_of_narrow_rows<true>(call, e, s, col, by_weight, is_one);
+    with_gradient(e, call.dtype, 0, [&](auto x) {
+        if (call.form == IS_RUN)
+            weighted_sums_wide<RowWeights>(e, s, x, col, by_weight, is_one);
+        else
+            weighted_sums_wide<NormalizedRows>(e, s, x, col, col, is_one);
+    });
 }
 
 // Moves row and col of one matrix by ``weight`` towards in / cols + eps and in2 / rows + eps. out, out2
@@ -1283,7 +1245,6 @@ static void pass_over(const Call &call, const Entry &e, const Strip &s, float *c
     case ROW_COL_SUMS: row_col_sums(call, e, s, col, is_one); break;
     case WEIGHTED_SUMS: weighted_sums(call, e, s, col, is_one ? col + e.cols : e.out3, is_one); break;
     case FACTORS: factors(e, s.begin, s.end, sums); break;
-    case NORMALIZE_WHOLE_ROWS: normalize_whole_rows(call, e, s, col, is_one); break;
     case LERP:
     case SQUARE_LERP: advance(call, e, s); break;
     case APPLY: apply(call, e, s, sums); break;
@@ -1328,7 +1289,7 @@ static void put_together(const Call &call, Entry *entries, int64_t count, Work &
             int64_t first = (e.start + work.strips[k].begin) / (e.rows * e.cols) * e.cols;
             const float *from = work.columns() + work.strips[k].partial;
             for (int64_t c = 0; c < e.cols; ++c) e.out2[first + c] += from[c];
-            if (call.pass == WEIGHTED_SUMS)
+            if (call.pass == WEIGHTED_SUMS && e.out3)
                 for (int64_t c = 0; c < e.cols; ++c) e.out3[first + c] += from[e.cols + c];
         }
         end_with(call, e, sum, other);

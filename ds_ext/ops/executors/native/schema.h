@@ -35,7 +35,7 @@ struct Entry {
     float decay;  // weight decay
     float lerp1;  // the weight of x in m: 1 − beta1
     float lerp2;  // the weight of x² in v: 1 − beta2; for Lion, of x in m
-    float a;  // in Adam's update: m / (sqrt(v) · a + b); kernels: target norm (normalize_whole_rows), 1 / elements (factors)
+    float a;  // in Adam's update: m / (sqrt(v) · a + b); in kernels of factors, 1 / elements
     float b;  // in Adam's update, see a
     float eps;  // small constant that keeps divisors above zero
     float clip;  // upper limit of the RMS of the update
@@ -86,7 +86,6 @@ enum Pass {
     LERP,
     SQUARE_LERP,
     APPLY,
-    NORMALIZE_WHOLE_ROWS,
 };
 
 const int64_t SCALE_GROUP = 32;

@@ -81,18 +81,14 @@ class Read(NamedTuple):
         return found
 
     @property
-    def run(self) -> Constants:
-        """The constants for reading a plain run."""
-        return (("XD", _name(self.dtype)), ("BOUNDED", "bound" in self.columns))
-
-    @property
     def constants(self) -> Constants:
         """The constants for reading any form: see ``value_of`` in kernels/values.py."""
         scale = self.columns.get("scale", 1.0)
         scales = not (isinstance(scale, float) and scale == 1.0)
         format_, dtype = self.storage or ("PLAIN", None)
+        run = ("XD", _name(self.dtype)), ("BOUNDED", "bound" in self.columns)
         weights = ("DECAYS", self.decays), ("WD", _name(dtype)), ("STORAGE", format_)
-        return (("FORM", self.form), *self.run, *weights, ("SCALES", scales))
+        return (("FORM", self.form), *run, *weights, ("SCALES", scales))
 
     @property
     def tiles(self) -> str:
@@ -117,13 +113,7 @@ def _row_col_sums(table: Launcher, read: Read) -> None:
 
 def _weighted_sums(table: Launcher, read: Read) -> None:
     outs = {"out2": ("part", tiles.col_sums), "out3": ("part2", tiles.col_sums)}
-    _adding_up(table, read, read.run, "by_strip", outs)
-
-
-def _normalize_whole_rows(table: Launcher, read: Read) -> None:
-    roots = np.sqrt(table.geometry.cols).astype(np.float32)
-    outs = {"out2": ("part", tiles.col_sums)}
-    _adding_up(table, read, read.run, "by_strip", outs, a=roots)
+    _adding_up(table, read, read.constants, "by_strip", outs)
 
 
 def _adding_up(
@@ -132,10 +122,9 @@ def _adding_up(
     constants: Constants,
     tiles_of: str,
     outs: Mapping[str, tuple[str, KindOfSums]],
-    **more: object,
 ) -> None:
     """A pass and a fold; ``outs`` has the column and the kind of the partial sums of outputs."""
-    columns: Columns = dict(more)
+    columns: Columns = {}
     sums = []
     for name, value in read.numbers.items():
         if name in outs:
@@ -193,7 +182,6 @@ PASSES: dict[str, Callable[[Launcher, Read], None]] = {
     "square_sums": _square_sums,
     "row_col_sums": _row_col_sums,
     "weighted_sums": _weighted_sums,
-    "normalize_whole_rows": _normalize_whole_rows,
     "factors": _factors,
     "lerp": _lerp,
     "square_lerp": _lerp,

@@ -10,8 +10,8 @@ TR, TC, WARPS = 32, 128, 4  # rows, columns and warps of a tile
 SUMS_TR, SUMS_TC = 64, 64  # of ``row_col_sums``
 MANY_WARPS = {"IS_ADAM", "IS_ADAM_STEP"}  # inputs that need many registers for an element
 ALIGNMENT = 16  # elements, and bytes of an address: vectors of 16 bytes for every dtype
-# A program of ``weighted_sums`` or ``normalize_whole_rows`` reads a strip of whole rows, some rows
-# at a time, in a tile whose width is the next power of two, at least NARROWEST. A warp has
+# A program of ``weighted_sums`` reads a strip of whole rows, some rows at a time, in a tile whose
+# width is the next power of two, at least NARROWEST. A warp has
 # STRIP_COLS columns or more, so that a thread adds up whole columns; a thread has STRIP_ELEMENTS,
 # or more of a single row. The pass writes 8 / strip bytes of partial sums per element, which
 # ``fold`` reads again: STRIPS are the largest and smallest heights of a strip, which add 3 and 12 %
@@ -38,7 +38,7 @@ def shape_of(kernel: str, named: Named) -> LaunchConfig:
     match kernel:
         case "row_col_sums":
             tile = {"TR": SUMS_TR, "TC": SUMS_TC}
-        case "weighted_sums" | "normalize_whole_rows":
+        case "weighted_sums":
             wide = named["TC"]
             warps = min(STRIP_WARPS, wide // STRIP_COLS)
             return {"TR": max(1, 32 * warps * STRIP_ELEMENTS // wide), "TC": wide}, warps

@@ -60,8 +60,6 @@ def _pass(t, tile, P: tl.constexpr):
         sums.row_col_sums(t, tile, P)
     elif P.name == "weighted_sums":
         sums.weighted_sums(t, tile, P)
-    elif P.name == "normalize_whole_rows":
-        sums.normalize_whole_rows(t, tile, P)
     elif P.name == "factors" or P.name == "clipped_factors":
         sums.factors(t, tile, P)
     elif P.name == "lerp" or P.name == "square_lerp":

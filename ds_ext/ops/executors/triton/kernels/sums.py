@@ -72,10 +72,13 @@ def row_col_sums(t, tile, P: tl.constexpr):
 
 @triton.jit
 def weighted_sums(t, tile, P: tl.constexpr):
-    """out ← sums of squares over whole rows of a run (IS_RUN); part, part2 ← column sums of strips.
+    """Sums over whole rows of a run, and column sums of strips, [strips, cols].
 
-    part has the column sums of squares, part2 of squares divided by their row's new statistic,
-    before + lerp · (sum / cols + eps − before). Both are [strips, cols].
+    IS_RUN: out ← row sums of squares; part ← column sums of squares, part2 ← of squares divided by
+    their row's new statistic, before + lerp · (sum / cols + eps − before).
+
+    IS_QUOTIENT: out ← row · √cols / max(norm, eps), where norm is that of a row of row · x · col;
+    part ← column sums of the squares of out · x · col.
 
     A row is no wider than a tile, so it is read once. Loads that are pipelined take longer.
     """
@@ -83,56 +86,43 @@ def weighted_sums(t, tile, P: tl.constexpr):
     rows, cols = integer(t, F.ROWS), hinted(integer(t, F.COLS), P)
     strip, start, n = size(t, F.HEIGHT), integer(t, F.START), integer(t, F.N)
     x, out = vectors(t, F.X, P.XD, P), pointer(t, F.OUT, tl.float32)
-    before, lerp, eps = pointer(t, F.BEFORE, tl.float32), number(t, F.LERP), number(t, F.EPS)
+    eps = number(t, F.EPS)
     factor, most = factor_and_bound(t, P)
     mat, top = rows_of(t, tile, strip)
     j = tl.arange(0, P.TC)
-    plain, divided = tl.zeros([TC], dtype=tl.float32), tl.zeros([TC], dtype=tl.float32)
+    if P.FORM == F.IS_QUOTIENT:
+        by_row, root = pointer(t, F.ROW, tl.float32), tl.sqrt_rn(cols.to(tl.float32))
+        by_col = tl.load(pointer(t, F.COL, tl.float32) + mat * cols + j, mask=j < cols, other=0.0)
+    else:
+        before, lerp = pointer(t, F.BEFORE, tl.float32), number(t, F.LERP)
+    plain, weighted = tl.zeros([TC], dtype=tl.float32), tl.zeros([TC], dtype=tl.float32)
     for i in tl.range(0, strip, P.TR, num_stages=1):
         row, begin, own = _rows(top + i + tl.arange(0, P.TR), mat, rows, cols, start, n)
         ok = own[:, None] & (j < cols)[None, :]
         values = tl.load(x + hinted(begin, P)[:, None] + j[None, :], mask=ok, other=0.0)
         u = scaled(values, factor, most, P)
+        if P.FORM == F.IS_QUOTIENT:
+            u = u * by_col[None, :]
         square = u * u
         sums = tl.sum(square, axis=1)
-        old = tl.load(before + row, mask=own, other=1.0)
-        tl.store(out + row, sums, mask=own)
-        plain += tl.sum(square, axis=0)
-        divided += tl.sum(square * _row_weights(old, sums, lerp, eps, cols)[:, None], axis=0)
-    at = tile * cols + j
-    tl.store(vectors(t, F.PART, tl.float32, P) + at, plain, mask=j < cols)
-    tl.store(vectors(t, F.PART2, tl.float32, P) + at, divided, mask=j < cols)
-
-
-@triton.jit
-def normalize_whole_rows(t, tile, P: tl.constexpr):
-    """out ← row · a / max(norm, eps), where norm is that of a whole row of row · x · col.
-
-    part ← column sums of the squares of out · x · col over the rows of a strip, [strips, cols].
-    Like ``weighted_sums``, it reads a row once.
-    """
-    TC: tl.constexpr = P.TC
-    rows, cols = integer(t, F.ROWS), hinted(integer(t, F.COLS), P)
-    strip, start, n = size(t, F.HEIGHT), integer(t, F.START), integer(t, F.N)
-    x, out = vectors(t, F.X, P.XD, P), pointer(t, F.OUT, tl.float32)
-    by_row, root, least = pointer(t, F.ROW, tl.float32), number(t, F.A), number(t, F.EPS)
-    factor, most = factor_and_bound(t, P)
-    mat, top = rows_of(t, tile, strip)
-    j = tl.arange(0, P.TC)
-    by_col = tl.load(pointer(t, F.COL, tl.float32) + mat * cols + j, mask=j < cols, other=0.0)
-    sums = tl.zeros([TC], dtype=tl.float32)
-    for i in tl.range(0, strip, P.TR, num_stages=1):
-        row, begin, own = _rows(top + i + tl.arange(0, P.TR), mat, rows, cols, start, n)
-        ok = own[:, None] & (j < cols)[None, :]
-        values = tl.load(x + hinted(begin, P)[:, None] + j[None, :], mask=ok, other=0.0)
-        u = scaled(values, factor, most, P) * by_col[None, :]
-        square = u * u
-        old = tl.load(by_row + row, mask=own, other=0.0)
-        norm = tl.abs(old) * tl.sqrt(tl.sum(square, axis=1))
-        new = tl.where(own, _normalized(old, norm, root, least), 0.0)
+        if P.FORM == F.IS_QUOTIENT:
+            old = tl.load(by_row + row, mask=own, other=0.0)
+            new = tl.where(own, _normalized(old, tl.abs(old) * tl.sqrt(sums), root, eps), 0.0)
+            weights = new * new
+        else:
+            new = sums
+            old = tl.load(before + row, mask=own, other=1.0)
+            weights = _row_weights(old, sums, lerp, eps, cols)
+            plain += tl.sum(square, axis=0)
         tl.store(out + row, new, mask=own)
-        sums += tl.sum(square * (new * new)[:, None], axis=0)
-    tl.store(vectors(t, F.PART, tl.float32, P) + tile * cols + j, sums, mask=j < cols)
+        weighted += tl.sum(square * weights[:, None], axis=0)
+    part = vectors(t, F.PART, tl.float32, P) + tile * cols + j
+    if P.FORM == F.IS_QUOTIENT:
+        tl.store(part, weighted, mask=j < cols)
+    else:
+        tl.store(part, plain, mask=j < cols)
+        part2 = vectors(t, F.PART2, tl.float32, P) + tile * cols + j
+        tl.store(part2, weighted, mask=j < cols)
 
 
 @triton.jit
