@@ -7,6 +7,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, get_zero_config
 from ds_ext import settings
 from ds_ext.backward import gradient_config
 from ds_ext.config import config_checks, parsing
+from ds_ext.engine import deepspeed_config
 
 
 def refuse(given):
@@ -152,6 +153,12 @@ def test_a_config_is_read_as_deepspeed_reads_it():
 def bucket_size(size):
     given = parsing.normalized(config("zero_optimization.reduce_bucket_size", size))
     return parsing.gradients(given).bucket_size
+
+
+def test_an_error_of_deepspeed_without_words_is_named_by_its_type():
+    with pytest.raises(ValueError, match="refuses the config: AssertionError$"):
+        with deepspeed_config.translated():
+            raise AssertionError
 
 
 def test_bucket_size():
