@@ -5,7 +5,7 @@ projects gradients, such as GaLoreAdamW, has ``projected_numel``, ``projection_k
 ``accumulate``; its ``step`` takes what ``accumulate`` returns in place of a gradient.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -39,7 +39,7 @@ def projected(optimizer: RuleOptimizer, shards: Mapping[Tensor, Shard]) -> dict[
 def project(
     optimizer: RuleOptimizer,
     updates: Iterable[RunUpdate],
-    all_reduce: Callable[[Tensor], None] | None,
+    collectives: lockstep.Collectives | None,
     kept: dict[Tensor, ProjectedGrads],
     dtype: torch.dtype | None,
 ) -> None:
@@ -48,7 +48,7 @@ def project(
     Args:
         optimizer: the optimizer that will step by them.
         updates: runs of parameters that ``projected`` returns, as of ``BucketOptimizer.update``.
-        all_reduce: as of ``BucketOptimizer.update``.
+        collectives: as of ``BucketOptimizer.update``.
         kept: the projected gradients of the step so far.
         dtype: of kept numbers; None: that of the projection.
 
@@ -68,7 +68,7 @@ def project(
         for u in with_turns(optimizer, on_device):
             rule, state = optimizer.rule_of(u.param), optimizer.state[u.param]
             generators += accumulate(rule, u, state, optimizer.offload, kept, dtype)
-        lockstep.run(generators, all_reduce)
+        lockstep.run(generators, collectives)
 
 
 def accumulate(

@@ -6,7 +6,7 @@ until the step; with ``projected``, ``Projecting`` adds up their projections. ``
 the first of the two passes of exact clipping.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,11 +57,11 @@ class Stepper:
         state.use_up(grads.keys())
         check = GradCheck(checked, votes or {}, state.flags)
         with int8.expanded(grads) as in_int8:
-            for all_reduce, found in self._by_statistics_group(grads):
+            for collectives, found in self._by_statistics_group(grads):
                 updates: list[RunUpdate] = []
                 for placement, params in found:
                     updates += self._updates(placement, params, grads, state)
-                self.optimizer.update(updates, all_reduce, check)
+                self.optimizer.update(updates, collectives, check)
             self.layout.publish(grads)
             self.optimizer.commit_weight_norms()
             for param in in_int8:
@@ -101,9 +101,9 @@ class Stepper:
 
     def project(self, grads: ReducedGrads, state: StepState, dtype: torch.dtype | None) -> None:
         """Adds the projections of gradients to ``state.projected``, in ``dtype``."""
-        for all_reduce, found in self._by_statistics_group(grads):
+        for collectives, found in self._by_statistics_group(grads):
             updates = [u for given in found for u in self._updates(*given, grads, state, 1.0)]
-            projected_grads.project(self.optimizer, updates, all_reduce, state.projected, dtype)
+            projected_grads.project(self.optimizer, updates, collectives, state.projected, dtype)
 
     def kept_elements(self, policy: str) -> int:
         """Returns how many elements of gradients this rank keeps until the step."""
@@ -152,13 +152,13 @@ class Stepper:
 
     def _by_statistics_group(
         self, params: Collection[Tensor]
-    ) -> list[tuple[Callable[[Tensor], None] | None, list[tuple[Placement, list[Tensor]]]]]:
-        """Parameters by the ranks that add up their partial sums, each with its all-reduce."""
+    ) -> list[tuple[Placement | None, list[tuple[Placement, list[Tensor]]]]]:
+        """Parameters by the ranks that add up their partial sums, each with its collectives."""
         found: dict[object, Any] = {}
         for placement, some in self.layout.by_placement(params):
-            # without an all-reduce, partial sums are not copied
-            all_reduce = placement.all_reduce if placement.sends_sums else None
-            of_group = found.setdefault(placement.statistics_group, (all_reduce, []))
+            # without collectives, partial sums are not copied
+            collectives = placement if placement.sends_sums else None
+            of_group = found.setdefault(placement.statistics_group, (collectives, []))
             of_group[1].append((placement, some))
         return list(found.values())
 

@@ -1,20 +1,21 @@
-"""Lock-step rounds: the rules of many parameters advance together, with one reduction per round.
+"""Lock-step rounds: the rules of many parameters advance together, with one collective per round.
 
 A rule's generator yields a tuple of partial sums and receives their totals over all ranks, or it
-yields a ``Joint`` and receives its results. ``lockstep`` merges many generators into one that
-yields flat tensors. ``run`` drives it with a real reduction. ``simulate`` advances N merged
-generators, which are N ranks, in one process.
+yields an ``Exchange`` or a ``Joint`` and receives its results. ``lockstep`` merges many generators
+into one that yields flat tensors of sums, and ``Exchanges``. ``run`` drives it with real
+collectives. ``simulate`` advances N merged generators, which are N ranks, in one process.
 """
 
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from ds_ext.ops.exchange import Exchange, Exchanges
 from ds_ext.ops.joint import Joint
 
 Sums: TypeAlias = tuple[Tensor, ...]
@@ -23,23 +24,44 @@ _UNPACK = "yield returns a tuple, with a total for each sum: write (total,) = yi
 StepGenerator = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
 
 
-def lockstep(generators: Iterable[StepGenerator]) -> Iterator[Tensor]:
-    """Merges generators: yields a round's partial sums, flat [n].
+class Collectives(Protocol):
+    """What ``run`` asks of the ranks that share the parameters."""
 
-    The caller replaces them by their totals before it goes on.
+    def all_reduce(self, sums: Tensor) -> None:
+        """Adds up partial sums, [n], in place."""
+        ...
+
+    def exchange(self, exchanges: Exchanges) -> None:
+        """Sends the elements of exchanges, and delivers those that are received."""
+        ...
+
+
+def lockstep(generators: Iterable[StepGenerator]) -> Iterator[Tensor | Exchanges]:
+    """Merges generators: yields the partial sums of a round, flat [n], and its exchanges.
+
+    Before it goes on, the caller replaces sums by their totals, and delivers exchanges.
     """
     waiting, _ = _advance_all(zip(generators, itertools.repeat(None), strict=False))
     while waiting:
-        partial = [x for _, sums in waiting for x in sums]
-        try:
-            flat = torch.cat([x.reshape(-1) for x in partial])
-        except AttributeError:  # of a number
-            kinds = sorted({type(x).__name__ for x in partial})
-            raise TypeError(f"a rule's step yields {kinds}; allowed: tensors.") from None
-        yield flat
-        parts = iter(flat.split([x.numel() for x in partial]))
+        partial = [x for _, sums in waiting if not isinstance(sums, Exchange) for x in sums]
+        parts: Iterator[Tensor] = iter(())
+        if partial:
+            try:
+                flat = torch.cat([x.reshape(-1) for x in partial])
+            except AttributeError:  # of a number
+                kinds = sorted({type(x).__name__ for x in partial})
+                raise TypeError(f"a rule's step yields {kinds}; allowed: tensors.") from None
+            yield flat
+            parts = iter(flat.split([x.numel() for x in partial]))
+        exchanges = Exchanges([x for _, x in waiting if isinstance(x, Exchange)])
+        if exchanges.exchanges:
+            yield exchanges
+        delivered = iter(exchanges.results)
         answered = list[tuple[StepGenerator, Sums]]()
         for generator, sums in waiting:
+            if isinstance(sums, Exchange):
+                answered.append((generator, (next(delivered),)))
+                continue
             # If a parameter is fp64, the sums of the others are sent as fp64 too.
             totals = [next(parts).view(x.shape).to(x.dtype) for x in sums]
             answered.append((generator, tuple(totals)))
@@ -132,18 +154,21 @@ def advance(generator: StepGenerator, totals: Sums | None) -> Sums | None:
     return waiting[0][1] if waiting else None
 
 
-def run(generators: Iterable[StepGenerator], all_reduce: Callable[[Tensor], None] | None) -> int:
-    """Runs generators to their end, with one in-place ``all_reduce`` per round; returns the rounds.
+def run(generators: Iterable[StepGenerator], collectives: Collectives | None) -> int:
+    """Runs generators to their end, with one collective per round; returns the rounds.
 
     None means one rank: its partial sums are the totals, and are not copied. Each generator ends
     before the next one begins, except while it waits for a joint operation: the caches of a CPU
     then hold what its later passes read again.
     """
-    if all_reduce is None:
+    if collectives is None:
         return _advance_all(zip(generators, itertools.repeat(None), strict=False), is_alone=True)[1]
     rounds = 0
-    for flat in lockstep(generators):
-        all_reduce(flat)
+    for message in lockstep(generators):
+        if isinstance(message, Exchanges):
+            collectives.exchange(message)
+        else:
+            collectives.all_reduce(message)
         rounds += 1
     return rounds
 
@@ -155,11 +180,27 @@ def simulate(ranks: Sequence[Iterable[StepGenerator]]) -> int:
         ValueError: ranks do not yield equally often, or not equally many sums.
     """
     rounds = 0
-    for flats in zip(*map(lockstep, ranks), strict=True):
-        if len({*map(len, flats)}) > 1:
-            raise ValueError("ranks have yielded different numbers of sums")
-        total = torch.stack(flats).sum(0)
-        for flat in flats:
-            flat.copy_(total)
+    for messages in zip(*map(lockstep, ranks), strict=True):
+        combine(messages)
         rounds += 1
     return rounds
+
+
+def combine(messages: Sequence[Any]) -> None:
+    """Does a collective of simulated ranks, each of which has yielded a message of ``lockstep``.
+
+    Raises:
+        ValueError: the ranks have yielded different messages.
+    """
+    if len({*map(type, messages)}) > 1:
+        raise ValueError("some ranks have yielded sums, and others an exchange")
+    if isinstance(messages[0], Exchanges):
+        sent = [flat.split(sizes) for flat, sizes, _ in (x.packed(len(messages)) for x in messages)]
+        for message, parts in zip(messages, zip(*sent, strict=True), strict=True):
+            message.deliver(parts)
+        return
+    if len({*map(len, messages)}) > 1:
+        raise ValueError("ranks have yielded different numbers of sums")
+    total = torch.stack([*messages]).sum(0)
+    for flat in messages:
+        flat.copy_(total)

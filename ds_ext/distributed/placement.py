@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ds_ext.distributed.groups import Group, communicates, explained, size_of, wait_for
 from ds_ext.ops import int8
+from ds_ext.ops.exchange import Exchanges
 from ds_ext.ops.shard import Shard, TensorParallelSplit
 
 
@@ -156,6 +157,15 @@ class Placement:
             self.bytes_sent += sums.nbytes
             with explained():
                 dist.all_reduce(sums, group=self.statistics_group)
+
+    def exchange(self, exchanges: Exchanges) -> None:
+        """Sends elements from rank to rank, among the ranks that share a parameter."""
+        flat, sizes, received = exchanges.packed(size_of(self.statistics_group))
+        found = flat.new_empty(sum(received))
+        self.bytes_sent += flat.nbytes
+        with explained():
+            dist.all_to_all_single(found, flat, received, sizes, group=self.statistics_group)
+        exchanges.deliver(found.split(received))
 
     def publish(self, params: Iterable[Tensor]) -> None:
         """Sends updated runs to the ranks that hold the whole parameter.

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -56,6 +56,8 @@ class TensorParallelSplit:
 
     boxes: tuple[tuple[Box, ...], ...]
     ranks: int = 1
+    # By run, the rank that has it in the group that adds up sums; None: the runs are in their order
+    order: tuple[int, ...] | None = None
 
     def first(self, part: int) -> int:
         """The index of a rank's first element; the elements of all ranks are concatenated."""
@@ -74,6 +76,16 @@ class TensorParallelSplit:
             for i in parts
             if (n := self.numel(i))
         )
+
+    @functools.cached_property
+    def run_starts(self) -> tuple[int, ...]:
+        """The element at which the run of each rank starts, by run."""
+        starts = []
+        for i in range(len(self.boxes)):
+            first, n = self.first(i), self.numel(i)
+            size = -(-n // self.ranks)
+            starts += [first + min(j * size, n) for j in range(self.ranks)]
+        return tuple(starts)
 
 
 def outward(start: int, stop: int, unit: int, total: int) -> slice:
@@ -102,7 +114,7 @@ class Shard:
     stop: int
     size: int  # of a full run: cuts are its multiples, unless ``split`` or ``cut_at`` is given
     split: TensorParallelSplit | None = None  # if given, elements count box by box, not row by row
-    cut_at: tuple[int, ...] | None = None  # if given, the elements at which runs start
+    cut_at: tuple[int, ...] | None = None  # if given, the elements at which ranks' runs start
     turn: int = 0  # which of the ranks with a run does the work of one rank: ``has_turn``
 
     def __post_init__(self) -> None:
@@ -179,6 +191,24 @@ class Shard:
         If every rank has the whole parameter, each rank does it.
         """
         return len(self) > 0 and self.start == self.starts[self.turn % len(self.starts)]
+
+    @property
+    def ranks_with_runs(self) -> tuple[int, ...]:
+        """The ranks that have elements, in the order of these. See ``run_of``."""
+        return _runs(self)[0]
+
+    @property
+    def owner(self) -> int:
+        """The rank for which ``has_turn`` holds. See ``run_of``."""
+        return self.ranks_with_runs[self.turn % len(self.ranks_with_runs)]
+
+    def run_of(self, rank: int) -> tuple[int, int]:
+        """Returns where the run of a rank starts and stops.
+
+        Args:
+            rank: its number in the group that adds up the sums of this parameter.
+        """
+        return _runs(self)[1].get(rank, (0, 0))
 
     @functools.cached_property
     def is_cut(self) -> bool:
@@ -292,6 +322,28 @@ def _starts(cuts: tuple[range, ...]) -> tuple[int, ...]:
     return tuple(sorted({0, *itertools.chain(*cuts)}))
 
 
+def _runs(shard: Shard) -> tuple[tuple[int, ...], dict[int, tuple[int, int]]]:
+    """The ranks that have elements, and the start and stop of their runs."""
+    return _runs_of(shard.numel, shard.size, shard.split, shard.cut_at)
+
+
+@functools.lru_cache(4096)
+def _runs_of(
+    numel: int, size: int, split: TensorParallelSplit | None, cut_at: tuple[int, ...] | None
+) -> tuple[tuple[int, ...], dict[int, tuple[int, int]]]:
+    """``_runs`` of a geometry."""
+    starts: Sequence[int] = range(0, numel, size or 1)
+    if split is not None:
+        starts = split.run_starts
+    elif cut_at is not None:
+        starts = cut_at
+    runs = {}
+    for i, (start, stop) in enumerate(zip(starts, (*starts[1:], numel), strict=True)):
+        if start < stop:
+            runs[i if split is None or split.order is None else split.order[i]] = start, stop
+    return tuple(runs), runs
+
+
 class Section(NamedTuple):
     """A matrix within a parameter: ``width`` elements of each ``period`` of elements.
 
@@ -317,8 +369,8 @@ class Section(NamedTuple):
             turn: the number of the section in its parameter.
         """
         assert whole.split is None, "a section of boxes"
-        cuts = {self.before(at) for cuts in whole.cuts for at in cuts}
-        cut_at = tuple(sorted(at for at in cuts if at < math.prod(self.shape)))
+        cuts = [self.before(at) for at in itertools.chain(*whole.cuts)]
+        cut_at = tuple(at for at in cuts if at < math.prod(self.shape))
         start, stop = self.before(whole.start), self.before(whole.stop)
         return Shard(self.shape, start, stop, whole.size, cut_at=cut_at, turn=whole.turn + turn)
 

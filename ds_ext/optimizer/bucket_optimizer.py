@@ -102,7 +102,7 @@ class BucketOptimizer(ParamTable):
     def update(
         self,
         updates: Iterable[RunUpdate],
-        all_reduce: Callable[[Tensor], None] | None,
+        collectives: lockstep.Collectives | None,
         check: GradCheck | None = None,
     ) -> int:
         """Steps runs in lock-step, writing weights and states in place.
@@ -112,8 +112,8 @@ class BucketOptimizer(ParamTable):
 
         Args:
             updates: runs, in the same order on all ranks.
-            all_reduce: adds up a flat tensor of partial sums over the ranks, in place; None if
-                this process holds the parameters whole.
+            collectives: of the ranks that share the parameters; None if this process holds them
+                whole.
             check: which gradients to check during the step. Those that are bad change nothing but
                 the step number of their parameter, which ``rollback_step`` corrects. None: all are
                 good.
@@ -126,12 +126,12 @@ class BucketOptimizer(ParamTable):
         """
         if torch.is_grad_enabled():  # it is not in hooks
             with torch.no_grad():
-                return self.update(updates, all_reduce, check)
+                return self.update(updates, collectives, check)
         rounds = 0
         for on_device in by_device(updates):
             step = self.begin(on_device, check)
             try:
-                rounds += lockstep.run(step.generators, all_reduce)
+                rounds += lockstep.run(step.generators, collectives)
             except BaseException:  # a program may go on: the step counts as not made
                 if self.offload is None:  # otherwise copies of the states have counted it
                     self.rollback_step(u.param for u in on_device)

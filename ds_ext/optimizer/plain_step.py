@@ -53,7 +53,7 @@ def step(optimizer: BucketOptimizer) -> None:
         optimizer.check_states(updates(bucket, placement) for placement, bucket in found)
     for placement, bucket in found:
         some = updates(bucket, placement)  # some are copies: those of one bucket at a time
-        optimizer.update(some, None if placement is None else placement.all_reduce)
+        optimizer.update(some, placement)
         for param, p, *_ in some if placement is None else ():
             if not param.is_contiguous():  # its run is a copy
                 param.copy_(p.view_as(param))

@@ -2,14 +2,9 @@
 
     X ← X / ‖X‖, then for each (a, b, c):  A = X·Xᵀ,  X ← (a·I + b·A + c·A²)·X
 
-If a rank has the whole matrix, ``orthogonalized`` computes A from X in every step, which corrects
-the rounding errors of the steps before. One bf16 term per operand is then enough, if X is fp32.
-Multiples of I are subtracted from A and from the factor of X, and multiplied exactly, because most
-of what bf16 would round away is on the diagonal.
-
-If not, one rank computes the factor of X from the first A, ``polynomial``. A new A would take two
-more rounds. Errors of the first A and of the first steps grow by a² in each step, so operands have
-at least two bf16 terms.
+A is computed from X in every step, which corrects the rounding errors of the steps before. One bf16
+term per operand is then enough, if X is fp32. Multiples of I are subtracted from A and from the
+factor of X, and multiplied exactly, because most of what bf16 would round away is on the diagonal.
 """
 
 from collections.abc import Sequence
@@ -92,45 +87,3 @@ def _factor(gram: Tensor, abc: tuple[float, float, float], terms: int) -> Tensor
 def _diagonal(matrices: Tensor) -> Tensor:
     """A view of the diagonals of matrices, [n, side]."""
     return matrices.diagonal(dim1=1, dim2=2)
-
-
-def polynomial(gram: Tensor, coefficients: Coefficients, eps: float, terms: int) -> Tensor:
-    """Returns the factors of x, [n, short, short], from the Gram matrices of its short side."""
-    traces = torch.stack([one.trace() for one in gram])
-    norm = traces.sqrt().clamp(min=max(eps, TINY)).view(-1, 1, 1)
-    gram = gram / norm.square()
-    q = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device).expand_as(gram)
-    for i, (a, b, c) in enumerate(coefficients):
-        factor = (gram * b).add_(symmetric_product(gram, gram, terms), alpha=c)  # without a·I
-
-        def times(x: Tensor, a: float = a, factor: Tensor = factor) -> Tensor:
-            return symmetric_product(factor, x, terms).add_(x, alpha=a)
-
-        q = times(q)
-        if i + 1 < len(coefficients):
-            gram = times(times(gram))
-    return q / norm
-
-
-# Joint operations: the results are tuples.
-
-
-def pack(matrices: Tensor) -> tuple[Tensor, ...]:
-    """Returns the upper triangles of matrices, [n, side, side] -> [n, (side + 1) / 2, side + 1].
-
-    A triangle has side - i elements of row i. Packed row i also contains row side - 1 - i.
-    """
-    n, side, half = *matrices.shape[:2], (matrices.shape[1] + 1) // 2
-    packed = matrices.new_zeros(n, half, side + 1)
-    packed[..., :side] = matrices.flip(1, 2)[:, :half].tril()
-    packed[..., 1:] += matrices[:, :half].triu()
-    return (packed,)
-
-
-def unpack(packed: Tensor) -> tuple[Tensor, ...]:
-    """Returns the symmetric matrices that ``pack`` has packed."""
-    n, half, side = *packed.shape[:2], packed.shape[2] - 1
-    upper = packed.new_zeros(n, side, side)
-    upper[:, side - half :] = packed[..., :side].tril().flip(1, 2)
-    upper[:, :half] = packed[..., 1:].triu()
-    return (upper.add_(upper.triu(1).mT),)
