@@ -93,7 +93,8 @@ def _locate(
     ranks = tuple(one_copy.flatten().tolist())
     if not cutting:
         return DTensorLocation(Shard.whole(shape), ranks)
-    if len(cutting) == 1 and _cut_dim(placements[cutting[0]]) == 0:
+    order = tuple(map(sorted(ranks).index, ranks))  # their ranks in the group: ``groups.of_ranks``
+    if len(cutting) == 1 and _cut_dim(placements[cutting[0]]) == 0 and order == (*sorted(order),):
         rank_of_rows, world = at[cutting[0]], mesh.size(cutting[0])
         return DTensorLocation(rows_of(shape, rank_of_rows, world), ranks)
     sizes = [mesh.size(i) for i in cutting]
@@ -101,7 +102,9 @@ def _locate(
     parts = list(itertools.product(*map(range, sizes)))
     boxes = tuple(_boxes(shape, _held(shape, sizes, cuts, part)) for part in parts)
     own = parts.index(tuple(at[i] for i in cutting))
-    return DTensorLocation(Shard.of_split(shape, TensorParallelSplit(boxes), own, 0), ranks)
+    return DTensorLocation(
+        Shard.of_split(shape, TensorParallelSplit(boxes, 1, order), own, 0), ranks
+    )
 
 
 def _check(shape: tuple[int, ...], mesh: "DeviceMesh", placements: Sequence[Any]) -> None:

@@ -16,12 +16,12 @@ from ds_ext.ops.shard import Box, TensorParallelSplit
 
 
 def tensor_parallel_shards(
-    names: Mapping[Tensor, str], rank: int, ranks: int
+    names: Mapping[Tensor, str], rank: int, ranks: int, order: tuple[int, ...] | None
 ) -> dict[Tensor, TensorParallelShard]:
     """Returns the shards of the parameters that tensor parallelism has split.
 
     ``rank`` is the one in the tensor-parallel group. Data parallelism divides a shard into
-    ``ranks`` parts.
+    ``ranks`` parts. ``order`` see ``TensorParallelSplit``.
 
     Raises:
         ValueError: a layer's description of its split is missing or unsupported.
@@ -39,7 +39,7 @@ def tensor_parallel_shards(
             for r, pieces in sorted(made.pieces_by_rank.items())
         )
         found[param] = TensorParallelShard(
-            made.logical_shape, TensorParallelSplit(boxes, ranks), rank
+            made.logical_shape, TensorParallelSplit(boxes, ranks, order), rank
         )
     return found
 

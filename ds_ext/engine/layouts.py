@@ -113,9 +113,12 @@ def _with_tensor_parallelism(
 ) -> PlacementOf:
     """Placements under tensor parallelism. All its ranks have equal unsplit parameters."""
     is_replicated = kind is Replicated
-    shards = autotp.tensor_parallel_shards(
-        names, dist.get_rank(tensor_group), 1 if is_replicated else size_of(group)
-    )
+    rank, num_runs, order = dist.get_rank(tensor_group), 1, None
+    if not is_replicated:  # the ranks form a grid
+        num_runs, across = size_of(group), dist.get_process_group_ranks(tensor_group)
+        along = [x - dist.get_rank() for x in dist.get_process_group_ranks(group)]
+        order = tuple(x + shift for x in across for shift in along)
+    shards = autotp.tensor_parallel_shards(names, rank, num_runs, order)
     split = kind(
         group,
         losses,

@@ -12,6 +12,7 @@ from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_ext.distributed import lockstep
+from ds_ext.ops.exchange import Exchanges
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, bucket_step, state_checks
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
@@ -41,8 +42,22 @@ def fake_rank(rank, size):
         dist.destroy_process_group()
 
 
+class Alone:
+    """The collectives of a rank whose other ranks send zeros."""
+
+    def __init__(self, world=1):
+        self.world = world
+
+    def all_reduce(self, sums):
+        """The sums of other ranks are zeros."""
+
+    def exchange(self, exchanges):
+        flat, _, received = exchanges.packed(self.world)
+        exchanges.deliver([flat.new_zeros(n) for n in received])
+
+
 def dropping(number):
-    """rounds.simulate in which round ``number`` gives each rank its own part back."""
+    """lockstep.simulate in which ranks do not hear from others in round ``number``."""
 
     def simulate(ranks):
         merged = [lockstep.lockstep(rules) for rules in ranks]
@@ -52,9 +67,10 @@ def dropping(number):
                 assert all(f is None for f in flats)
                 return k
             if k != number:
-                total = sum(flats)
-                for flat in flats:
-                    flat.copy_(total)
+                lockstep.combine(flats)
+            elif isinstance(flats[0], Exchanges):
+                for exchanges in flats:
+                    Alone(len(flats)).exchange(exchanges)
 
     return simulate
 

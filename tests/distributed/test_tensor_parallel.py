@@ -84,7 +84,7 @@ WHY = [(None, "its layer has no description of the split"), (UNSUPPORTED, "it is
 @pytest.mark.parametrize("meta, why", WHY)
 def test_what_is_not_known_to_be_divided_how_is_refused(meta, why):
     with pytest.raises(ValueError, match=f"autotp_size: .* conv.weight .*{why}"):
-        autotp.tensor_parallel_shards({Described(meta): "conv.weight"}, 0, 2)
+        autotp.tensor_parallel_shards({Described(meta): "conv.weight"}, 0, 2, None)
 
 
 @pytest.mark.parametrize("how", ["columns of parts", "shared", "scaled"])
@@ -98,7 +98,7 @@ def test_pieces_that_are_no_boxes_are_refused(how):
     }[how]()
     meta = {"conversion": {"replicated": False, "affine_map": made.to_dict()}}
     with pytest.raises(ValueError, match="partition_config"):
-        autotp.tensor_parallel_shards({Described(meta): "w"}, 0, 2)
+        autotp.tensor_parallel_shards({Described(meta): "w"}, 0, 2, None)
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_of_a_sequence_is_skipped_on_all():

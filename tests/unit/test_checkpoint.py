@@ -12,6 +12,7 @@ from ds_ext.errors import CheckpointError
 from ds_ext.ops.state import Part
 from ds_ext.planner.live_memory import LiveMemory
 from tests.common import optimizer_ranks
+from tests.common.simulated import Alone
 from tests.unit.test_saving_over import save
 
 SHAPE = (2048, 4608)
@@ -21,7 +22,7 @@ def stepped(values, world):
     """Ranks after a step by gradients that equal the weights."""
     ranks = optimizer_ranks.made(ds_ext.CAME, values, world)
     for rank in ranks:
-        rank.optimizer.update(rank.updates(values), lambda total: None)
+        rank.optimizer.update(rank.updates(values), Alone())
     return ranks
 
 

@@ -12,6 +12,7 @@ from ds_ext.ops.executors.triton import launches
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer.updates import RunUpdate
 from tests.common import needs, paths
+from tests.common.simulated import Alone
 
 HERE, THERE = torch.device("cpu"), torch.device("meta")
 
@@ -101,7 +102,7 @@ def test_a_step_of_several_devices_is_a_step_of_each(monkeypatch):
         RunUpdate(p, p.detach(), torch.ones(3, device=p.device), Shard.whole((3,))) for p in params
     ]
     here = updates[::2]
-    assert optimizer.update(updates, lambda total: None) == 2
+    assert optimizer.update(updates, Alone()) == 2
     assert stepped == [[HERE, HERE], [THERE, THERE]]
 
 

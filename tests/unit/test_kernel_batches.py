@@ -22,7 +22,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.nonfinite import GradCheck, GradFlags
 from ds_ext.optimizer.update_stats import UpdateStats
 from tests.common import needs, paths, table
-from tests.common.simulated import cut
+from tests.common.simulated import Alone, cut
 from tests.unit import test_kernels
 from tests.unit.test_native import BATCHED, updates_of
 
@@ -54,7 +54,7 @@ def test_a_bucket_takes_few_launches_and_operations_of_torch(name, is_judged, mo
         launched.clear()
         check = [GradCheck(first, votes, GradFlags())] if is_judged else []
         with Calls() as calls:
-            optimizer.update(updates, lambda total: None, *check)
+            optimizer.update(updates, Alone(), *check)
             optimizer.commit_weight_norms()
     assert (len(launched), calls.made) == FEW[name][is_judged], launched
 

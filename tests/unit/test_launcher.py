@@ -30,6 +30,7 @@ from ds_ext.optimizer.updates import RunUpdate
 from tests.common import needs, paths, spies, table
 from tests.common.choose import params, spread
 from tests.common.hypers import SIMULATED
+from tests.common.simulated import Alone
 from tests.unit.test_native import BATCHED
 
 pytestmark = needs.triton
@@ -141,7 +142,7 @@ class Twice:
             self.noted, self.used, self.copies = [], [0, 0, 0], 0
             check = GradCheck(first, votes, flags)
             with self.afresh() if is_fresh else nullcontext():
-                self.optimizer.update(updates, lambda total: None, check)
+                self.optimizer.update(updates, Alone(), check)
             found.append(self.noted)
             copies.append(self.copies)
             for p in shards:

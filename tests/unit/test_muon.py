@@ -126,14 +126,15 @@ def test_the_update_is_within_the_bound_for_any_spectrum(ns_dtype, turned, world
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_two_bf16_terms_are_within_the_bound_where_ranks_share_a_matrix(turned, monkeypatch):
-    """A GPU multiplies several bf16 terms faster than fp32; this test's products are a CPU's."""
+def test_bf16_products_are_within_the_bound(turned, monkeypatch):
+    """The products of this test are those of a processor that multiplies bf16 fast."""
     asked = []
 
     def multiplied(out, a, b, keeps):
         asked.append((a.dtype, b.dtype))
-        add = torch.addmm if out.dim() == 2 else torch.baddbmm
-        add(out, a.float(), b.float(), beta=keeps, out=out)
+        keeps = keeps.view(-1, 1, 1) if isinstance(keeps, torch.Tensor) else keeps
+        before = 0.0 if isinstance(keeps, float) and keeps == 0 else out * keeps  # out may be NaN
+        out.copy_(before + a.float() @ b.float())
 
     monkeypatch.setattr(products, "most_products", lambda device: products.MAX_BF16_PRODUCTS)
     monkeypatch.setattr(products.native, "product_", multiplied)
@@ -150,24 +151,35 @@ def test_bf16_products_are_used_where_they_are_fast():
     assert (error > 1e-4) == (products.most_products(x.device) > 0)
 
 
+@pytest.mark.parametrize("shape", [(96, 32), (32, 96), (5, 3)])
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_a_tall_matrix_sends_half_of_its_short_sides_square_twice(world):
-    shape, sent = (96, 32), []
+def test_ranks_send_their_runs_and_the_rank_with_the_turn_sends_them_back(world, shape):
+    sent = []
 
     def counting(ranks):
-        merged = [lockstep.lockstep(rules) for rules in ranks]
-        for flats in zip(*merged, strict=True):
-            sent.append(flats[0].numel())
-            total = sum(flats)
-            for flat in flats:
-                flat.copy_(total)
+        for messages in zip(*map(lockstep.lockstep, ranks), strict=True):
+            sent.append([x.packed(world)[1] for x in messages])  # by sender, by receiver
+            lockstep.combine(messages)
 
+    numel = shape[0] * shape[1]
+    runs = [len(Shard.of_rank(shape, rank, world)) for rank in range(world)]
     Ranks(Muon(), table.weights([shape]), world).step(table.gradients(1, [shape])[0], counting)
-    assert sent == [16 * 33] * 2  # n / 2 rows of n + 1
-    sent.clear()
-    shape = (32, 96)
-    Ranks(Muon(), table.weights([shape]), world).step(table.gradients(1, [shape])[0], counting)
-    assert sent == [32 * 96, 16 * 33]
+    nothing = [0] * world
+    assert sent[0] == [[n] + nothing[1:] for n in runs]
+    assert sent[1] == [runs] + [nothing] * (world - 1)
+    assert len(sent) == 2 and sum(runs) == numel
+
+
+@pytest.mark.parametrize("hypers", [{}, {"nbits": 8}])
+@pytest.mark.parametrize("world", WORLDS)
+def test_ranks_compute_the_bits_of_one_process(world, hypers):
+    before, steps = table.weights(SHAPES, torch.float32), table.gradients(3, SHAPES, torch.float32)
+    ranks = [Ranks(Muon(**hypers), before, n) for n in (1, world)]
+    for grads in steps:
+        for some in ranks:
+            some.step(grads)
+    for one, many in zip(*(some.params for some in ranks), strict=True):
+        assert torch.equal(one, many)
 
 
 def iterated(x, coefficients, safety=1.0):

@@ -21,6 +21,7 @@ from ds_ext.rules import REGISTRY
 from tests.common import needs, paths, plain, table
 from tests.common.choose import params, spread
 from tests.common.hypers import SIMULATED, changed
+from tests.common.simulated import Alone
 from tests.unit import test_kernels
 from tests.unit.test_kernels import trained, worst
 
@@ -128,7 +129,7 @@ def stepped(name, way, together, shapes=SHAPES, world=1, steps=2):
     for grads in table.gradients(steps, shapes, dtype):
         updates = updates_of(weights, grads, world)
         for optimizer, some in zip(optimizers, [updates] if together else updates, strict=True):
-            optimizer.update(some if together else [some], lambda total: None)
+            optimizer.update(some if together else [some], Alone())
     return [p.detach() for p in weights], optimizers
 
 

@@ -17,6 +17,7 @@ from ds_ext.distributed import lockstep
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Sharded
 from ds_ext.ops.batch import CPU
+from ds_ext.ops.exchange import Exchanges
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
 from ds_ext.optimizer import OPTIMIZERS
@@ -38,6 +39,9 @@ def simulate(ranks):
     """``lockstep.simulate`` that adds up ranks in one order, wherever a number lies in a round."""
     merged = [lockstep.lockstep(rules) for rules in ranks]
     for flats in zip(*merged, strict=True):
+        if isinstance(flats[0], Exchanges):
+            lockstep.combine(flats)
+            continue
         total = functools.reduce(torch.add, flats)
         for flat in flats:
             flat.copy_(total)
