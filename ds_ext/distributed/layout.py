@@ -325,7 +325,9 @@ def with_turns(shards: Mapping[Tensor, Shard]) -> dict[Tensor, Shard]:
     """Returns shards whose turns share the work on all matrices; a bucket prefers these turns."""
     params = []
     for shard in shards.values():
-        ranks, cost = len(shard.starts), float(min(shard.rows, shard.cols)) ** 3
+        ranks, (short, long) = len(shard.starts), sorted((shard.rows, shard.cols))
+        # Embeddings, which rules with such work leave out, count as the largest matrices of layers.
+        cost = float(short**2 * min(long, 4 * short))
         params.append(turns.SharedParam(0, ranks, (turns.SharedWork(cost, ranks),)))
     chosen = zip(shards.items(), turns.balanced(tuple(params)), strict=True)
     return {param: dataclasses.replace(shard, turn=turn) for (param, shard), turn in chosen}

@@ -77,7 +77,7 @@ def test_ranks_share_a_bucket_of_llama_by_cost(layers, world, is_numbered):
     assert found == pytest.approx(UNEVEN[layers, world], abs=0.006)
 
 
-@pytest.mark.parametrize("world, before, now", [(3, 1.36, 1.02), (8, 1.0, 1.01), (64, 1.8, 1.2)])
+@pytest.mark.parametrize("world, before, now", [(3, 1.36, 1.01), (8, 1.0, 1.02), (64, 1.8, 1.1)])
 def test_ranks_share_a_model_whose_buckets_hold_one_matrix(world, before, now):
     names = memory.shapes_of(models.skeleton(models.config("llama-3.1-8b")))
     shards = layout.with_turns({p: Shard.of_rank(s, 0, world) for p, s in names.items()})
