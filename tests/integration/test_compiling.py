@@ -20,6 +20,7 @@ from ds_ext.optimizer.updates import RunUpdate
 from tests.common import apart, needs, paths
 from tests.common.hypers import FOR_ALL
 from tests.common.kernel_constants import plain
+from tests.common.simulated import Alone
 from tests.unit.test_kernels import SETTINGS
 
 pytestmark = needs.nvidia
@@ -90,7 +91,7 @@ def step(name, dtype, mode, shapes, meter=None):
             for p, s, run in zip(params, shards, runs, strict=True)
         ]
         with torch.no_grad():
-            optimizer.update(updates, lambda total: None, judge)
+            optimizer.update(updates, Alone(), judge)
             optimizer.commit_weight_norms()
 
 
