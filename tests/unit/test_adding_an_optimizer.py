@@ -13,6 +13,7 @@ import torch
 
 import ds_ext
 from ds_ext import hyperparams, ops, rules
+from ds_ext.config import optimizer_names
 from ds_ext.hyperparams import NonNegative
 from ds_ext.ops.joint import Joint
 from ds_ext.ops.sixteen_bit import RoundingConfig
@@ -66,8 +67,6 @@ def test_its_own_test_passes(page):
 
 
 def test_deepspeed_and_the_planner_know_it(page):
-    from ds_ext.config import optimizer_names
-
     assert optimizer_names.concerns_us({"optimizer": {"type": "SignSGD"}})
     rule = OPTIMIZERS["signsgd"].hypers()
     assert memory.optimizer_memory(rule, {"a": (7, 5)}, None, 1, torch.float32, 1).state == 4 * 35
@@ -391,18 +390,6 @@ def test_the_reserved_names_are_those_in_use():
     used = {field.name for config in configs for field in fields(config)}
     assert used | {"params", "name", "type"} == base.RESERVED_FIELDS
     assert {EMA, EXPERTS, "master", "marks", "step"} == base.RESERVED_STATE
-
-
-def test_a_rule_without_weight_decay_has_groups_of_a_model():
-    model = torch.nn.Linear(5, 7)
-    before = model.weight.detach().clone()
-    with registered(lambda self, p, g, s, t, shard: ops.apply_(p, g, shard, lr=self.lr)):
-        optimizer = ds_ext.Own.for_model(model, lr=0.5)
-        model(torch.ones(1, 5)).sum().backward()
-        optimizer.step()
-        assert torch.equal(model.weight, before - 0.5)
-        with pytest.raises(ValueError, match="weight_decay"):
-            ds_ext.Own.for_model(model, weight_decay=0.1)
 
 
 def test_a_choice_between_members_of_an_enum_is_refused_by_its_key():

@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 import ds_ext
+from ds_ext import ops
 from ds_ext.engine.parameters import unpartitioned_shape
 from ds_ext.optimizer import param_groups
 from ds_ext.optimizer.model_view import ModelView, summary
 from ds_ext.rules import REGISTRY
+from tests.common.own_rule import registered
 
 
 class Net(nn.Module):
@@ -148,6 +150,18 @@ def test_groups_of_a_script_are_split_further():
     made = param_groups.of_config(REGISTRY["adalomo"], config, ModelView(model), given)
     shown = [(g.get("type"), g.get("lr"), len(g["params"])) for g in made.groups]
     assert shown == [(None, 0.5, 3), ("LOMO", 0.5, 3), (None, None, 1), ("LOMO", None, 2)]
+
+
+def test_a_rule_without_weight_decay_has_groups_of_a_model():
+    model = nn.Linear(5, 7)
+    before = model.weight.detach().clone()
+    with registered(lambda self, p, g, s, t, shard: ops.apply_(p, g, shard, lr=self.lr)):
+        optimizer = ds_ext.Own.for_model(model, lr=0.5)
+        model(torch.ones(1, 5)).sum().backward()
+        optimizer.step()
+        assert torch.equal(model.weight, before - 0.5)
+        with pytest.raises(ValueError, match="weight_decay"):
+            ds_ext.Own.for_model(model, weight_decay=0.1)
 
 
 def test_a_model_that_zero_3_has_cut_is_refused():
