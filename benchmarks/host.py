@@ -165,8 +165,8 @@ def matrices(name: str, rounds: int) -> dict[str, object]:
         run, grad = (x.detach().view(-1)[: len(shard)] for x in (p, p.grad))
         updates.append(RunUpdate(p, run, grad, shard))
     plain, cut, kernels = (made(name, params) for _ in range(3))
-    on_cpu = {"plain": plain.step, "of 2 ranks": lambda: cut.update(updates, host_gpu.nothing)}
-    on_gpu = {"by kernels": lambda: kernels.update(updates, host_gpu.nothing)}
+    on_cpu = {"plain": plain.step, "of 2 ranks": lambda: cut.update(updates, host_gpu.NOTHING)}
+    on_gpu = {"by kernels": lambda: kernels.update(updates, host_gpu.NOTHING)}
     times = timed(on_cpu, rounds, time.process_time)
     with without_arithmetic() as clock:
         of_host = timed(on_cpu, rounds, clock)

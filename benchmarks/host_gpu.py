@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -31,6 +32,7 @@ from ds_ext.optimizer.updates import RunUpdate
 
 Bucket = list[RunUpdate]
 BUCKET = gradient_config.gpu_bucket_size(torch.bfloat16.itemsize)
+NOTHING = SimpleNamespace(all_reduce=lambda sums: None)  # the collectives of no ranks
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RANKS = 2
 
@@ -60,7 +62,7 @@ def row(name: str, rounds: int) -> dict[str, object]:
         for _ in range(3 + rounds):
             began = time.perf_counter()
             for bucket in buckets:
-                optimizer.update(bucket, nothing)
+                optimizer.update(bucket, NOTHING)
                 optimizer.commit_weight_norms()
             seconds.append(time.perf_counter() - began)
         counts.clear()
@@ -73,7 +75,7 @@ def row(name: str, rounds: int) -> dict[str, object]:
             met = 0
             for bucket in buckets:
                 before = counts["launches"]
-                met += optimizer.update(bucket, reduce)
+                met += optimizer.update(bucket, SimpleNamespace(all_reduce=reduce))
                 optimizer.commit_weight_norms()
                 ends = [before, *between, counts["launches"]]
                 counts["most"] = max(counts["most"], *(b - a for a, b in itertools.pairwise(ends)))
@@ -147,10 +149,6 @@ def halves(params: list[nn.Parameter]) -> Iterator[Bucket]:
             bucket, elements = [], 0
     if bucket:
         yield bucket
-
-
-def nothing(total: Tensor) -> None:
-    """Stands for an all-reduce."""
 
 
 def empty(shape: Any, fill: float, **kinds: Any) -> Tensor:

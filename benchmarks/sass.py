@@ -21,6 +21,7 @@ import triton
 from torch import Tensor, nn
 
 from benchmarks import report, traffic
+from benchmarks.host_gpu import NOTHING
 from benchmarks.machine_code import LANES, counted
 from benchmarks.memory import LLAMAS, shapes_of
 from ds_ext.backward import gradient_config
@@ -204,7 +205,7 @@ def launches_of_step(name: str, model: str = "7B") -> list[Launch]:
                     g = Scaled(torch.empty_like(run), torch.ones((), device="meta"))
                     updates.append(RunUpdate(p, run, g, shards[p]))
                 with torch.no_grad():
-                    optimizer.update(updates, _nothing, GradCheck(first, votes, flags))
+                    optimizer.update(updates, NOTHING, GradCheck(first, votes, flags))
                     optimizer.commit_weight_norms()
     return found
 
@@ -262,7 +263,3 @@ def _buckets(weights: list[Tensor]) -> Iterator[list[Tensor]]:
             bucket = []
         bucket.append(p)
     yield bucket
-
-
-def _nothing(total: Tensor) -> None:
-    """Stands for an all-reduce."""

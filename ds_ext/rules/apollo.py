@@ -31,6 +31,7 @@ own.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ds_ext import ops
@@ -76,13 +77,15 @@ class APOLLO:
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         (beta1, beta2), own = self.betas, _own_channels(shard)
         q, dtype = s.get("q"), ops.Operand(g).dtype
-        if q is None or q.dtype != dtype or (t - 1) % self.update_proj_gap == 0:
-            q = self.drawn(s, t, shard).to(dtype)
+        # A bf16 gradient is projected by bf16 numbers on any processor.
+        stored = torch.bfloat16 if g.dtype == torch.bfloat16 else dtype
+        if q is None or q.dtype != stored or (t - 1) % self.update_proj_gap == 0:
+            q = self.drawn(s, t, shard).to(stored)
         row_sq, col_sq = yield from joint.row_col_square_sums(g, shard, g)
         g_sq = row_sq if _is_tall(shard) else col_sq
         of = _by_rows if _is_tall(shard) else _by_cols
         shape, terms = (max(shard.rows, shard.cols), self.rank), ops.terms_for(dtype)
-        r = yield from joint.summed(g, q, shard, shape, of, terms)
+        r = yield from joint.summed(g, q.to(dtype), shard, shape, of, terms)
         r, g_sq = yield r, g_sq
 
         s["q"], r = q, r[own]
