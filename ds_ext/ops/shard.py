@@ -193,9 +193,13 @@ class Shard:
         return len(self) > 0 and self.start == self.starts[self.turn % len(self.starts)]
 
     @property
+    def _run_by_rank(self) -> dict[int, tuple[int, int]]:
+        return _runs(self.numel, self.size, self.split, self.cut_at)
+
+    @property
     def ranks_with_runs(self) -> tuple[int, ...]:
         """The ranks that have elements, in the order of these. See ``run_of``."""
-        return _runs(self)[0]
+        return tuple(self._run_by_rank)
 
     @property
     def owner(self) -> int:
@@ -208,7 +212,7 @@ class Shard:
         Args:
             rank: its number in the group that adds up the sums of this parameter.
         """
-        return _runs(self)[1].get(rank, (0, 0))
+        return self._run_by_rank.get(rank, (0, 0))
 
     @functools.cached_property
     def is_cut(self) -> bool:
@@ -322,16 +326,11 @@ def _starts(cuts: tuple[range, ...]) -> tuple[int, ...]:
     return tuple(sorted({0, *itertools.chain(*cuts)}))
 
 
-def _runs(shard: Shard) -> tuple[tuple[int, ...], dict[int, tuple[int, int]]]:
-    """The ranks that have elements, and the start and stop of their runs."""
-    return _runs_of(shard.numel, shard.size, shard.split, shard.cut_at)
-
-
 @functools.lru_cache(4096)
-def _runs_of(
+def _runs(
     numel: int, size: int, split: TensorParallelSplit | None, cut_at: tuple[int, ...] | None
-) -> tuple[tuple[int, ...], dict[int, tuple[int, int]]]:
-    """``_runs`` of a geometry."""
+) -> dict[int, tuple[int, int]]:
+    """By rank that has elements, in the order of these: the start and stop of its run."""
     starts: Sequence[int] = range(0, numel, size or 1)
     if split is not None:
         starts = split.run_starts
@@ -341,7 +340,7 @@ def _runs_of(
     for i, (start, stop) in enumerate(zip(starts, (*starts[1:], numel), strict=True)):
         if start < stop:
             runs[i if split is None or split.order is None else split.order[i]] = start, stop
-    return tuple(runs), runs
+    return runs
 
 
 class Section(NamedTuple):
