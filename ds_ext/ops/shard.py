@@ -50,13 +50,13 @@ class Box(NamedTuple):
 class TensorParallelSplit:
     """The boxes of a parameter that each rank of tensor parallelism holds.
 
-    A rank's boxes lie one after another in its memory; a divided fused QKV has several. The rank's
-    elements are then cut into equal runs for ``ranks`` ranks of data parallelism.
+    A rank's boxes lie one after another; a divided fused QKV has several. The rank's elements are
+    then cut into equal runs for ``ranks`` ranks of data parallelism.
     """
 
     boxes: tuple[tuple[Box, ...], ...]
     ranks: int = 1
-    # By run, the rank that has it in the group that adds up sums; None: the runs are in their order
+    # by run, the rank that has it in the group that adds up sums; None: runs are in their order
     order: tuple[int, ...] | None = None
 
     def first(self, part: int) -> int:
@@ -105,8 +105,8 @@ def groups_of(run: slice, size: int) -> slice:
 class Shard:
     """One rank's run ``[start, stop)`` of a parameter of ``shape`` flattened in row-major order.
 
-    The last two dimensions are a matrix, and the leading ones count matrices. A parameter with
-    fewer than two dimensions is one row. A rank without elements has ``start == stop``.
+    The last two dimensions are a matrix, and the leading ones count matrices. A vector is one row.
+    A rank without elements has ``start == stop``.
     """
 
     shape: tuple[int, ...]
@@ -176,7 +176,7 @@ class Shard:
 
     @functools.cached_property
     def turnless(self) -> "Shard":
-        """The same run with turn 0, for passes, which do no work of one rank for others."""
+        """The same run with turn 0, for passes, whose work no rank does for others."""
         return replace(self, turn=0) if self.turn else self
 
     @property
@@ -207,11 +207,7 @@ class Shard:
         return self.ranks_with_runs[self.turn % len(self.ranks_with_runs)]
 
     def run_of(self, rank: int) -> tuple[int, int]:
-        """Returns where the run of a rank starts and stops.
-
-        Args:
-            rank: its number in the group that adds up the sums of this parameter.
-        """
+        """Returns where a rank's run starts and stops; ``rank`` counts in the group of sums."""
         return self._run_by_rank.get(rank, (0, 0))
 
     @functools.cached_property
