@@ -146,13 +146,8 @@ class BucketOptimizer(ParamTable):
             updates: the runs.
             check: as of ``update``.
 
-        Makes missing states and checks the others.
-
         Returns:
             The step. Run its ``generators`` to their end with the other ranks, then call ``end``.
-
-        Raises:
-            ValueError: as of ``check_states``; no state was made or has counted the step.
         """
         states: Sequence[State] = [self.state[u.param] for u in updates]
         device = updates[0].g.device

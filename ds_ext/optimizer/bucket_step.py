@@ -131,7 +131,7 @@ class BucketStep:
 
     Args:
         table: the table of the optimizer.
-        plan: which runs form batches.
+        plan: which runs form batches; None: there are no runs.
         updates: the runs, on the device of their gradients.
         states: their states there.
         offloaded: where weights and states are stored, if those of the step are copies.

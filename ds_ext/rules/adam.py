@@ -6,18 +6,16 @@
 by a factor instead.
 """
 
-import functools
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from ds_ext import ops
-from ds_ext.hyperparams import Fraction, NonNegative, Positive
 from ds_ext.ops import formats, quantize
 from ds_ext.ops.formats import PLAIN, Format
 from ds_ext.ops.shard import Shard, outward
 from ds_ext.ops.state import Part, Parts
-from ds_ext.rules.base import Rounds, State, Sums
+from ds_ext.rules.base import State, Sums
 
 # An update, the weight to update, and the geometry of both.
 AdamUpdate: TypeAlias = tuple[ops.AdamStep, ops.Writable, Shard]
@@ -85,25 +83,3 @@ class Adam:
 
     def _formats(self, total: int) -> Formats:
         return self.formats if not self.least or total >= self.least else (PLAIN, PLAIN)
-
-
-@dataclass(frozen=True)
-class DecoupledAdam:
-    """Adam with decoupled weight decay; ``adam`` of a subclass says how moments are stored."""
-
-    lr: NonNegative = 1e-3  # learning rate
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay of the averages of g and of g²
-    eps: Positive = 1e-8  # added to the divisor
-    weight_decay: NonNegative = 1e-2  # decoupled, times lr
-
-    def state_spec(self, shard: Shard) -> Parts:
-        return self.adam.shard_state_spec(shard)
-
-    def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
-        u, p, shard = yield from self.adam.step(p, g, s, shard, *self.adam.biases(t))
-        ops.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
-
-    @functools.cached_property
-    def adam(self) -> Adam:
-        """Adam with these hyper-parameters."""
-        return Adam(self.betas, self.eps)

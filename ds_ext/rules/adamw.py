@@ -15,10 +15,13 @@ block, a step takes one round.
 import functools
 from dataclasses import dataclass
 
-from ds_ext.hyperparams import Bits, Size
+from ds_ext import ops
+from ds_ext.hyperparams import Bits, Fraction, NonNegative, Positive, Size
 from ds_ext.ops import quantize
-from ds_ext.rules.adam import Adam, DecoupledAdam
-from ds_ext.rules.base import register
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import Parts
+from ds_ext.rules.adam import Adam
+from ds_ext.rules.base import Rounds, State, register
 
 
 @register(
@@ -29,15 +32,26 @@ from ds_ext.rules.base import register
     is_flat=True,
 )
 @dataclass(frozen=True)
-class AdamW(DecoupledAdam):
+class AdamW:
     """Adam with decoupled weight decay, as torch.optim.AdamW (arXiv 1711.05101)."""
 
+    lr: NonNegative = 1e-3  # learning rate
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay of the averages of g and of g²
+    eps: Positive = 1e-8  # added to the divisor
+    weight_decay: NonNegative = 1e-2  # decoupled, times lr
     nbits: Bits = 32  # bits of a moment's element
     min_8bit_size: Size = 4096  # fewer moments than these stay fp32
 
     def __post_init__(self) -> None:
         if self.nbits == 8:
             quantize.functional()
+
+    def state_spec(self, shard: Shard) -> Parts:
+        return self.adam.shard_state_spec(shard)
+
+    def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
+        u, p, shard = yield from self.adam.step(p, g, s, shard, *self.adam.biases(t))
+        ops.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
 
     @functools.cached_property
     def adam(self) -> Adam:

@@ -13,9 +13,13 @@ step takes one round.
 import functools
 from dataclasses import dataclass
 
+from ds_ext import ops
+from ds_ext.hyperparams import Fraction, NonNegative, Positive
 from ds_ext.ops import companding, formats
-from ds_ext.rules.adam import Adam, DecoupledAdam
-from ds_ext.rules.base import register
+from ds_ext.ops.shard import Shard
+from ds_ext.ops.state import Parts
+from ds_ext.rules.adam import Adam
+from ds_ext.rules.base import Rounds, State, register
 
 
 @register(
@@ -26,8 +30,20 @@ from ds_ext.rules.base import register
     is_flat=True,
 )
 @dataclass(frozen=True)
-class FlashAdamW(DecoupledAdam):
+class FlashAdamW:
     """AdamW with moments of 8 bits, companded (arXiv 2602.23349)."""
+
+    lr: NonNegative = 1e-3  # learning rate
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay of the averages of g and of g²
+    eps: Positive = 1e-8  # added to the divisor
+    weight_decay: NonNegative = 1e-2  # decoupled, times lr
+
+    def state_spec(self, shard: Shard) -> Parts:
+        return self.adam.shard_state_spec(shard)
+
+    def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
+        u, p, shard = yield from self.adam.step(p, g, s, shard, *self.adam.biases(t))
+        ops.apply_(p, u, shard, lr=self.lr, weight_decay=self.weight_decay)
 
     @functools.cached_property
     def adam(self) -> Adam:
