@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks import report
 from benchmarks.memory import DTYPES, LLAMAS, shapes_of
+from ds_ext.distributed.placement import Placement
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
@@ -213,7 +214,7 @@ def ours(cls: type[RuleOptimizer], way: str) -> Make:
             RunUpdate(p, p.detach(), p.grad, shard)
             for p, shard in zip(case.params, case.size.shards, strict=True)
         ]
-        return lambda: optimizer.update(updates, lambda total: None)
+        return lambda: optimizer.update(updates, Placement(None))
 
     return make
 

@@ -43,7 +43,13 @@ def lockstep(generators: Iterable[StepGenerator]) -> Iterator[Tensor | Exchanges
     """
     waiting, _ = _advance_all(zip(generators, itertools.repeat(None), strict=False))
     while waiting:
-        partial = [x for _, sums in waiting if not isinstance(sums, Exchange) for x in sums]
+        partial: list[Tensor] = []
+        moved: list[Exchange] = []
+        for _, sums in waiting:
+            if isinstance(sums, Exchange):
+                moved.append(sums)
+            else:
+                partial.extend(sums)
         parts: Iterator[Tensor] = iter(())
         if partial:
             try:
@@ -53,10 +59,11 @@ def lockstep(generators: Iterable[StepGenerator]) -> Iterator[Tensor | Exchanges
                 raise TypeError(f"a rule's step yields {kinds}; allowed: tensors.") from None
             yield flat
             parts = iter(flat.split([x.numel() for x in partial]))
-        exchanges = Exchanges([x for _, x in waiting if isinstance(x, Exchange)])
-        if exchanges.exchanges:
+        delivered: Iterator[Tensor] = iter(())
+        if moved:
+            exchanges = Exchanges(moved)
             yield exchanges
-        delivered = iter(exchanges.results)
+            delivered = iter(exchanges.results)
         answered = list[tuple[StepGenerator, Sums]]()
         for generator, sums in waiting:
             if isinstance(sums, Exchange):

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_ext import rules
+from ds_ext.distributed.placement import Placement
 from ds_ext.logs import logger
 from ds_ext.ops.executors import tables, unbatched
 from ds_ext.ops.executors.native import bf16_products, library
@@ -150,7 +151,7 @@ class Stepped:
             votes = {u.param: torch.where(u.g.sum().isfinite(), 1.0, 2.0**20) for u in updates}
             votes = {p: vote for p, vote in votes.items() if p not in first}
             check = GradCheck(first, votes)
-        self.optimizer.update(updates, lambda total: None, check)
+        self.optimizer.update(updates, Placement(None), check)
         self.optimizer.commit_weight_norms()
         found = check.flags.read()[0] if check is not None else []
         self.optimizer.rollback_step(found)

@@ -102,7 +102,7 @@ ROUNDS += [(GALORE, (13, 29), world, [4, 2, 2, 4]) for world in WORLDS]
 ROUNDS += [(GALORE, shape, 3, [0] * 4) for shape in ((5,), (4, 3, 5))]
 ROUNDS += [(Muon(), shape, 1, [0, 0]) for shape in ((29, 13), (13, 29), (16, 16))]
 ROUNDS += [(Muon(), shape, 2, [2, 2]) for shape in ((13, 29), (16, 16), (30, 14))]
-ROUNDS += [(Muon(), (29, 13), 2, [3, 3]), (Muon(), (1, 1), 16, [0, 0])]
+ROUNDS += [(Muon(), (29, 13), 2, [2, 2]), (Muon(), (1, 1), 16, [0, 0])]
 ROUNDS += [(Muon(), shape, 16, [2, 2]) for shape in ((7, 1), (1, 7))]
 # Groups of 32 elements that a cut goes through take one.
 ROUNDS += [(FlashAdamW(), (64, 32), 4, [0]), (FlashAdamW(), (64, 32), 3, [1])]

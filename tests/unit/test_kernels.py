@@ -192,7 +192,7 @@ def test_what_no_kernel_reads_is_applied_by_one_in_slices(
     found, before = trained(name, dtype, "stochastic", world, hypers, shapes)
     elements = sum(math.prod(shape) for shape in shapes)
     assert "apply" in launched
-    if name != "apollo":  # whose update a kernel can read
+    if name not in ("apollo", "muon"):  # whose updates a kernel can read
         assert sum(x.numel() for x in made) == STEPS * elements
         assert max(x.numel() for x in made) <= limit
     kernels(False)

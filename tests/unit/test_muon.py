@@ -56,7 +56,6 @@ FORMULA = Formula(
     SHAPES,
     STEPS,
     QUICK.__contains__,
-    misplaced=[("decay", 3, FLAT, 1)],
 )
 
 

@@ -16,6 +16,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.sixteen_bit import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import REGISTRY
+from ds_ext.rules.apollo import APOLLO
 from tests.common import choose, optimizer_ranks, table
 from tests.common.hypers import FOR_ALL, Table
 from tests.common.states import from_file
@@ -211,6 +212,8 @@ def test_a_pair_written_from_what_it_stands_for_is_that_pair(half):
 )
 def test_steps_with_a_master_have_the_bits_of_fp32(name, half, monkeypatch):
     monkeypatch.setattr(products, "most_products", lambda device: 0)  # of bf16 gradients alone
+    drawn = APOLLO.drawn  # bf16 for bf16 gradients alone
+    monkeypatch.setattr(APOLLO, "drawn", lambda *args: drawn(*args).to(half).float())
     shapes = [shape for shape in SHAPES if REGISTRY[name].any_shape or len(shape) == 2]
     before = table.weights(shapes, half)
     kept = [nn.Parameter(p.clone()) for p in before]
