@@ -122,11 +122,16 @@ def quantized(folder: str) -> peft.PeftModel:
     return adapted(base)
 
 
+# Hyper-parameters of AdamW. By the default ``eps``, 1e-8, a gradient near zero (2e-8, where
+# others are 3e-3) would give a step as large as theirs, and with it its rounding error.
+QLORA = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-5}
+
+
 def qlora(folder: str, stage: int | None) -> dict[str, torch.Tensor]:
     """Steps by AdamW of ds_ext -> all weights. Without a stage, inside a plain backward."""
     model = quantized(folder)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = OPTIMIZERS["adamw"](trained, lr=1e-2, weight_decay=0.1)
+    optimizer = OPTIMIZERS["adamw"](trained, **QLORA)
     if stage is None:
         ds_ext.fuse_into_backward(model, optimizer)
         engine, backward, step = model, torch.Tensor.backward, optimizer.step

@@ -313,7 +313,7 @@ def test_adapters_of_a_base_in_4_bits_are_trained_as_by_torch(tmp_path, stage):
     model = own_loops.quantized(str(tmp_path))
     before = weights(model)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(trained, **own_loops.QLORA)
     for batches in zip(*map(own_loops.qlora_data, range(2)), strict=True):
         mean_step(optimizer, [model(input_ids=rows, labels=rows).loss for rows in batches])
     after, names = weights(model), {n for n, p in model.named_parameters() if p.requires_grad}
