@@ -9,7 +9,7 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import fields
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -85,7 +85,7 @@ def check(
     rule: type,
     given: Mapping[str, Any],
     where: str = "optimizer.params",
-    beside: Sequence[str] = (),
+    beside: Collection[str] = (),
 ) -> dict[str, Any]:
     """Validates hyper-parameters; returns all of a rule's, with defaults for missing ones.
 
@@ -117,33 +117,59 @@ def refuse_misspelt(rule: type, keys: Iterable[str], foreign: Container[str]) ->
         foreign: hyper-parameters of other rules, which this rule would ignore.
     """
     for key in keys:
-        if key in foreign or key in _OF_TORCH or _meant(key, names(rule)):
-            raise ValueError(_unknown(rule, key, list(names(rule))))
+        if key in foreign or key in _OF_TORCH or _meant(key, names(rule), cutoff=0.72):
+            raise ValueError(_unknown(rule, key, names(rule)))
 
 
 # Arguments of torch's optimizers that change the step. ds_ext does not support them.
 _OF_TORCH = {"maximize", "amsgrad"}
-_SYNONYMS = {"learning_rate": "lr", "epsilon": "eps", "wd": "weight_decay"}
+_SYNONYMS = {
+    **{"learning_rate": "lr", "epsilon": "eps", "wd": "weight_decay"},
+    "max_grad_norm": "gradient_clipping",  # HF Trainer's argument
+}
 
 
-def _meant(key: str, known: Sequence[str]) -> str | None:
+def _meant(key: str, known: Collection[str], cutoff: float) -> str | None:
     """The name that ``key`` may misspell. "lr_scale" contains "lr", so it is not a misspelling."""
     plain = key.lower().replace("-", "_").strip("_")
-    if _SYNONYMS.get(plain) in known:
-        return _SYNONYMS[plain]
-    for near in difflib.get_close_matches(plain, known, n=1, cutoff=0.72):
+    names = {name: name for name in known} | {k: v for k, v in _SYNONYMS.items() if v in known}
+    for near in difflib.get_close_matches(plain, names, n=1, cutoff=cutoff):
         if plain == near or f"_{near}_" not in f"_{plain}_":
-            return near
+            return names[near]
     return None
 
 
+def meant(key: str, known: Collection[str], places: Iterable[str] = ()) -> str:
+    """Returns " Did you mean ...?" for a key of a config that nothing reads, or "".
+
+    Args:
+        key: the dotted key.
+        known: the names of the keys of its section.
+        places: dotted keys of other sections. If a single one of them has the name of ``key``, that
+            one is meant.
+    """
+    name = key.rpartition(".")[2]
+    name = _SYNONYMS.get(name, name)
+    found = {place for place in places if place.rpartition(".")[2] == name} - {key}
+    is_elsewhere = len(found) == 1 and name not in known
+    near = found.pop() if is_elsewhere else _meant(name, known, cutoff=0.6)
+    return f' Did you mean "{near}"?' if near else ""
+
+
 def checked(
-    rule: type, given: Mapping[str, Any], where: str, beside: Sequence[str] = ()
+    rule: type,
+    given: Mapping[str, Any],
+    where: str,
+    beside: Collection[str] = (),
+    places: Collection[str] = (),
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns what ``check`` does, or {} if a given value is invalid; and the error messages."""
+    """Returns what ``check`` does, or {} if a given value is invalid; and the error messages.
+
+    For ``places`` see ``meant``.
+    """
     hints, adapters = _hints(rule), _adapters(rule)
     known = [*hints, *beside]
-    wrong = [_unknown(rule, dotted(where, key), known) for key in given if key not in hints]
+    wrong = [_unknown(rule, dotted(where, key), known, places) for key in given if key not in hints]
     values = {}
     for key in (key for key in given if key in hints):
         try:
@@ -235,9 +261,8 @@ def _alternatives(hint: Any) -> list[str]:
     return [describe(hint)]
 
 
-def _unknown(rule: type, key: str, known: list[str]) -> str:
-    near = _meant(key.rpartition(".")[2], known)
-    guess = f' Did you mean "{near}"?' if near else ""
+def _unknown(rule: type, key: str, known: Collection[str], places: Collection[str] = ()) -> str:
+    guess = meant(key, known, places)
     return f"{_whose(rule)}unknown key {key}.{guess} Known: {', '.join(known)}."
 
 

@@ -7,7 +7,7 @@ here, and read its value where it is used.
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool
@@ -222,4 +222,12 @@ SETTINGS: dict[str, Setting] = {
     "ds_ext.weight_storage": Setting(
         excludes=(*_OFFLOADS, _HPZ, _AUTO_TP, _AUTO_EP, "fp16.enabled")
     ),
+}
+# The dotted keys that a key in a wrong section may mean. Those of optimizers are the ones that all
+# of them have.
+PLACES = {
+    *SETTINGS,
+    *(f"ds_ext.{field.name}" for field in fields(Section)),
+    *(f"optimizer.params.{key}" for key in ("lr", "weight_decay", "param_groups")),
+    *(f"optimizer.params.{key}" for key in ("weight_update", "ema_decay", "ema_dtype")),
 }

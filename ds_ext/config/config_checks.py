@@ -3,7 +3,7 @@
 An engine and ``python -m ds_ext check`` call the same functions, so they say the same sentences.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,11 @@ from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, param_groups
 from ds_ext.optimizer.model_view import ModelView
 from ds_ext.optimizer.param_table import ParamGroup, hypers_of
 from ds_ext.rules import REGISTRY
-from ds_ext.settings import SETTINGS, Section
+from ds_ext.settings import PLACES, SETTINGS, Section
 
 _OFFLOAD = "zero_optimization.offload_optimizer.device"
 _STAGE = "zero_optimization.stage"
+_OF_OPTIMIZER = ("type", "params", "legacy_fusion")  # keys of the section
 
 
 def raise_first(problems: Iterable[str]) -> None:
@@ -156,11 +157,9 @@ def _make_optimizer(made: Reading, model: ModelView | None) -> None:
     if key is None:
         made.other = section["type"]
         return
-    own = hyperparams.names(hypers_of(REGISTRY[key].rule))
-    moved = parsing.misplaced(config, param_groups.SECTION, own)
-    rest = {name: value for name, value in params.items() if name not in moved}
-    wrong, grouped = param_groups.stand_ins(REGISTRY[key], rest)
-    if found := [*_unread_keys(section), *moved.values(), *wrong]:
+    own = [f"optimizer.params.{name}" for name in hyperparams.names(hypers_of(REGISTRY[key].rule))]
+    wrong, grouped = param_groups.stand_ins(REGISTRY[key], params)
+    if found := [*unread_keys(config, "optimizer", _OF_OPTIMIZER, own), *wrong]:
         raise ValueError("\n".join(found))
     if model is not None:
         trained = [p for p in model.module.parameters() if p.requires_grad]
@@ -170,13 +169,23 @@ def _make_optimizer(made: Reading, model: ModelView | None) -> None:
     made.problems += _unsupported(config, made.ours)
 
 
-def _unread_keys(section: dict[str, Any]) -> Iterator[str]:
-    """Yields a message for each key of the section "optimizer" that nothing reads."""
-    known = ("type", "params", "legacy_fusion")
-    for key in (key for key in section if key not in known):
-        guess = hyperparams.did_you_mean(key, known)
-        guess = guess or f' Did you mean "optimizer.params.{key}"?'
-        yield f"unknown key optimizer.{key}, which DeepSpeed ignores.{guess}"
+def unread_keys(
+    config: dict[str, Any], where: str, known: Collection[str], places: Iterable[str] = ()
+) -> Iterator[str]:
+    """Yields a message for each key of a section that nothing reads.
+
+    Args:
+        config: a DeepSpeed config.
+        where: its section; "" for the config itself.
+        known: the names of keys that DeepSpeed reads there.
+        places: dotted keys that are meant by others of their name, in addition to ``PLACES``.
+    """
+    section = lookup(config, where)
+    for name in section if isinstance(section, dict) else ():
+        key = hyperparams.dotted(where, name)
+        if name not in known and key not in SETTINGS:
+            guess = hyperparams.meant(key, known, {*PLACES, *places})
+            yield f"unknown key {key}, which DeepSpeed ignores.{guess}"
 
 
 def unread(config: dict[str, Any], optimizer: str) -> Iterator[str]:

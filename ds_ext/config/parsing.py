@@ -5,11 +5,9 @@ The engine and the commands ``check`` and ``plan`` share these functions.
 
 import base64
 import binascii
-import functools
 import json
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ds_ext import hyperparams
 from ds_ext.backward.gradient_config import GradientConfig
-from ds_ext.settings import DTYPES, SECTION, SETTINGS, SIZES, Section
+from ds_ext.settings import DTYPES, PLACES, SECTION, SETTINGS, SIZES, Section
 
 try:
     import hjson  # installed with DeepSpeed, which allows comments in a file
@@ -30,51 +28,26 @@ _FILLED_ZERO = (
     *("stage3_gather_16bit_weights_on_model_save", "stage3_prefetch_bucket_size"),
     "stage3_param_persistence_threshold",
 )
-# Keys whose "auto" HF Trainer or accelerate replaces, with a value of the type that they write;
-# None: the key is left out.
+_FILLED_FP16 = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis")
+# Keys whose "auto" HF Trainer or accelerate replaces, with a value of the type that they write if a
+# check needs one.
 _FILLED = {
     "optimizer.params.lr": 5e-5,
     "optimizer.params.betas": [0.9, 0.999],
     "optimizer.params.eps": 1e-8,
     "optimizer.params.weight_decay": 0.0,
-    "fp16.enabled": False,
-    "bf16.enabled": False,
     "scheduler.params.warmup_min_lr": 0.0,
     "scheduler.params.warmup_max_lr": 5e-5,
     "scheduler.params.warmup_num_steps": 10,
     "scheduler.params.total_num_steps": 100,
     "zero_optimization.stage": 3,  # accelerate: its zero_stage, by default 2
-    **dict.fromkeys(("gradient_clipping", "amp.enabled", "amp.opt_level")),
-    **{f"fp16.{key}": None for key in ("loss_scale", "initial_scale_power", "loss_scale_window")},
-    **{f"fp16.{key}": None for key in ("hysteresis", "min_loss_scale")},
-    **{f"zero_optimization.{key}": None for key in _FILLED_ZERO},
-}
-
-# The dotted keys that ``place_of`` finds. Those of optimizers are the ones that all of them have.
-_PLACES = {
-    *SETTINGS,
-    *(f"ds_ext.{field.name}" for field in fields(Section)),
-    *(f"optimizer.params.{key}" for key in ("lr", "weight_decay", "param_groups")),
-    *(f"optimizer.params.{key}" for key in ("weight_update", "ema_decay", "ema_dtype")),
+    **dict.fromkeys((*SIZES, "gradient_clipping", "bf16.enabled", "fp16.enabled"), "auto"),
+    **dict.fromkeys(("fp16.min_loss_scale", "amp.enabled", "amp.opt_level"), "auto"),
+    **{f"fp16.{key}": "auto" for key in _FILLED_FP16},
+    **{f"zero_optimization.{key}": "auto" for key in _FILLED_ZERO},
 }
 _REMOVED = {key for key, setting in SETTINGS.items() if setting.removed}
-_ELSEWHERE = {"max_grad_norm": "gradient_clipping"}  # HF Trainer's argument
-
-
-def place_of(key: str) -> str:
-    """Returns the dotted key that ends in ``key``; "" if a config has none or several of them."""
-    found = [place for place in _PLACES if place.rpartition(".")[2] == key]
-    return found[0] if len(found) == 1 else _ELSEWHERE.get(key, "")
-
-
-def misplaced(config: Any, where: str, known: Collection[str] = ()) -> dict[str, str]:
-    """Returns a message for each key of a section that another has; ``known`` ones are its own."""
-    keys, found = lookup(config, where), {}
-    for key in keys if isinstance(keys, dict) else ():
-        own, place = f"{where}.{key}", place_of(key)
-        if place and place != own and own not in _PLACES and key not in known:
-            found[key] = f'unknown key {own}. Did you mean "{place}"?'
-    return found
+_ADAPTERS = {key: TypeAdapter(setting.type) for key, setting in SETTINGS.items()}
 
 
 def load(config: Any) -> Any:
@@ -149,25 +122,18 @@ def well_formed(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         The values, without the sections of wrong ones, and a message for each wrong one. For some
         of these, DeepSpeed itself would fail with an error that does not name the key.
     """
-    read: dict[str, Any] = _copied(config, without="auto")
-    if "ds_ext" in config:
-        read["ds_ext"] = _copied(config["ds_ext"])
-    if isinstance(params := lookup(config, "optimizer.params"), dict):
-        filled_in = {key for key in params if f"optimizer.params.{key}" in _FILLED}
-        kept = {k: v for k, v in params.items() if v != "auto" or k not in filled_in}
-        read["optimizer"]["params"] = _copied(kept)
+    read: dict[str, Any] = _without_autos(config)
     if isinstance(zero := read.get("zero_optimization"), bool):  # DeepSpeed's old format
         read["zero_optimization"] = {"stage": int(zero)}
     wrong = {}
     for key, setting in SETTINGS.items():
         path, _, last = key.rpartition(".")
-        is_section = setting.type is SECTION
-        section = config | read if is_section and not path else lookup(read, path)
+        section = lookup(read, path)
         value = lookup(section, last)
-        if value is None and not (is_section and last in section):
+        if value is None and not (setting.type is SECTION and last in section):
             continue
         try:
-            section[last] = _adapter(key).validate_python(value)
+            section[last] = _ADAPTERS[key].validate_python(value)
         except ValidationError:
             wrong[key] = f"{key} is {value!r}; allowed: {hyperparams.describe(setting.type)}."
     for key in ("optimizer", "scheduler"):
@@ -188,38 +154,29 @@ def normalized(config: dict[str, Any]) -> dict[str, Any]:
     return well_formed(config)[0]
 
 
-@functools.cache
-def _adapter(key: str) -> TypeAdapter[Any]:
-    return TypeAdapter(SETTINGS[key].type)
-
-
-def _copied(value: Any, without: Any = None) -> Any:
-    """A copy of a section and of those inside, without keys whose value is ``without``."""
+def _without_autos(value: Any, where: str = "") -> Any:
+    """A copy of a section and of those inside, without each "auto" that stands for a default."""
     if not isinstance(value, dict):
         return value
-    kept = (key for key in value if without is None or value[key] != without)
-    return {key: _copied(value[key], without) for key in kept}
+    kept = {}
+    for key, own in value.items():
+        name = hyperparams.dotted(where, key)
+        is_ours = name.startswith(("ds_ext", "optimizer.params.")) and name not in _FILLED
+        is_section = name in SETTINGS and SETTINGS[name].type is SECTION
+        if own != "auto" or is_ours or is_section:
+            kept[key] = _without_autos(own, name)
+    return kept
 
 
 def filled(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Replaces "auto" as HF Trainer and accelerate do, by values of the right type.
 
-    Batch sizes stay "auto".
-
     Returns:
-        A copy of the config, and the keys that had "auto" and that HF fills in.
+        A config, in which other keys may stay "auto", and the keys that had "auto" and that HF
+        fills in.
     """
-    config, autos = _copied(config), []
-    for key in (*_FILLED, *SIZES):
-        path, _, last = key.rpartition(".")
-        section = lookup(config, path)
-        if lookup(section, last) == "auto":
-            autos.append(key)
-            if _FILLED.get(key, "auto") is None:
-                del section[last]
-            else:
-                section[last] = _FILLED.get(key, "auto")
-    return config, autos
+    autos = [key for key in _FILLED if lookup(config, key) == "auto"]
+    return edited(config, {key: _FILLED[key] for key in autos}), autos
 
 
 def section(config: dict[str, Any]) -> Section:
@@ -227,11 +184,10 @@ def section(config: dict[str, Any]) -> Section:
     values = {} if config.get("ds_ext") is None else config["ds_ext"]
     if not isinstance(values, dict):
         raise ValueError(f'ds_ext is {values!r}; allowed: a section, {{"gradient_policy": ...}}.')
-    moved = misplaced(config, "ds_ext")
-    present = {k: v for k, v in values.items() if f"ds_ext.{k}" not in _REMOVED and k not in moved}
-    read, problems = hyperparams.checked(Section, present, "ds_ext")
-    if moved or problems:
-        raise ValueError("\n".join([*moved.values(), *problems]))
+    present = {key: value for key, value in values.items() if f"ds_ext.{key}" not in _REMOVED}
+    read, problems = hyperparams.checked(Section, present, "ds_ext", places=PLACES)
+    if problems:
+        raise ValueError("\n".join(problems))
     return Section(**read)
 
 

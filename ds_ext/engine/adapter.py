@@ -97,7 +97,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             log(f"{type(self.optimizer).__name__}: {line}")
         for line in config_checks.ignored(config, self.optimizer):
             log(line)
-        for line in deepspeed_config.unknown(config):
+        for line in deepspeed_config.unknown(self.engine._config._param_dict):
             warn(line)
         warnings = consensus.gathered(list(startup_log.warnings(self.optimizer, self.layout)))
         for warning in dict.fromkeys(itertools.chain(*warnings)):

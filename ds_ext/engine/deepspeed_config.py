@@ -16,9 +16,9 @@ from pydantic import ValidationError
 
 from ds_ext.config import config_checks
 from ds_ext.config.optimizer_names import misspelt_sections
-from ds_ext.config.parsing import filled, lookup, normalized, place_of
+from ds_ext.config.parsing import filled, lookup, normalized
 from ds_ext.engine import rank_logging
-from ds_ext.hyperparams import did_you_mean, dotted, wrong_call
+from ds_ext.hyperparams import did_you_mean, meant, wrong_call
 from ds_ext.settings import SETTINGS, SIZES
 
 # Top-level keys that neither ``SETTINGS`` nor constants of DeepSpeed's modules name.
@@ -99,12 +99,7 @@ def unknown(config: dict[str, Any]) -> Iterator[str]:
     known -= {"max_grad_norm"}  # of "params" of DeepSpeed's optimizers
     known |= misspelt_sections(config).keys()  # which is refused
     for where in ("", *_DICTIONARIES):
-        section = lookup(config, where)
-        for key in section if isinstance(section, dict) else ():
-            if key not in known and dotted(where, key) not in SETTINGS:
-                place = place_of(key)
-                guess = f' Did you mean "{place}"?' if place else did_you_mean(key, known)
-                yield f"unknown key {dotted(where, key)}, which DeepSpeed ignores.{guess}"
+        yield from config_checks.unread_keys(config, where, known)
 
 
 def scheduler_problems(config: dict[str, Any]) -> Iterator[str]:
@@ -129,12 +124,11 @@ def translated() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        is_zero = error.title == DeepSpeedZeroConfig.__name__
+        known = {*DeepSpeedZeroConfig.model_fields, *(key.rpartition(".")[2] for key in SETTINGS)}
         wrong = []
         for one in error.errors():
             key = ".".join(map(str, one["loc"]))
-            is_own = is_zero and len(one["loc"]) == 1 and one["type"] == "extra_forbidden"
-            guess = did_you_mean(key, DeepSpeedZeroConfig.model_fields) if is_own else ""
+            guess = meant(key, known) if one["type"] == "extra_forbidden" else ""
             wrong.append(f"{key}: {one['msg']}{guess}")
         what = f"{error.title}: {'; '.join(wrong)}"
         raise ValueError(f"DeepSpeed refuses the config: {what}") from None

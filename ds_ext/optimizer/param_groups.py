@@ -20,6 +20,7 @@ from ds_ext.optimizer.model_view import ModelView, finds, summary
 from ds_ext.optimizer.param_table import ParamGroup, hypers_of
 from ds_ext.optimizer.sections import SectionConfig
 from ds_ext.rules import RuleEntry, named
+from ds_ext.settings import PLACES
 
 Keys: TypeAlias = Mapping[str, Any]  # of a group: a "type" and hyper-parameters of that
 T = TypeVar("T")
@@ -105,7 +106,8 @@ def _read(entry: RuleEntry, given: Keys, where: str) -> tuple[Params, list[str]]
     if entry.roles:
         targets, others = rest.pop("target_modules", targets), rest.pop("others", None)
         own_keys += ["target_modules", "others"]
-    hypers, problems = hyperparams.checked(hypers_of(entry.rule), rest, where, own_keys)
+    places = PLACES if where else ()
+    hypers, problems = hyperparams.checked(hypers_of(entry.rule), rest, where, own_keys, places)
 
     def noted(check: Callable[..., T], *args: object) -> T | None:
         try:

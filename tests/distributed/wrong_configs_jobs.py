@@ -155,6 +155,11 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
     ('"ds_ext.gradient_policy"', ours({"gradient_policy": "sharded"})),
     ('"gradient_clipping"', ours({"max_grad_norm": 1.0})),
     ('"optimizer.params.weight_update"', {"ds_ext": {"weight_update": "nearest"}}),
+    # A key of another section is named, not one of the same name in optimizer.params.
+    ('"gradient_clipping"', {"optimizer": {"type": "AdaLomo", "max_grad_norm": 1.0}}),
+    ('"ds_ext.clip_mode"', {"optimizer": {"type": "AdaLomo", "clip_mode": "exact"}}),
+    ('"optimizer.params.lr"', {"optimizer": {"type": "AdaLomo", "learning_rate": 1e-3}}),
+    ('"optimizer.params.lr"', own(learning_rate=1e-3)),
     ("optimizer.type is missing", {"optimizer": {"typ": "AdaLomo"}}),
     (
         [
@@ -207,6 +212,7 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
     ),
     (None, zero(2, reduce_scatter="auto", overlap_comm="auto")),
     ('Did you mean "lr"?', ours({"learning_rate": 1})),
+    ('Did you mean "lr"?', ours({"learning_rat": 1})),
     ('If "auto" filled', ours({"lr": "auto", "eps": "auto"})),
     ("filled in by nobody", ours({"rank": "auto"}, "APOLLO")),
     ("ds_ext.batch_splits is 0; allowed: a whole number > 0", own(batch_splits=0)),
@@ -216,6 +222,9 @@ UNKNOWN: dict[str, dict[str, Any]] = {
     'gradient_cliping, which DeepSpeed ignores. Did you mean "g': {"gradient_cliping": 1.0},
     '"ds_ext.gradient_policy"': {"gradient_policy": "sharded"},
     '"gradient_clipping"': {"max_grad_norm": 1.0},
+    'max_grad_nrom, which DeepSpeed ignores. Did you mean "g': {"max_grad_nrom": 1.0},
+    '"optimizer.params.lr"': {"learning_rate": 1e-3},
+    'gradient_clippin, which DeepSpeed ignores. Did you mean "g': {"gradient_clippin": "auto"},
     "data_types.grad_acum_dtype": {"data_types": {"grad_acum_dtype": "bf16"}},
     "activation_checkpointing.profil,": {"activation_checkpointing": {"profil": True}},
 }
