@@ -214,7 +214,10 @@ def facts(
 def require_equal(told: Mapping[str, Any], group: Group = None) -> None:
     """Raises ValueError on all ranks if they differ in a fact. The message names the difference."""
     digest = hashlib.sha256(repr(told).encode()).hexdigest()
-    if len(set(gathered(digest, group))) == 1:
+    digests = gathered(digest, group)
+    while _told_errors:  # all ranks have read them, and a new engine may get to the same history
+        tell(_told_errors.pop(), "")
+    if len(set(digests)) == 1:
         return
     everyone, ranks = gathered(dict(told), group), dist.get_process_group_ranks(group)
     for name in told:
@@ -251,6 +254,7 @@ DIFFERENT_PASSES = (
     "all-reduce of a flag."
 )
 DROPPED = -1  # instead of a history
+_told_errors: list[str] = []  # keys of this rank's errors since the last ``require_equal``
 
 
 class RanksDifferError(RuntimeError):
@@ -267,7 +271,8 @@ class RanksDifferError(RuntimeError):
 def tell_error(history: int, error: Exception) -> int:
     """Returns the history to send instead, so that all ranks raise this rank's ``error``."""
     if dist.is_initialized():
-        tell(_error_key(history), f"rank {dist.get_rank()}: {error}")
+        _told_errors.append(_error_key(history))
+        tell(_told_errors[-1], f"rank {dist.get_rank()}: {error}")
     return ~history
 
 
