@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import Field, Strict, TypeAdapter, ValidationError
 
+from ds_ext.errors import raise_all
+
 _NUMBER = {"strict": True, "allow_inf_nan": False}
 
 NonNegative = Annotated[float, Field(ge=0, description="a number >= 0", **_NUMBER)]
@@ -101,8 +103,7 @@ def check(
             closest known key.
     """
     values, problems = checked(rule, given, where, beside)
-    if problems:
-        raise ValueError("\n".join(problems))
+    raise_all(problems)
     return values
 
 

@@ -20,7 +20,6 @@ from ds_ext.optimizer.model_view import ModelView
 from ds_ext.planner import models
 from ds_ext.settings import SETTINGS, SIZES
 
-HELP = "list all problems of a DeepSpeed config before a run"
 DESCRIPTION = (
     "Checks a DeepSpeed config as a run would, and lists all problems. With --model, also shows "
     "which optimizer steps which parameters; no weights are read. The exit code is 1 if there is a "
@@ -88,7 +87,9 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
         notes += param_groups.described(read.groups, type(read.ours).__name__, names)
     if read.ours is not None and "optimizer.params.lr" not in autos:
         notes += startup_log.small_rates(read.ours)
+    found = read.problems
     if read.other:
+        found += config_checks.unread(read.values, read.other)
         notes.append(
             f"optimizer.type {read.other} is DeepSpeed's or torch's own; those of ds_ext can have "
             'the prefix "ds_ext."'
@@ -96,20 +97,16 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
     else:
         notes += config_checks.ignored(read.values, read.ours)
     unchecked += _unchecked(read.values, model, ranks)
-    found = read.problems
-    has_deepspeed = importlib.util.find_spec("deepspeed") is not None
-    if has_deepspeed:
+    if importlib.util.find_spec("deepspeed") is None:
+        notes.append("DeepSpeed is not installed here: its own keys are not checked")
+    else:
         from ds_ext.engine import deepspeed_config
 
         found += deepspeed_config.scheduler_problems(read.values)
         found += deepspeed_config.unknown(config)
-    else:
-        notes.append("DeepSpeed is not installed here: its own keys are not checked")
-    found += config_checks.unread(read.values, read.other) if read.other else []
-    if has_deepspeed and found:
-        unchecked.append("DeepSpeed's own errors; mend the others first")
-    elif has_deepspeed:
-        found += deepspeed_config.raised(config, ranks)
+        if found:
+            unchecked.append("DeepSpeed's own errors; mend the others first")
+        found = found or [*deepspeed_config.raised(config, ranks)]
     found = found or [*config_checks.size_problems(read.values, ranks)]
     return {NOTE: notes, UNCHECKED: unchecked, ERROR: found}
 

@@ -8,15 +8,11 @@ import ds_ext
 from ds_ext.commands import check, config, plan, run, selftest
 from ds_ext.hyperparams import did_you_mean
 
-# Each module has HELP, DESCRIPTION, ``add_options`` and ``run``, which returns the exit code (None
-# for 0) and raises ValueError for a wrong option.
-COMMANDS: dict[str, Any] = {
-    "plan": plan,
-    "config": config,
-    "check": check,
-    "run": run,
-    "selftest": selftest,
-}
+# Each module has DESCRIPTION, whose first sentence is listed with those of the others,
+# ``add_options`` and ``run``, which returns the exit code (None for 0) and raises ValueError for a
+# wrong option.
+MODULES: list[Any] = [plan, config, check, run, selftest]
+COMMANDS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,7 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     parsers = {}
     for name, command in COMMANDS.items():
-        own = commands.add_parser(name, help=command.HELP, description=command.DESCRIPTION)
+        first = command.DESCRIPTION.partition(". ")[0]
+        own = commands.add_parser(name, help=first, description=command.DESCRIPTION)
         command.add_options(own)
         what = "a Python module that registers optimizers of yours; may be given several times"
         several: Any = {"dest": "imports", "action": "append", "default": []}

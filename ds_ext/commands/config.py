@@ -14,10 +14,10 @@ from ds_ext.planner.options import BATCH, BUCKET, PlanOptions
 from ds_ext.rates import RATES, Rate
 from ds_ext.rules import REGISTRY
 
-HELP = "print a DeepSpeed config of an optimizer"
 DESCRIPTION = (
-    "Prints a DeepSpeed config, to redirect into a file. With --hf, HF Trainer, TRL and accelerate "
-    'replace "auto" by their arguments; with --numbers it is for deepspeed.initialize.'
+    "Prints a DeepSpeed config of an optimizer, to redirect into a file. With --hf, HF Trainer, "
+    'TRL and accelerate replace "auto" by their arguments; with --numbers it is for '
+    "deepspeed.initialize."
 )
 
 

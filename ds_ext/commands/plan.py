@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from ds_ext.commands import check, config
-from ds_ext.config import config_checks, parsing
+from ds_ext.config import parsing
+from ds_ext.errors import raise_all
 from ds_ext.planner import fit, table
 from ds_ext.planner.options import PlanOptions, read
 from ds_ext.planner.options import add_options as add_options
 from ds_ext.settings import SIZES
 
-HELP = "print the bytes per rank of an optimizer and of AdamW"
 DESCRIPTION = (
     "Prints the bytes per rank of an optimizer and of DeepSpeed's AdamW at each ZeRO stage; with "
     "--seq, also of activations. With --fit, writes a DeepSpeed config that fits."
@@ -33,7 +33,7 @@ def _checked(path: Path, ranks: int) -> dict[str, Any]:
     try:
         config: dict[str, Any] = parsing.load(path)
         batch = {} if SIZES[0] in config else {SIZES[1]: 1}  # --batch may set it
-        config_checks.raise_first(check.examine(batch | config, None, ranks)[check.ERROR])
+        raise_all(check.examine(batch | config, None, ranks)[check.ERROR])
     except ValueError as error:
         raise ValueError(f"--config {path}: {error}") from None
     return config

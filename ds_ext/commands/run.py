@@ -14,10 +14,9 @@ from pathlib import Path
 
 from ds_ext.registration import IMPORTS
 
-HELP = "run an unmodified program with the optimizers of ds_ext"
 DESCRIPTION = (
-    "Runs TARGET in this environment. DeepSpeed knows the optimizers of ds_ext in TARGET and in "
-    "all processes that it starts. Launchers can start it too: "
+    "Runs an unmodified program, TARGET, with the optimizers of ds_ext. DeepSpeed knows them in it "
+    "and in all processes that it starts. Launchers can start it too: "
     "torchrun ... -m ds_ext run ..., accelerate launch -m ds_ext run ..., "
     "deepspeed --module ds_ext run ..."
 )

@@ -11,10 +11,9 @@ import torch
 
 from ds_ext.optimizer import OPTIMIZERS, registry, selftest
 
-HELP = "compare kernels or native code with PyTorch's operations"
 DESCRIPTION = (
-    "Steps small tensors by each optimizer, and compares kernels (on a GPU) or native code (on a "
-    "CPU) with PyTorch's operations: dtypes, ways to store weights, whole parameters and runs of a "
+    "Compares kernels (on a GPU) or native code (on a CPU) with PyTorch's operations. Each "
+    "optimizer steps small tensors: dtypes, ways to store weights, whole parameters and runs of a "
     "rank. Prints a table to paste into a report. The exit code is 1 if anything is wrong."
 )
 PROCESSES = 8  # at most side by side: each of them compiles kernels

@@ -14,6 +14,7 @@ from ds_ext.backward import error_texts, int8_weights, projected_grads
 from ds_ext.backward.gradient_config import CONFIG
 from ds_ext.config import optimizer_names, parsing
 from ds_ext.config.parsing import lookup
+from ds_ext.errors import raise_all
 from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
@@ -26,12 +27,6 @@ from ds_ext.settings import PLACES, SETTINGS, Section
 _OFFLOAD = "zero_optimization.offload_optimizer.device"
 _STAGE = "zero_optimization.stage"
 _OF_OPTIMIZER = ("type", "params", "legacy_fusion")  # keys of the section
-
-
-def raise_first(problems: Iterable[str]) -> None:
-    """Raises ValueError with the first problem, if there is one."""
-    for problem in problems:
-        raise ValueError(problem)
 
 
 @dataclass
@@ -68,8 +63,24 @@ def problems(config: dict[str, Any], kept_for: str = "") -> Iterator[str]:
 
     For ``config`` and ``kept_for`` see ``parsing.gradients``.
     """
+    stage = lookup(config, _STAGE) or 0
     for key in (key for key in SETTINGS if is_on(config, key)):
-        yield from _refused(config, key)
+        setting, value = SETTINGS[key], lookup(config, key)
+        shown = f"{key} = {value!r}"
+        if setting.removed:
+            yield f"{shown} was removed in ds_ext {setting.removed}: {setting.advice}"
+        elif setting.advice and value not in setting.allowed:
+            yield f"{shown} is not supported: {setting.advice}"
+        if setting.needs_stage_3 and stage != 3:
+            yield (
+                f"{shown} works only at zero_optimization.stage 3, and the stage is {stage}: "
+                "remove it, or set stage 3."
+            )
+        for other in (other for other in setting.excludes if is_on(config, other)):
+            yield (
+                f"{shown} is not supported together with {other} = {lookup(config, other)!r}: "
+                "remove one of them."
+            )
     try:
         parsing.gradients(config, kept_for=kept_for)
     except ValueError as error:
@@ -80,26 +91,6 @@ def is_on(config: dict[str, Any], key: str) -> bool:
     """Returns whether a config sets a key of ``SETTINGS`` to a value that is not off."""
     value = lookup(config, key)
     return value is not None and not SETTINGS[key].off(value)
-
-
-def _refused(config: dict[str, Any], key: str) -> Iterator[str]:
-    """Yields why the value of a key, which is on, is refused."""
-    setting, shown = SETTINGS[key], f"{key} = {lookup(config, key)!r}"
-    if setting.removed:
-        yield f"{shown} was removed in ds_ext {setting.removed}: {setting.advice}"
-    elif setting.advice and lookup(config, key) not in setting.allowed:
-        yield f"{shown} is not supported: {setting.advice}"
-    stage = lookup(config, _STAGE) or 0
-    if setting.needs_stage_3 and stage != 3:
-        yield (
-            f"{shown} works only at zero_optimization.stage 3, and the stage is {stage}: remove "
-            "it, or set stage 3."
-        )
-    for other in (other for other in setting.excludes if is_on(config, other)):
-        yield (
-            f"{shown} is not supported together with {other} = {lookup(config, other)!r}: remove "
-            "one of them."
-        )
 
 
 def ignored(config: dict[str, Any], optimizer: RuleOptimizer | None) -> Iterator[str]:
@@ -159,8 +150,7 @@ def _make_optimizer(made: Reading, model: ModelView | None) -> None:
         return
     own = [f"optimizer.params.{name}" for name in hyperparams.names(hypers_of(REGISTRY[key].rule))]
     wrong, grouped = param_groups.stand_ins(REGISTRY[key], params)
-    if found := [*unread_keys(config, "optimizer", _OF_OPTIMIZER, own), *wrong]:
-        raise ValueError("\n".join(found))
+    raise_all([*unread_keys(config, "optimizer", _OF_OPTIMIZER, own), *wrong])
     if model is not None:
         trained = [p for p in model.module.parameters() if p.requires_grad]
         grouped = param_groups.of_config(REGISTRY[key], params, model, trained)
@@ -190,21 +180,16 @@ def unread_keys(
 
 def unread(config: dict[str, Any], optimizer: str) -> Iterator[str]:
     """Yields a message for each setting of ds_ext under an ``optimizer`` that is not its own."""
-    ours = {"param_groups", "nbits", *hyperparams.names(sixteen_bit.RoundingConfig)}
-    for key in sorted(ours & (lookup(config, "optimizer.params") or {}).keys()):
+    of_params = {"param_groups", "nbits", *hyperparams.names(sixteen_bit.RoundingConfig)}
+    given = (lookup(config, "optimizer.params") or {}).keys()
+    keys = [f"optimizer.params.{key}" for key in sorted(of_params & given)]
+    own, default = config.get("ds_ext") or {}, vars(Section())
+    is_section = isinstance(own, dict)
+    keys += [f"ds_ext.{k}" for k in own if own[k] != default.get(k)] if is_section else ["ds_ext"]
+    for key in keys:
         yield (
-            f"optimizer.params.{key} is a key of ds_ext, and optimizer.type {optimizer} is not a "
-            'ds_ext optimizer: remove it, or name one, such as "ds_ext.AdamW".'
-        )
-    try:
-        own, default = vars(parsing.section(config)), vars(Section())
-    except ValueError as error:
-        yield from str(error).splitlines()
-        return
-    for key in (key for key in own if own[key] != default[key]):
-        yield (
-            f"ds_ext.{key} = {own[key]!r} has no effect under {optimizer}, which is not a ds_ext "
-            'optimizer: remove it, or name one, such as "ds_ext.AdamW", in optimizer.type.'
+            f"{key} = {lookup(config, key)!r} is a setting of ds_ext, and {optimizer} is not a "
+            'ds_ext optimizer: remove it, or name one, such as "ds_ext.AdamW", in optimizer.type.'
         )
 
 

@@ -7,6 +7,7 @@ import base64
 import binascii
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ds_ext import hyperparams
 from ds_ext.backward.gradient_config import GradientConfig
+from ds_ext.errors import raise_all
 from ds_ext.settings import DTYPES, PLACES, SECTION, SETTINGS, SIZES, Section
 
 try:
@@ -57,38 +59,32 @@ def load(config: Any) -> Any:
         config: a dictionary, the path of a file, or a file's text in base 64. Returned as it is if
             it is none of these.
     """
-    if isinstance(config, str) and not os.path.exists(config):
-        try:
-            return _parsed(base64.urlsafe_b64decode(config).decode(), "the config in base 64")
-        except (binascii.Error, UnicodeDecodeError):
-            return config
     if not isinstance(config, str | os.PathLike):
         return config
+    text, name = None, str(config)
+    if isinstance(config, str) and not os.path.exists(config):
+        try:
+            text, name = base64.urlsafe_b64decode(config).decode(), "the config in base 64"
+        except (binascii.Error, UnicodeDecodeError):
+            return config
     try:
-        return _parsed(Path(config).read_text(encoding="utf-8"), str(config))
+        text = Path(config).read_text(encoding="utf-8") if text is None else text
+        found = hjson.loads(text, object_pairs_hook=_unique)
     except OSError as error:
         raise ValueError(f"{config}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{config} is not a JSON file: {error}") from None
-
-
-def _parsed(text: str, name: str) -> dict[str, Any]:
-    """The JSON object in a text."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        twice = [key for key in dict.fromkeys(keys) if keys.count(key) > 1]
-        if twice:
-            raise ValueError(f"the key {twice[0]} is there twice")
-        return dict(pairs)
-
-    try:
-        config = hjson.loads(text, object_pairs_hook=unique)
     except ValueError as error:
         raise ValueError(f"{name} is not a JSON file: {error}") from None
-    if not isinstance(config, dict):
+    if not isinstance(found, dict):
         raise ValueError(f'{name} holds no JSON object such as {{"optimizer": ...}}.')
-    return config
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The dictionary of an object's keys and values; ValueError if a key is there twice."""
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"the key {key} is there twice")
+    return dict(pairs)
 
 
 def lookup(config: Any, key: str, default: Any = None) -> Any:
@@ -186,8 +182,7 @@ def section(config: dict[str, Any]) -> Section:
         raise ValueError(f'ds_ext is {values!r}; allowed: a section, {{"gradient_policy": ...}}.')
     present = {key: value for key, value in values.items() if f"ds_ext.{key}" not in _REMOVED}
     read, problems = hyperparams.checked(Section, present, "ds_ext", places=PLACES)
-    if problems:
-        raise ValueError("\n".join(problems))
+    raise_all(problems)
     return Section(**read)
 
 

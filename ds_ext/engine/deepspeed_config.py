@@ -18,6 +18,7 @@ from ds_ext.config import config_checks
 from ds_ext.config.optimizer_names import misspelt_sections
 from ds_ext.config.parsing import filled, lookup, normalized
 from ds_ext.engine import rank_logging
+from ds_ext.errors import raise_all
 from ds_ext.hyperparams import did_you_mean, meant, wrong_call
 from ds_ext.settings import SETTINGS, SIZES
 
@@ -46,7 +47,7 @@ def read(make: Callable[[], None], config: dict[str, Any]) -> None:
     reading = config_checks.read(given)
     found += [*reading.problems, *scheduler_problems(reading.values)]
     if found:
-        raise ValueError("\n".join([*found, *unknown(given)]))
+        raise_all([*found, *unknown(given)])
     try:
         with translated():
             make()
@@ -60,7 +61,7 @@ def read(make: Callable[[], None], config: dict[str, Any]) -> None:
         ) from None
     # Not of DeepSpeed's ``world_size``, which it has divided by sequence_parallel_size.
     ranks = dist.get_world_size() if dist.is_initialized() else None
-    config_checks.raise_first(config_checks.size_problems(reading.values, ranks))
+    raise_all(config_checks.size_problems(reading.values, ranks))
 
 
 def raised(config: dict[str, Any], ranks: int | None) -> Iterator[str]:

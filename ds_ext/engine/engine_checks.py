@@ -16,12 +16,13 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
 
-from ds_ext.config.config_checks import problems, raise_first, size_problems
+from ds_ext.config.config_checks import problems, size_problems
 from ds_ext.config.parsing import lookup, normalized
 from ds_ext.distributed import consensus
 from ds_ext.distributed.unsupported_wrappers import refuse_dtensors, refuse_wrapped
 from ds_ext.engine import expert_parallel, hook_cleanup, parameters, pipeline, trainer_checks
 from ds_ext.engine.engine_settings import effective
+from ds_ext.errors import raise_all
 from ds_ext.optimizer import RuleOptimizer, param_checks
 
 # Keys that may differ between ranks, because they only control logging.
@@ -104,8 +105,8 @@ def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     refuse_dtensors(engine.module)
     param_checks.refuse_shared_memory(engine.module.parameters())
     config = effective(engine)
-    raise_first(problems(config, pipeline.gradients_kept_for(engine)))
-    raise_first(size_problems(config, dist.get_world_size()))
+    raise_all(problems(config, pipeline.gradients_kept_for(engine)))
+    raise_all(size_problems(config, dist.get_world_size()))
     compiled = any(isinstance(m, OptimizedModule) for m in engine.module.modules())
     if compiled and engine.zero_optimization_stage() == 3:
         raise ValueError(

@@ -6,8 +6,8 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScalerBase
 
-from ds_ext.config.config_checks import raise_first
 from ds_ext.config.parsing import well_formed
+from ds_ext.errors import raise_all
 
 
 def effective(engine: DeepSpeedEngine) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def effective(engine: DeepSpeedEngine) -> dict[str, Any]:
         ValueError: a value does not have the type of its key.
     """
     config, malformed = well_formed(engine._config._param_dict)
-    raise_first(malformed)
+    raise_all(malformed)
     zero = config.get("zero_optimization", {})
     return config | {
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),

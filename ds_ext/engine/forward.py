@@ -8,6 +8,7 @@ from torch import nn
 from ds_ext.backward import int8_weights
 from ds_ext.config import config_checks
 from ds_ext.config.parsing import edited, normalized, section
+from ds_ext.errors import raise_all
 from ds_ext.forward import batch_splits, chunked_loss
 
 
@@ -41,7 +42,7 @@ def _refuse_int8(engine: DeepSpeedEngine, model: nn.Module) -> None:
     """Raises ValueError for settings and models without weights in 8 bits."""
     config = normalized(engine._config._param_dict)
     config = edited(config, {"ds_ext.weight_storage": "int8"})
-    config_checks.raise_first(config_checks.problems(config))
+    raise_all(config_checks.problems(config))
     is_moe = any(hasattr(module, "deepspeed_moe") for module in model.modules())
     if is_moe or isinstance(model, PipelineModule):
         raise int8_weights.unsupported("deepspeed.moe" if is_moe else "PipelineModule")

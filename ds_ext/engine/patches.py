@@ -29,6 +29,7 @@ from ds_ext.distributed import groups
 from ds_ext.engine import deepspeed_config, hook_cleanup, optimizers, own_engine, trainer_checks
 from ds_ext.engine.adapter import ZeroAdapter
 from ds_ext.engine.parameters import as_vectors, deepspeed_parameter
+from ds_ext.errors import raise_all
 from ds_ext.optimizer import RuleOptimizer
 
 Method: TypeAlias = Callable[..., Any]
@@ -144,7 +145,7 @@ def build(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) 
     if "ds_ext" in config._param_dict:
         if not name:
             raise ValueError(_NO_OPTIMIZER)
-        config_checks.raise_first(config_checks.unread(config._param_dict, name))
+        raise_all(config_checks.unread(config._param_dict, name))
     original(engine, *args, **kwargs)
     if name:
         trainer_checks.warn_dropped(model, name)

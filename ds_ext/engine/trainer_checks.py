@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from ds_ext.engine.rank_logging import warn
+from ds_ext.errors import raise_all
 from ds_ext.optimizer import RuleOptimizer
 
 _REMEDIES = {  # of arguments
@@ -43,9 +44,8 @@ def refuse_ignored(scheduler: Callable[..., Any] | None) -> None:
         found[f"Trainer(optimizers=...): {type(optimizer).__name__}"] = _REMEDY
     if getattr(trainer, "optimizer_cls_and_kwargs", None) is not None:
         found["Trainer(optimizer_cls_and_kwargs=...)"] = _REMEDY
-    if found:
-        why = "would be ignored, because the DeepSpeed config names an optimizer of ds_ext"
-        raise ValueError("\n".join(f"{what} {why}: {remedy}" for what, remedy in found.items()))
+    why = "would be ignored, because the DeepSpeed config names an optimizer of ds_ext"
+    raise_all(f"{what} {why}: {remedy}" for what, remedy in found.items())
 
 
 def warn_unclipped(scheduler: Callable[..., Any] | None, clipped_by: float) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ds_ext import hyperparams
+from ds_ext.errors import raise_all
 from ds_ext.optimizer import sections
 from ds_ext.optimizer.model_view import ModelView, finds, summary
 from ds_ext.optimizer.param_table import ParamGroup, hypers_of
@@ -65,8 +66,7 @@ def of_config(
             parameter; the message names the key.
     """
     read, problems = _read(entry, given, where)
-    if problems:
-        raise ValueError("\n".join(problems))
+    raise_all(problems)
     groups = _as_groups(params)
     decay = read.hypers.get("weight_decay", 0.0)  # a rule may have none
     if decay and not any(isinstance(x, dict) for x in params):

@@ -16,6 +16,7 @@ import torch
 from ds_ext.backward.gradient_config import GPU_BUCKET_BYTES, GPU_SHARE, gpu_bucket_size
 from ds_ext.config import config_checks, optimizer_names, parsing
 from ds_ext.config.parsing import edited, lookup
+from ds_ext.errors import raise_all
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named
 from ds_ext.planner import models
 from ds_ext.planner.activations import MicroBatch
@@ -112,8 +113,8 @@ class PlanOptions:
             raise ValueError(f"--stage none has {what}: choose another --stage.")
         if self.own.weight_storage and self.dtype == "fp32":
             raise ValueError("--weight-storage int8 needs 16-bit weights: remove --dtype fp32.")
-        config_checks.raise_first(config_checks.read(config).problems)
-        config_checks.raise_first(config_checks.size_problems(config, self.ranks))
+        raise_all(config_checks.read(config).problems)
+        raise_all(config_checks.size_problems(config, self.ranks))
 
     def edited(self, changes: Mapping[str, Any]) -> "PlanOptions":
         """Returns options with other values of dotted keys of the config."""

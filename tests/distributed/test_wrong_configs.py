@@ -182,7 +182,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     ),
     (
         lambda: by_object(partial(torch.optim.SGD, lr=0.1), SPLIT),
-        "ds_ext.batch_splits = 2 has no effect under SGD, which is not a ds_ext optimizer",
+        "ds_ext.batch_splits = 2 is a setting of ds_ext, and SGD is not a ds_ext optimizer",
     ),
 ]
 # Programs that run, and how their one warning begins, if there is one.

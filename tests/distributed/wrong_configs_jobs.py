@@ -186,7 +186,14 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
     ("no parameter of this GaLoreAdamW", PROJECTED | ours({"rank": None}, "GaLoreAdamW")),
     (None, PROJECTED | ours({}, "GaLoreAdamW")),
     ("ema_decay = 0.9 does not support", INT8 | ours({"ema_decay": 0.9})),
-    ("ds_ext.weight_storage = 'int8' has no effect under AdamW", INT8 | ours({}, "AdamW")),
+    (
+        "ds_ext.weight_storage = 'int8' is a setting of ds_ext, and AdamW is not",
+        INT8 | ours({}, "AdamW"),
+    ),
+    (
+        ["ds_ext.batch_splits = 2 is a setting", "ds_ext.clip_mode = 'previous' is a setting"],
+        own(batch_splits=2, clip_mode="previous") | ours({}, "AdamW"),
+    ),
     (
         "param_groups[0].match: '(head' is not a regular expression",
         ours({"param_groups": [{"match": "(head", "lr": 1e-4}]}),

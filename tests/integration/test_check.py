@@ -38,9 +38,9 @@ def optimizer(**params):
 def test_keys_of_ours_for_anothers_optimizer_are_told(tmp_path, capsys):
     theirs = {"type": "AdamW", "params": {"nbits": 8, "param_groups": []}}
     errors, _ = checked(changed(optimizer=theirs), tmp_path, capsys)
-    assert [error.partition(" is a key of ds_ext")[0] for error in errors] == [
-        "error: optimizer.params.nbits",
-        "error: optimizer.params.param_groups",
+    assert [error.partition(" is a setting of ds_ext")[0] for error in errors] == [
+        "error: optimizer.params.nbits = 8",
+        "error: optimizer.params.param_groups = []",
     ]
 
 

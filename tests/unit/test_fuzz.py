@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ds_ext.checkpoint import manifests
 from ds_ext.config import config_checks, parsing
-from ds_ext.errors import CheckpointError
+from ds_ext.errors import CheckpointError, raise_all
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import REGISTRY
 from ds_ext.settings import SETTINGS as ALL_SETTINGS
@@ -267,7 +267,7 @@ def honoured_or_refused(given_):
                 return
         inner[last] = value
     try:
-        config_checks.raise_first(config_checks.read(config).problems)
+        raise_all(config_checks.read(config).problems)
         how = parsing.gradients(parsing.normalized(config))
     except ValueError as error:
         assert any(part in str(error) for key in given_ for part in key.split("."))

@@ -8,10 +8,11 @@ from ds_ext import settings
 from ds_ext.backward import gradient_config
 from ds_ext.config import config_checks, parsing
 from ds_ext.engine import deepspeed_config
+from ds_ext.errors import raise_all
 
 
 def refuse(given):
-    config_checks.raise_first(config_checks.read(given).problems)
+    raise_all(config_checks.read(given).problems)
 
 
 # (setting, values that are refused, values that are honoured, what the message must advise)
