@@ -1,4 +1,5 @@
-"""Engines: sparse embeddings, channels_last, layers unfrozen later, resized parameters."""
+"""Engines of odd models against one process: sparse embeddings, channels_last, layers unfrozen
+later, resized parameters, several dtypes, and weights that backward reads again."""
 
 from typing import Any
 
@@ -10,11 +11,14 @@ from torch.distributed.fsdp import fully_shard
 
 import ds_ext
 from tests import worlds
-from tests.common import engines
+from tests.common import engines, models
 from tests.common.choose import params
 from tests.common.ranks import REFUSALS, whole
 from tests.common.states import same
 from tests.common.updates import check_each
+from tests.unit import test_dtypes_mixed
+from tests.unit.test_dtypes_mixed import F32, F64
+from tests.unit.test_odd_models import Reading
 
 STEPS = 4
 
@@ -147,6 +151,61 @@ def in_fsdp2(fused: bool) -> None:
         step()
 
 
+def rows_loss(model: Any, number: int, rank: int) -> Tensor:
+    return model(engines.rows(number, rank, 5, 6).to(torch.float64))
+
+
+def mixed(
+    name: str, stage: int, dtypes: list[torch.dtype], policy: str, more: dict[str, Any]
+) -> dict[str, Any]:
+    """An engine's steps of a model of fp64, or of several dtypes."""
+    model = test_dtypes_mixed.make(dtypes)
+    optimizer = test_dtypes_mixed.optimizer_of(name, model.parameters())
+    return engines.trained(engines.start(model, optimizer, stage, policy, **more), rows_loss, STEPS)
+
+
+def penalized() -> nn.Module:
+    return models.layers(5, 8, 3)
+
+
+def penalized_loss(model: Any, number: int, rank: int) -> Tensor:
+    x = engines.rows(number, rank, 3, 5).requires_grad_()
+    loss = (model(x) - 1).square().sum()
+    (by_input,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + 0.1 * by_input.square().sum()
+
+
+def reading() -> nn.Module:
+    torch.manual_seed(2)
+    return Reading()
+
+
+def reading_loss(model: Any, number: int, rank: int) -> Tensor:
+    return model(engines.rows(number, rank, 3, 5))
+
+
+READ_AGAIN: dict[str, tuple[Any, engines.Loss, str]] = {  # with the policy
+    "by the model": (reading, reading_loss, ""),
+    "by a penalty": (penalized, penalized_loss, "sharded"),
+}
+
+
+def read_again(stage: int, how: str, accumulation: int) -> dict[str, Any]:
+    """One step whose backward pass reads a weight again -> weights before and after, the error."""
+    make, loss, policy = READ_AGAIN[how]
+    model, said = make(), ""
+    optimizer, more = ds_ext.LOMO(model.parameters(), lr=0.1), {"overlap_comm": False}
+    more = {"zero": more | {"reduce_bucket_size": 25}, "gradient_accumulation_steps": accumulation}
+    engine = engines.start(model, optimizer, stage, policy, **more)
+    before = whole(model)
+    try:
+        engines.trained(engine, loss, 1, accumulation)
+    except RuntimeError as error:
+        said = str(error)
+    has_ended = policy or not said  # else weights of stage 3 may be in use
+    return {"message": said, "before": before, "after": whole(model) if has_ended else {}}
+
+
 CASES = [(stage, 0.0, "fused") for stage in range(4)]
 CASES += [(1, 0.05, "fused"), (3, 0.05, "fused"), (2, 0.05, "sharded"), (3, 0.05, "sharded")]
 
@@ -174,3 +233,47 @@ def test_an_engine_refuses_resized_parameters_in_backward(stage, policy):
 @pytest.mark.parametrize("fused", [True, False])
 def test_states_of_dtensors_are_checked(fused):
     worlds.run(2, in_fsdp2, fused)
+
+
+ONLY_F64 = [F64, F64]
+IN_FP32, CLIP = {"communication_data_type": "fp32"}, {"gradient_clipping": 0.01}
+MIXED = [
+    *(("came", stage, ONLY_F64, "fused", {}) for stage in range(4)),
+    *(("adalomo", stage, [F32, F64, F32], "fused", CLIP) for stage in range(4)),
+    *(("galoreadamw", stage, [F64, F32], "sharded", CLIP) for stage in (1, 3)),
+    *(("came", 2, ONLY_F64, policy, IN_FP32) for policy in ("fused", "sharded")),
+]
+
+
+@pytest.mark.parametrize("name, stage, dtypes, policy, more", MIXED, ids=str)
+def test_engines_train_fp64_and_mixed_models(name, stage, dtypes, policy, more):
+    model, norm = test_dtypes_mixed.make(dtypes), more.get("gradient_clipping", 0.0)
+    optimizer = test_dtypes_mixed.optimizer_of(name, model.parameters())
+    expected = engines.alone(model, optimizer, rows_loss, STEPS, max_norm=norm)
+    bound = 1e-11 if dtypes == ONLY_F64 and more != IN_FP32 else 1e-5
+    for got in worlds.run(2, mixed, name, stage, dtypes, policy, more):
+        assert got["norms"] == pytest.approx(expected.norms, rel=bound)
+        check_each(got["after"], expected.after, got["before"], close=bound)
+        assert all(got["after"][n].dtype == p.dtype for n, p in expected.after.items())
+
+
+IN_PLACE, PENALTY = "modified by an inplace operation", "create_graph=True"
+# By the model: at stage 3 it was gathered before, and its shards are stepped. A penalty is refused
+# where DeepSpeed's hook of a model's output divides by the number of micro-batches each time.
+AGAIN = [(2, 3, "by the model", 1, "")]
+AGAIN += [(n, stage, "by the model", 1, IN_PLACE) for n, stage in ((1, 0), (1, 3), (2, 0), (2, 2))]
+AGAIN += [(2, stage, "by a penalty", 1, "") for stage in (0, 1)]
+AGAIN += [(2, s, "by a penalty", n, PENALTY) for s, n in ((0, 2), (2, 2), (3, 1))]
+
+
+@pytest.mark.parametrize("world, stage, how, accumulation, words", AGAIN)
+def test_a_weight_read_again_is_the_old_one_or_an_error(world, stage, how, accumulation, words):
+    make, loss, _ = READ_AGAIN[how]
+    model = make()
+    expected = engines.alone(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, 1)
+    for got in worlds.run(world, read_again, stage, how, accumulation):
+        assert words in got["message"] and bool(words) == bool(got["message"])
+        if words:  # before a step, where weights are not in use
+            assert all(x.equal(got["before"][n]) for n, x in got["after"].items())
+        else:
+            check_each(got["after"], expected.after, got["before"])
