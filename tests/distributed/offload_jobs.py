@@ -75,7 +75,6 @@ def start(optimizer: str, stage: int, offload: dict[str, Any], more: dict[str, A
 
 
 def rows(engine: deepspeed.DeepSpeedEngine, number: int) -> Tensor:
-    """A micro-batch of this rank."""
     x = engines.rows(number, dist.get_rank(), 3, 12)
     return x.to(engine.device).to(next(engine.module.parameters()).dtype)
 
@@ -171,7 +170,6 @@ def settled(memory: pretend.Memory, expected: int) -> int:
 
 
 def where(engine: deepspeed.DeepSpeedEngine) -> dict[str, set[str]]:
-    """The devices on which runs and states lie."""
     adapter = engine.optimizer
     held = [x for state in adapter.state.values() for x in tensors(state)]
     runs = [adapter.layout.run(p) for p in engine.module.parameters()]
@@ -201,47 +199,39 @@ def on_host(engine: deepspeed.DeepSpeedEngine) -> dict[str, int]:
 
 
 def compared(case: Case, pretended: bool) -> dict[str, dict[str, Any]]:
-    """A case's run without offload, and with each kind of it."""
     optimizer, stage, how, kinds = case
     with place(pretended) as memory:
         return {k: trained(optimizer, stage, KINDS[k], how, memory) for k in ("none", *kinds)}
 
 
 def resumed(optimizer: str, how: str) -> dict[str, Any]:
-    """Weights of a run without a break, and of runs saved and gone on from with other offload."""
-    found = {}
+    """Weights of a run without a break, and of runs saved and gone on from with other offload.
+
+    They are saved between the micro-batches of a step if it has several.
+    """
+    found, passes = {}, HOW[how].get("gradient_accumulation_steps", 1)
+    saved, last = passes + passes // 2, STEPS * passes
+
+    def train(engine: deepspeed.DeepSpeedEngine, first: int, last: int) -> None:
+        for number in range(first, last):
+            engine.backward(engine(rows(engine, number)))
+            engine.step()
+
     with shared_folder() as folder, place(pretended=True):
         for kind, before, after in (("to", {}, BOTH), ("from", BOTH, {}), ("param", PARAM, PARAM)):
             first = start(optimizer, 3, before, HOW[how])
-            steps(first, range(1))
+            train(first, 0, saved)
             first.save_checkpoint(folder, tag=kind)
             if kind == "to":
-                steps(first, range(1, STEPS))
+                train(first, saved, last)
                 found["none"] = weights(first)
             second = start(optimizer, 3, after, HOW[how])
             second.load_checkpoint(folder, tag=kind)
             found[f"where {kind}"] = where(second)
-            steps(second, range(1, STEPS))
+            train(second, saved, last)
             found[kind] = weights(second)
             for engine in (first, second):
                 engine.destroy()
-    return found
-
-
-def midway() -> dict[str, Any]:
-    """The same of a run saved between the micro-batches of a step."""
-    found = {}
-    with shared_folder() as folder, place(pretended=True):
-        for kind, offload in (("none", {}), ("both", BOTH)):
-            engine = start("came", 3, offload, HOW["accumulated"])
-            for _ in range(2):
-                engine.backward(engine(rows(engine, 0)))
-                engine.step()
-                if kind not in found:
-                    engine.save_checkpoint(folder, tag=kind)
-                    engine.load_checkpoint(folder, tag="none")
-                found[kind] = weights(engine)
-            engine.destroy()
     return found
 
 

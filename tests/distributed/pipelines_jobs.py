@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_ext.optimizer import OPTIMIZERS
+from tests.common import engines
 from tests.common.ranks import logged, message
 
 DualPipeVModule = pipe.DualPipeVModule
@@ -63,7 +64,6 @@ def tanh(h: Tensor) -> Tensor:
 
 
 def piped(layers: list[Any], num_stages: int = 2) -> PipelineModule:
-    """A pipeline of a plain model."""
     how: dict[str, Any] = {"loss_fn": F.mse_loss, "partition_method": "uniform"}
     return PipelineModule(layers, num_stages=num_stages, **how)
 
@@ -71,10 +71,9 @@ def piped(layers: list[Any], num_stages: int = 2) -> PipelineModule:
 def without_parameters() -> list[float]:
     """The losses of a pipeline of three stages with nothing to train on the second."""
     net = piped([LayerSpec(nn.Linear, 4, 8), tanh, LayerSpec(nn.Linear, 8, 3)], 3)
-    config = {"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 2}
-    config |= {"gradient_clipping": 1.0, "optimizer": {"type": "AdaLomo", "params": {"lr": 0.05}}}
-    config |= {"zero_optimization": {"stage": 1}}
-    engine = deepspeed.initialize(model=net, config=config)[0]
+    sizes = {"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 2}
+    adalomo = {"type": "AdaLomo", "params": {"lr": 0.05}}
+    engine = engines.start(net, None, 1, gradient_clipping=1.0, optimizer=adalomo, **sizes)
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(5, 4, generator=generator), torch.randn(5, 3, generator=generator)
     return [float(engine.train_batch(iter([(x, y)] * 2))) for _ in range(6)]
@@ -177,7 +176,6 @@ def start(run: Run) -> deepspeed.PipelineEngine:
 
 
 def batches(engine: deepspeed.PipelineEngine, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The micro-batches of this rank in a step."""
     grid = engine.grid
     own = rows(step).chunk(grid.data_parallel_size)[grid.data_parallel_id]
     for tokens in own.split(engine.micro_batch_size):
@@ -318,7 +316,6 @@ def unlike() -> None:
 
 
 def refusals() -> None:
-    """Pipelines that ds_ext does not train are refused."""
 
     def usual(kind: Any = PipelineModule, **how: Any) -> Any:
         return kind(specs(), **{"num_stages": 2, "loss_fn": loss} | how, partition_method="uniform")

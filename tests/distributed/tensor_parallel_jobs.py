@@ -18,27 +18,25 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 
 import ds_ext  # noqa: F401
 from tests.common import by_role, engines, updates
+from tests.common.hypers import Table
 from tests.common.ranks import shared_folder, whole
 from tests.distributed import ulysses_jobs
 
 ROOT = Path(__file__).parents[2]
 VOCAB, STEPS = 37, 4
-HYPERS: dict[str, dict[str, Any]] = {
-    "lomo": {"lr": 0.05},
-    "adalomo": {"lr": 5e-3},
-    "adafactor": {"lr": 5e-3},
-    "came": {"lr": 5e-4},
-    "lamb": {"lr": 5e-3},
-    "adamw": {"lr": 5e-3},
-    "lion": {"lr": 5e-4},
-    "galoreadamw": {"lr": 5e-3, "rank": 4},
-    "apollo": {"lr": 5e-3, "rank": 4},
-    "apollomini": {"lr": 1e-3},
-    "muon": {"lr": 5e-3, "ns_dtype": "fp32"},
-    "scale": {"lr": 5e-3},
-    "sinkgd": {"lr": 0.1},
-    "flashadamw": {"lr": 5e-3},
-}
+HYPERS = Table(
+    {"lr": 5e-3},
+    {
+        "lomo": {"lr": 0.05},
+        "came": {"lr": 5e-4},
+        "lion": {"lr": 5e-4},
+        "galoreadamw": {"rank": 4},
+        "apollo": {"rank": 4},
+        "apollomini": {"lr": 1e-3},
+        "muon": {"ns_dtype": "fp32"},
+        "sinkgd": {"lr": 0.1},
+    },
+)
 OURS: dict[str, dict[str, Any]] = {
     "adafactor": {"relative_step": False},
     "galoreadamw": {"nbits": 32, "update_proj_gap": 200, "target_modules": ["."]},

@@ -18,6 +18,7 @@ from ds_ext.engine import int8_partitions
 from ds_ext.ops import int8
 from ds_ext.planner import memory
 from tests import worlds
+from tests.common import engines
 from tests.common.choose import params
 from tests.common.int8_model import STORED, Model, batch, made
 from tests.common.ranks import REFUSALS, identical, in_shared_folder, message, whole
@@ -29,20 +30,15 @@ ZERO = {"stage3_param_persistence_threshold": 1000, "memory_efficient_linear": F
 ZERO["stage3_gather_16bit_weights_on_model_save"] = True
 
 
-def config_of(stage):
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "gradient_clipping": 0,
-        "optimizer": {"type": "ds_ext.LOMO", "params": {"lr": 0.05}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 70_000, **ZERO},
-        "ds_ext": {"weight_storage": "int8"},
-    }
+def config_of(stage, **more):
+    zero = {"reduce_bucket_size": 70_000, **ZERO}
+    lomo = {"type": "ds_ext.LOMO", "params": {"lr": 0.05}}
+    usual = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "optimizer": lomo}
+    return engines.config(stage, zero=zero, **usual | {"ds_ext": {"weight_storage": "int8"}} | more)
 
 
-def engine_of(stage, model, **extra):
-    config = config_of(stage)
-    return deepspeed.initialize(model=model, config=config | extra)[0]
+def engine_of(stage, model, **more):
+    return deepspeed.initialize(model=model, config=config_of(stage, **more))[0]
 
 
 def stored(engine):
@@ -63,7 +59,6 @@ def stored(engine):
 
 
 def values(engine):
-    """The whole weights in bf16."""
     if engine.zero_optimization_stage() == 3:
         return whole(engine.module)
     return {n: x.clone() for n, x in engine.module.state_dict().items()}
@@ -146,8 +141,7 @@ def alike(stage: int, how: str) -> dict[str, Any]:
         with deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=0):
             if dist.get_rank() == 0:
                 model.load_state_dict(weights)
-    config = config_of(stage) | HOW[how]
-    engine = deepspeed.initialize(model=model, config=config)[0]
+    engine = engine_of(stage, model, **HOW[how])
     for step in range(4):
         engine.backward(engine(batch(step)))
         engine.step()

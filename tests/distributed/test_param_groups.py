@@ -70,11 +70,8 @@ def grouped_by_script(stage: int) -> list[float]:
     model = models.Zoo()
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     others = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdaLomo", "params": {"lr": 0.02, "weight_decay": 0.1}},
-        "zero_optimization": {"stage": stage},
-    }
+    adalomo = {"type": "AdaLomo", "params": {"lr": 0.02, "weight_decay": 0.1}}
+    config = engines.config(stage, optimizer=adalomo)
     groups = [{"params": others}, {"params": vectors, "weight_decay": 0.0}]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     return [group["weight_decay"] for group in engine.optimizer.param_groups]
@@ -151,7 +148,6 @@ OURS = ["AdamW is ds_ext's, not DeepSpeed's, whose type is \"AdamW\""]
 
 
 def by_torch(spares_biases):
-    """The weights after the job's steps by torch's AdamW in one process."""
     model = network()
     decayed = [p for p in model.parameters() if p.dim() > 1 or not spares_biases]
     others = [p for p in model.parameters() if p.dim() == 1 and spares_biases]
