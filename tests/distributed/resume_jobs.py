@@ -18,8 +18,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from tests.common import by_role, engines, models, ranks, states
 from tests.common.hypers import FOR_ALL, TRAINED
 from tests.common.ranks import logged, shared_folder
-from tests.integration import trainer_runs
-from tests.integration.trainer_jobs import config as shipped
+from tests.integration import trainer_jobs
 
 ROWS = 6  # of a step, over all ranks
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -123,7 +122,6 @@ def steps(engine: deepspeed.DeepSpeedEngine, numbers: range) -> None:
 
 
 def whole(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
-    """The whole weights, and their moving averages if there are any."""
     weights = ranks.whole(engine.module)
     if not any(group.get("ema_decay") for group in engine.optimizer.param_groups):
         return weights
@@ -295,7 +293,6 @@ def accumulate(folder: str, kind: str, stage: int, way: str) -> dict[str, Any]:
 
 
 def pass_by_pass(engine: Any, numbers: Iterable[int]) -> None:
-    """Micro-batches, the same on all ranks."""
     for number in numbers:
         engine.backward(engine(models.batch(number, 1)[0], step=number))
         engine.step()
@@ -370,19 +367,19 @@ def trainer(folder: str, name: str, way: str) -> dict[str, Any]:
     """HF Trainer, unchanged, that saves every four steps; and one that resumes from the fourth."""
     results: dict[str, Any] = {}
     stage, config = TRAINERS[name], name.split()[-1]
-    arguments = trainer_runs.ARGUMENTS | trainer_runs.RATES.get(config, {})
+    arguments = trainer_jobs.ARGUMENTS | trainer_jobs.RATES.get(config, {})
 
-    def make(output: str) -> trainer_runs.Sequential:
+    def make(output: str) -> trainer_jobs.Sequential:
         given = TrainingArguments(
             output_dir=output,
-            per_device_train_batch_size=trainer_runs.BATCH // dist.get_world_size(),
-            deepspeed=shipped(config, stage),
+            per_device_train_batch_size=trainer_jobs.BATCH // dist.get_world_size(),
+            deepspeed=trainer_jobs.config(config, stage),
             **(arguments | {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}),
         )
-        model = trainer_runs.model()
+        model = trainer_jobs.model()
         if "lora" in name:
-            model = trainer_runs.adapted(model)
-        return trainer_runs.Sequential(model=model, args=given, train_dataset=trainer_runs.data())
+            model = trainer_jobs.adapted(model)
+        return trainer_jobs.Sequential(model=model, args=given, train_dataset=trainer_jobs.data())
 
     if way == "write":
         first = make(folder)

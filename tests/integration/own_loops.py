@@ -17,7 +17,7 @@ from transformers import BitsAndBytesConfig, LlamaForCausalLM
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common.ranks import message, whole
-from tests.integration.trainer_runs import adapted, data
+from tests.integration.trainer_jobs import adapted, config, data, load
 
 EPOCHS = 4
 ROWS = 12  # of an epoch: three batches a rank, so that of two at a time one is left over
@@ -37,17 +37,23 @@ LOOPS |= {"came-accumulation": Loop("came", 1e-3, accumulation=2)}
 LOOPS |= {"lomo-both": Loop("lomo", 0.1, max_norm=0.2, accumulation=2)}
 
 
-def accelerated(loop: Loop, config: dict[str, Any], load) -> dict[str, Any]:
+def accelerate(folder: str, name: str) -> dict[str, Any]:
     """This rank's part of accelerate's loop with optimizer and scheduler from the config."""
-    params = WARMUP | {"warmup_max_lr": "auto"}
-    made = config | {
+    loop, params = LOOPS[name], WARMUP | {"warmup_max_lr": "auto"}
+    made = config(loop.config) | {
         "bf16": {"enabled": False},
         "gradient_clipping": loop.max_norm,
         "gradient_accumulation_steps": loop.accumulation,
         "scheduler": {"type": "WarmupDecayLR", "params": params},
     }
-    accelerator = _accelerator(made, loop.accumulation)
-    model = load()
+    for state in (AcceleratorState, GradientState):
+        state._reset_state()
+    PartialState(cpu=True)  # without a GPU accelerate finds other ranks only if told
+    plugin = DeepSpeedPlugin(hf_ds_config=made)
+    accelerator = Accelerator(
+        gradient_accumulation_steps=loop.accumulation, deepspeed_plugin=plugin
+    )
+    model = load(folder)
     optimizer = DummyOptim(model.parameters(), lr=loop.lr, weight_decay=0.0)
     scheduler = DummyScheduler(optimizer)
     loader = torch.utils.data.DataLoader(data()[:ROWS], batch_size=2)
@@ -64,14 +70,6 @@ def accelerated(loop: Loop, config: dict[str, Any], load) -> dict[str, Any]:
                 scheduler.step()
                 optimizer.zero_grad()
     return {"after": whole(model.module), "norms": norms, "rates": rates}
-
-
-def _accelerator(config: dict[str, Any], accumulation: int = 1) -> Accelerator:
-    for state in (AcceleratorState, GradientState):
-        state._reset_state()
-    PartialState(cpu=True)  # without a GPU accelerate finds other ranks only if told
-    plugin = DeepSpeedPlugin(hf_ds_config=config)
-    return Accelerator(gradient_accumulation_steps=accumulation, deepspeed_plugin=plugin)
 
 
 def micro_batches() -> Iterator[list[dict[str, torch.Tensor]]]:

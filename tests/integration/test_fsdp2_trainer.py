@@ -20,10 +20,10 @@ from ds_ext.optimizer import OPTIMIZERS
 from tests import worlds
 from tests.common.choose import params
 from tests.distributed.fully_shard_jobs import whole
-from tests.integration import trainer_runs
+from tests.integration import trainer_jobs
 from tests.integration.own_loops import EPOCHS, LOOPS, ROWS, WARMUP
 from tests.integration.test_trainer import build, check_loop, compare, of, reference, weights
-from tests.integration.trainer_runs import (
+from tests.integration.trainer_jobs import (
     BATCH,
     FREE,
     STEPS,
@@ -48,8 +48,6 @@ FSDP2 = {
 
 @dataclass(frozen=True)
 class Run(Job):
-    """A run of HF Trainer."""
-
     by: str = "transformers"  # who applies FSDP2, when it loads the model; "accelerate", "nobody"
     is_fused: bool = True
 
@@ -70,7 +68,6 @@ RUNS = {
 
 
 def pretend() -> None:
-    """Lets accelerate take CPU ranks for GPUs, which it applies FSDP to alone."""
     state = PartialState._shared_state
     assert state["distributed_type"] == DistributedType.MULTI_CPU
     state["distributed_type"] = DistributedType.MULTI_GPU
@@ -104,7 +101,6 @@ def trainer_of(folder: str, run: Run, vocab: int = EVEN, **more: Any) -> Sequent
 
 
 def train(folder: str, name: str) -> dict[str, Any]:
-    """Weights and log of a run."""
     run = RUNS[name]
     trainer = trainer_of(folder, run, run.vocab)
     trainer.train()
@@ -196,10 +192,9 @@ pytest.importorskip("transformers.distributed", reason="transformers 5 cuts mode
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with models, by the size of their vocabulary."""
     made = tmp_path_factory.mktemp("fsdp2")
     for vocab in (ODD, EVEN):
-        trainer_runs.model(vocab).save_pretrained(made / str(vocab))
+        trainer_jobs.model(vocab).save_pretrained(made / str(vocab))
     return str(made)
 
 

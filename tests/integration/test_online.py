@@ -19,7 +19,7 @@ from tests import worlds
 from tests.common import authors
 from tests.common.choose import params
 from tests.common.ranks import whole
-from tests.integration import trainer_runs
+from tests.integration import trainer_jobs
 from tests.integration.test_trainer import compare, of, split, weights
 from tests.integration.trainer_jobs import config, load
 
@@ -118,7 +118,6 @@ class Watch(TrainerCallback):
 
 
 def classes(kind: str) -> tuple[Any, Any]:
-    """The trainer of TRL's and its settings."""
     import trl  # where it is needed alone: it asks for Python 3.11
 
     if kind == "OnlineDPO":
@@ -132,7 +131,7 @@ def make(job: Job, folder: str, watch: Watch, ranks: int = 1, **more: Any) -> An
     is_dpo = job.trainer == "OnlineDPO"
     lengths = {"max_new_tokens": TOKENS, "max_length": 64}
     groups = {"max_completion_length": TOKENS, "num_generations": GROUP, "shuffle_dataset": False}
-    settings = trainer_runs.ARGUMENTS | {
+    settings = trainer_jobs.ARGUMENTS | {
         "output_dir": f"{folder}/out",
         "learning_rate": job.lr,
         "max_steps": STEPS,
@@ -159,14 +158,13 @@ def make(job: Job, folder: str, watch: Watch, ranks: int = 1, **more: Any) -> An
 
 @contextlib.contextmanager
 def drawn(kind: str, rank: int = 0, ranks: int = 1) -> Iterator[None]:
-    """Sampling by the rows of a rank."""
     with mock.patch.object(torch, "multinomial", Draws(rows_of(kind, rank, ranks))):
         yield
 
 
 def model(job: Job, folder: str) -> nn.Module:
     made = load(folder)
-    return trainer_runs.adapted(made) if job.lora else made
+    return trainer_jobs.adapted(made) if job.lora else made
 
 
 def train(folder: str, name: str) -> dict[str, Any]:
@@ -210,7 +208,7 @@ pytest.importorskip("trl", reason="TRL, which needs Python 3.11, is not installe
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("online")
-    trainer_runs.model().save_pretrained(made / "model")
+    trainer_jobs.model().save_pretrained(made / "model")
     return str(made)
 
 
@@ -224,7 +222,7 @@ def test_generation_between_steps_equals_one_process(folder, name):
     job = JOBS[name]
 
     def optimizer_of(model):
-        groups = split(model, trainer_runs.ARGUMENTS["weight_decay"])
+        groups = split(model, trainer_jobs.ARGUMENTS["weight_decay"])
         return authors.ordinary(job.optimizer, groups, {"lr": job.lr})
 
     trained, log = train_alone(folder, name, optimizer_of)

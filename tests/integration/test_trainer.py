@@ -18,9 +18,9 @@ from tests import worlds
 from tests.common import authors, by_role, hypers, updates
 from tests.common.choose import params
 from tests.common.plain import mean_step
-from tests.integration import own_loops, trainer_jobs, trainer_runs
+from tests.integration import own_loops, trainer_jobs
 from tests.integration.own_loops import LOOPS
-from tests.integration.trainer_runs import BATCH, JOBS, STEPS
+from tests.integration.trainer_jobs import BATCH, JOBS, STEPS
 
 LORA = [name for name, job in JOBS.items() if job.lora]
 OTHER = [name for name, job in JOBS.items() if job.refused or job.half or job.changes]
@@ -34,9 +34,8 @@ QUICK = ["lomo-both-nonreentrant", "lora-adalomo-stage3"]
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """A folder with the model; runs save theirs beside it."""
     made = tmp_path_factory.mktemp("trainer")
-    trainer_runs.model().save_pretrained(made / "model")
+    trainer_jobs.model().save_pretrained(made / "model")
     return str(made)
 
 
@@ -45,8 +44,8 @@ def result(folder, name):
 
 
 def build(lora=False, vocab=67):
-    model = trainer_runs.model(vocab)
-    return trainer_runs.adapted(model) if lora else model
+    model = trainer_jobs.model(vocab)
+    return trainer_jobs.adapted(model) if lora else model
 
 
 def weights(model):
@@ -54,7 +53,6 @@ def weights(model):
 
 
 def split(model, decay):
-    """Groups with and without weight decay of what is trained."""
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": decay}
     others = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
@@ -67,7 +65,7 @@ CONFIGURED = {"muon": {"adjust_lr_fn": "match_rms_adamw"}}  # by the shipped con
 @functools.cache  # runs that differ in accumulation, checkpointing or stage have the same reference
 def reference(config, max_norm, lora, streams=(), vocab=67):
     """The same training by HF Trainer in one process, of whole batches -> (weights, log)."""
-    job = trainer_runs.Job(config, {"max_grad_norm": max_norm})
+    job = trainer_jobs.Job(config, {"max_grad_norm": max_norm})
     model = build(lora, vocab)
     groups = split(model, job.all_arguments["weight_decay"])
     # The last name of a tied matrix, which is the head's.
@@ -76,12 +74,12 @@ def reference(config, max_norm, lora, streams=(), vocab=67):
     given = {"lr": job.all_arguments["learning_rate"]} | CONFIGURED.get(config, {})
     optimizer = optimizer_of(config, groups, given)
     with tempfile.TemporaryDirectory() as folder:
-        sequential = trainer_runs.Sequential(
+        sequential = trainer_jobs.Sequential(
             model=model,
             args=transformers.TrainingArguments(
                 output_dir=folder, per_device_train_batch_size=BATCH, **job.all_arguments
             ),
-            train_dataset=trainer_runs.data(),
+            train_dataset=trainer_jobs.data(),
             optimizers=(optimizer, None),
         )
         sequential.train()
@@ -107,15 +105,14 @@ ALONE["accumulated"] = {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}
 
 
 def alone(case, folder, model, *callbacks):
-    """HF Trainer in one process with AdaLomo."""
-    told = trainer_runs.ARGUMENTS | ALONE[case]
+    told = trainer_jobs.ARGUMENTS | ALONE[case]
     rows = BATCH // told.get("gradient_accumulation_steps", 1)
-    return trainer_runs.Sequential(
+    return trainer_jobs.Sequential(
         model=model,
         args=transformers.TrainingArguments(
             output_dir=folder, per_device_train_batch_size=rows, **told
         ),
-        train_dataset=trainer_runs.data(),
+        train_dataset=trainer_jobs.data(),
         optimizer_cls_and_kwargs=(ds_ext.AdaLomo, {"lr": told["learning_rate"]}),
         callbacks=list(callbacks),
     )
@@ -192,7 +189,7 @@ def test_lora_changes_the_adapters_alone_and_they_load(folder, name):
     changed = {n for n in before if not torch.equal(got["after"][n], before[n])}
     assert changed == {n for n in before if "lora_" in n}
     assert got["state"] == len(changed)
-    loaded = peft.PeftModel.from_pretrained(trainer_runs.model(), f"{folder}/{name}")
+    loaded = peft.PeftModel.from_pretrained(trainer_jobs.model(), f"{folder}/{name}")
     assert all(torch.equal(p, got["after"][n]) for n, p in loaded.named_parameters())
 
 
@@ -275,7 +272,7 @@ def check_loop(got, loop):
 @pytest.mark.parametrize("name", params(LOOPS, ["lomo-both"]))
 def test_accelerate_loop_equals_one_process(folder, name):
     loop = LOOPS[name]
-    norms = check_loop(worlds.once(2, trainer_jobs.accelerate, folder, name)[0], loop)
+    norms = check_loop(worlds.once(2, own_loops.accelerate, folder, name)[0], loop)
     assert min(norms) > 1.2 * loop.max_norm
 
 
