@@ -199,7 +199,6 @@ def reference(run: Run, streams: dict[str, int]) -> tuple[engines.Alone, torch.T
 
 
 def refusals() -> None:
-    """What is not supported is refused."""
     sequences.initialize_sequence_parallel(2)
     experts = {"patterns": [r".*experts\..*weight$"], "partition_type": "column"}
     plan = {"use_default_specs": False, "layer_specs": [experts]}

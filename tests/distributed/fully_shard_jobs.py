@@ -56,7 +56,6 @@ def full(x: Tensor) -> Tensor:
 
 
 def local(model: nn.Module) -> Tensor:
-    """A copy of what this rank holds of the weights, flat."""
     return torch.cat([p.to_local().detach().flatten() for p in model.parameters()])
 
 
@@ -180,7 +179,6 @@ def numbers(
 
 
 def failing(rule: str) -> None:
-    """``failing_one_by_one`` for the optimizer's state dicts."""
     model = shard(zoo())
     optimizer = OPTIMIZERS[rule].for_model(model)
     ds_ext.fuse_into_backward(model, optimizer, bucket_size=300)

@@ -74,7 +74,6 @@ def trained(
 def optimizer(
     run: Run, named: Mapping[str, Tensor], linear: str, streams: Mapping[str, int]
 ) -> torch.optim.Optimizer:
-    """The authors' optimizer of a run; see ``by_role.optimizer``."""
     optimizer_of = authors.ordinary
     if run.json:
         optimizer_of = by_role.optimizer({p: n for n, p in named.items()}, linear, streams)

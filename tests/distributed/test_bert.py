@@ -57,7 +57,6 @@ def alone(name: str, rule: str) -> engines.Alone:
 
 
 def sharded(name: str, rule: str, stage: int) -> dict[str, torch.Tensor]:
-    """Weights after the same training on these ranks."""
     model = make(name)
     optimizer = by_role.made(rule, model, HYPERS[rule])
     engine = engines.start(model, optimizer, stage, zero={"reduce_bucket_size": 700})

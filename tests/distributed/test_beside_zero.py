@@ -25,7 +25,6 @@ from tests.distributed.training_jobs import Training
 
 
 def partly_frozen() -> models.Zoo:
-    """A model whose first parameter of those that stay gathered is frozen."""
     model = models.make(dropout=0.3)
     model.up.bias.requires_grad_(False)
     return model

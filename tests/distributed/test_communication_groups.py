@@ -93,7 +93,6 @@ def on_streams() -> None:
 
 
 def seconds(group: Any) -> float:
-    """How long a group waits."""
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 

@@ -19,7 +19,6 @@ from tests.distributed.resume_jobs import BITS, STAGES, model_of, same, start, s
 
 @in_shared_folder
 def tools(way: str, stage: int, name: str) -> None:
-    """DeepSpeed's own tools and options read a checkpoint of ours."""
     hypers, more = BITS[way]
     gather = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
     engine = start("came", stage, 7, hypers, **more, zero_optimization=gather)
@@ -49,7 +48,6 @@ def tools(way: str, stage: int, name: str) -> None:
 
 
 def adamw(folder: str, stage: int, dtype: str) -> dict[str, torch.Tensor]:
-    """DeepSpeed's own AdamW saves."""
     model = model_of("flat")  # AdamW's clipping fails on scalars
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     engine = engines.start(model, optimizer, stage, bf16={"enabled": dtype == "bf16"})

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import ds_ext
 from tests import worlds
-from tests.common import engines
+from tests.common import engines, models
 from tests.common.choose import params
 from tests.common.ranks import REFUSALS, in_shared_folder, logged, shared_folder, whole
 from tests.common.states import same
@@ -148,6 +148,29 @@ def _rms(before, after, ndim: int) -> tuple[float, float]:
     return tuple(float(x.double().square().mean().sqrt()) for x in (moved, weight))
 
 
+WARMUP = {"warmup_min_lr": 0.1, "warmup_max_lr": 0.5, "warmup_num_steps": 4}
+SCHEDULER = {"type": "WarmupLR", "params": WARMUP | {"warmup_type": "linear"}}
+
+
+def counted(stage: int, policy: str, accumulation: int) -> list[tuple[Any, ...]]:
+    """Trains by losses of several forward passes, by LOMO; by torch's SGD if ``policy`` is "".
+
+    Returns whether each micro-batch ends a step, the rate, and DeepSpeed's counts after it.
+    """
+    model, told = models.layers(5, 8, 3), []
+    kind = ds_ext.LOMO if policy else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=0.5)
+    more = {"gradient_accumulation_steps": accumulation, "scheduler": SCHEDULER}
+    engine = engines.start(model, optimizer, stage, policy, **more)
+    for number in range(3 * accumulation):
+        x = engines.rows(number, dist.get_rank(), 4, 5)
+        engine.backward((engine(x[:2]) - engine(x[2:])).square().sum() + engine(x[1:3]).sum())
+        is_boundary, lr = engine.is_gradient_accumulation_boundary(), engine.get_lr()[0]
+        engine.step()
+        told.append((is_boundary, lr, engine.micro_steps, engine.global_steps))
+    return told
+
+
 @pytest.mark.parametrize("stage", params([0, 1, 2, 3], [1, 3]))
 @pytest.mark.parametrize("job", [works, refused])
 def test_each_call_does_what_deepspeed_says_or_tells_what_to_use(job, stage):
@@ -179,3 +202,9 @@ def test_metrics_tell_what_the_step_did(ranks, stage):
         told = [told[name.replace("_0", "/0")] for told in got["told"]]
         assert [float(value) for _, value in rows] == pytest.approx(told)
         assert [int(samples) for samples, _ in rows] == [4 * ranks * n for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("stage, accumulation", [(0, 2), (1, 2), (2, 4), (3, 2)])
+def test_steps_and_schedules_of_several_forward_passes_are_deepspeeds(stage, accumulation):
+    ours, theirs = (worlds.run(2, counted, stage, how, accumulation)[0] for how in ("sharded", ""))
+    assert ours == theirs and len({lr for _, lr, _, _ in ours}) > 1

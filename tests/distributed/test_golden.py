@@ -25,7 +25,6 @@ def error(losses: list[str], record: list[str]) -> float:
 
 
 def moved(machine: str, curves: golden.Curves, rule: str) -> list[str]:
-    """The curves of a machine that differ from the record of a rule."""
     where, record = golden.recorded(rule)
     if where == machine:
         return [name for name, losses in curves.items() if losses != record[name]]

@@ -32,7 +32,6 @@ def network():
 
 
 def alive():
-    """Bytes of all tensors that are not frozen, and of their gradients."""
     gc.collect()
     found = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
     return held([*found, *(t.grad for t in found if t.is_leaf and t.grad is not None)])

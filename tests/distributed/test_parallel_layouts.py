@@ -1,23 +1,363 @@
-"""Odd states, second forward passes, others' parameters and edited groups beside each layout."""
+"""Odd states, second forward passes, others' parameters and edited groups beside each layout.
 
+Tensor parallelism, sequence parallelism, experts that ranks share out, and offload, each beside
+torch's AdamW on the same model in one process.
+"""
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import deepspeed
 import pytest
+import torch
+from deepspeed.utils import groups
+from torch import Tensor, nn
 
 from tests import worlds
+from tests.common import engines, updates
 from tests.common.choose import params
-from tests.distributed import parallel_layouts_jobs
+from tests.common.ranks import REFUSALS, shared_folder, whole
+from tests.common.states import same, tensors
+from tests.distributed import (
+    expert_parallel_jobs,
+    offload_jobs,
+    pipelines_jobs,
+    tensor_parallel_jobs,
+    ulysses_jobs,
+)
+
+HYPERS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0}
+Engine = Callable[[dict[str, Any]], deepspeed.DeepSpeedEngine]  # of a config
+
+
+@dataclass(frozen=True)
+class Special:
+    """A way to lay out a model on two ranks, and the same model in one process."""
+
+    engine: Engine
+    elsewhere: Engine  # on other ranks
+    loss: engines.Loss
+    alone: Callable[[], nn.Module]
+    loss_alone: engines.Loss
+    world: int  # ranks whose ``loss_alone`` is averaged
+    weights: Callable[[deepspeed.DeepSpeedEngine], dict[str, Tensor]]
+    second: str = r"qkv|down"  # the names of the parameters of the second group
+    taken_out: str = "out.weight"  # the name of a parameter of the first group
+    later: str = "down.weight"  # the name of one of the second
+
+
+def _tensor_parallel() -> Special:
+    jobs = tensor_parallel_jobs
+    make = functools.partial(jobs.make, "fused")
+
+    def engine(config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
+        return initialized(make(), jobs.FUSED | config)
+
+    def loss(model: Any, number: int, rank: int) -> Tensor:
+        return tensor_parallel_jobs.loss_of(model, "fused", number, 0)
+
+    return Special(
+        engine, engine, loss, make, loss, 1, lambda e: tensor_parallel_jobs.weights(e)[0]
+    )
+
+
+def _sequences() -> Special:
+    half, make = ulysses_jobs.LENGTH // 2, ulysses_jobs.make
+
+    def loss(model: Any, number: int, rank: int) -> Tensor:
+        return ulysses_jobs.loss_of(model, number, 0, slice(half * rank, half * (rank + 1)))
+
+    def loss_alone(model: Any, number: int, rank: int) -> Tensor:
+        return ulysses_jobs.loss_of(model, number, 0, slice(None))
+
+    def elsewhere(config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
+        return initialized(make(), config)
+
+    spread = ulysses_jobs.initialized
+    return Special(spread, elsewhere, loss, make, loss_alone, 1, lambda e: whole(e.module))
+
+
+def _experts() -> Special:
+    @torch.no_grad()
+    def filled(model: nn.Module, params: dict[str, nn.Parameter]) -> nn.Module:
+        for name, p in params.items():
+            p.copy_(expert_parallel_jobs.values()[name])
+        return model
+
+    def engine(size: int, config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
+        model = expert_parallel_jobs.Whole(size)
+        groups._create_expert_and_data_parallel(size)
+        return initialized(filled(model, expert_parallel_jobs.named(model)), config)
+
+    def alone() -> nn.Module:
+        model = expert_parallel_jobs.Whole()
+        return filled(model, dict(model.named_parameters()))
+
+    def loss(model: Any, number: int, rank: int) -> Tensor:
+        return expert_parallel_jobs.loss_of(model, number + 1, rank)
+
+    def weights(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
+        named = expert_parallel_jobs.named(engine.module)
+        return {name: p.detach().clone() for name, p in named.items()}
+
+    spread, together = (functools.partial(engine, size) for size in (2, 1))
+    return Special(spread, together, loss, alone, loss, 2, weights, r"up|down", "wide.weight")
+
+
+def _offloaded() -> Special:
+    def alone() -> nn.Module:
+        torch.manual_seed(5)
+        return offload_jobs.Tower()
+
+    def engine(config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
+        zero = config["zero_optimization"]
+        zero |= {"stage3_param_persistence_threshold": 45, **offload_jobs.STATE}
+        zero |= offload_jobs.PARAM if zero["stage"] == 3 else {}
+        return initialized(alone(), config)
+
+    def loss(model: Any, number: int, rank: int) -> Tensor:
+        return model(engines.rows(number, rank, 3, 12).to(next(model.parameters()).device))
+
+    names = "second", "first.weight", "second.weight"
+    return Special(engine, engine, loss, alone, loss, 2, offload_jobs.weights, *names)
+
+
+LAYOUTS: dict[str, Callable[[], Special]] = {
+    "tensor parallelism": _tensor_parallel,
+    "sequences": _sequences,
+    "experts": _experts,
+    "offload": _offloaded,
+}
+
+
+def initialized(model: nn.Module, config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+@contextlib.contextmanager
+def laid_out(layout: str) -> Iterator[Special]:
+    """A layout; what is offloaded lies on a pretended device otherwise."""
+    around = offload_jobs.place(True) if layout == "offload" else contextlib.nullcontext()
+    with around:
+        yield LAYOUTS[layout]()
+
+
+def config(special: Special, stage: int, rule: str = "adamw", **more: Any) -> dict[str, Any]:
+    """The config of an engine with two groups of parameters."""
+    hypers = HYPERS if rule == "adamw" else {"lr": 1e-3}
+    params = hypers | {"param_groups": [{"match": special.second, "lr": hypers["lr"]}]}
+    optimizer = {"type": f"ds_ext.{rule}", "params": params}
+    return engines.config(stage, optimizer=optimizer, zero={"reduce_bucket_size": 1500}, **more)
+
+
+def torchs(model: nn.Module, second: str) -> torch.optim.Optimizer:
+    """torch's AdamW of the same two groups."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    first = [p for n, p in named if not re.search(second, n)]
+    other = {"params": [p for n, p in named if re.search(second, n)], "name": second}
+    return torch.optim.AdamW([{"params": first}, other], **HYPERS)
+
+
+def error(after: dict[str, Tensor], alone: engines.Alone) -> float:
+    """‖difference‖ / ‖update‖ of what this rank holds."""
+    expected = {n: p for n, p in alone.after.items() if n in after}
+    return updates.error({n: p.cpu() for n, p in after.items()}, expected, alone.before)
+
+
+def projected(layout: str, stage: int) -> float:
+    """Gradients of GaLore-AdamW kept projected, against kept whole -> the error."""
+    with laid_out(layout) as special:
+        found = []
+        for policy in ("sharded", "projected"):
+            how = config(special, stage, "galoreadamw", ds_ext={"gradient_policy": policy})
+            engine = special.engine(how)
+            before = special.weights(engine)
+            engines.train(engine, special.loss, 3)
+            found.append(special.weights(engine))
+        return updates.error(found[1], found[0], before)
+
+
+def edited(layout: str, stage: int, passes: int, max_norm: float) -> dict[str, Any]:
+    """Edits of param groups between steps, as torch follows them.
+
+    A loss is of two forward passes, and of a trained factor that is not the engine's.
+    """
+    with laid_out(layout) as special:
+        more = {"gradient_accumulation_steps": passes, "gradient_clipping": max_norm}
+        engine = special.engine(config(special, stage, **more))
+        factor = nn.Parameter(torch.tensor(1.5, device=engine.device))
+        wanted: list[Tensor] = []  # the factor's next gradient
+        off, seen = [], []
+
+        def twice(loss: engines.Loss, model: Any, number: int, rank: int) -> Tensor:
+            return loss(model, 2 * number, rank) + 0.5 * loss(model, 2 * number + 1, rank)
+
+        def look() -> None:
+            if wanted:
+                off.append(float((factor.grad - wanted[0]).abs() / wanted[0]))
+            factor.grad = None
+
+        def loss_of(model: Any, *of: int) -> Tensor:
+            look()
+            loss = twice(special.loss, model, *of)
+            wanted[:] = [loss.detach() / passes]
+            return loss * factor
+
+        def noted(model: Any, optimizer: Any, step: int) -> None:
+            seen.append(special.weights(engine))
+            edit(special, model, optimizer, step)
+
+        engines.train(engine, loss_of, STEPS, passes, noted)
+        look()
+        seen.append(special.weights(engine))
+        alone = alone_by_torch(
+            special, lambda *of: 1.5 * twice(special.loss_alone, *of), max_norm, passes
+        )
+        names = special.taken_out, special.later
+        stayed = [[torch.equal(a[n], b[n]) for n in names] for a, b in pairwise(seen)]
+        return {"error": error(seen[-1], alone), "off": max(off), "stayed": stayed}
+
+
+def alone_by_torch(
+    special: Special, loss: engines.Loss, *how: Any, start: dict[str, Tensor] | None = None
+) -> engines.Alone:
+    """The same edits and steps of torch's AdamW in one process, from the weights ``start``."""
+    model = special.alone()
+    model.load_state_dict(start or {}, strict=False)
+    optimizer = torchs(model, special.second)
+    edits = functools.partial(edit, special)
+    return engines.alone(model, optimizer, loss, STEPS, special.world, *how, edit=edits)
+
+
+def slow_down(optimizer: Any, param: Tensor | None, second: str) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def replace_group(optimizer: Any, param: Tensor | None, second: str) -> None:
+    groups = optimizer.param_groups
+    groups[:] = [{**g, "lr": 3 * g["lr"]} if g.get("name") == second else g for g in groups]
+
+
+def take_out(optimizer: Any, param: Tensor | None, second: str) -> None:
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p is not param]
+
+
+def add_group(optimizer: Any, param: Tensor | None, second: str) -> None:
+    if param is not None:
+        param.grad = None  # what came while it was in no group: torch would add to it
+    optimizer.add_param_group({"params": [] if param is None else [param], "lr": 0.02})
+
+
+def remove_group(optimizer: Any, param: Tensor | None, second: str) -> None:
+    groups = optimizer.param_groups
+    groups[:] = [group for group in groups if group.get("name") != second]
+
+
+EDITS = [slow_down, replace_group, take_out, add_group, remove_group]
+STEPS = len(EDITS) + 1
+
+
+def edit(special: Special, model: nn.Module, optimizer: Any, step: int) -> None:
+    """The edit before a step, if there is one."""
+    if step:
+        param = dict(model.named_parameters()).get(special.taken_out)
+        EDITS[step - 1](optimizer, param, special.second)
+
+
+def saved(layout: str, stage: int, folder: str) -> None:
+    """Two steps, and a checkpoint with states cast to fp64; a state resized is not saved."""
+    with laid_out(layout) as special:
+        engine = special.engine(config(special, stage))
+        engines.train(engine, special.loss, 2)
+        kept = [state for state in engine.optimizer.state.values() if state]
+        for state in kept[::2]:
+            state |= {k: x.double() for k, x in state.items() if isinstance(x, Tensor)}
+        engine.save_checkpoint(folder, tag="double")
+        kept[0]["v"] = torch.cat([kept[0]["v"], kept[0]["v"]])
+        with pytest.raises(REFUSALS, match="replaced by a tensor of another size"):
+            engine.save_checkpoint(folder, tag="resized")
+
+
+def loaded(layout: str, stage: int, folder: str) -> None:
+    """Goes on from it on these ranks, after an engine of another optimizer has refused it."""
+    with laid_out(layout) as special:
+        world = special.world
+
+        def loss(model: Any, number: int, _: int = 0) -> Tensor:
+            return sum(special.loss_alone(model, number, rank) for rank in range(world)) / world
+
+        model = special.alone()
+        optimizer = torchs(model, special.second)
+        engines.alone(model, optimizer, loss, 2, 1)
+        alone = engines.alone(model, optimizer, lambda m, n, _: loss(m, n + 2), 2, 1)
+        other = special.elsewhere(config(special, stage, "came"))
+        before = special.weights(other)
+        with pytest.raises(REFUSALS, match="saved with AdamW, but the optimizer is CAME"):
+            other.load_checkpoint(folder, tag="double")
+        assert same(before, special.weights(other))
+        assert not any(other.optimizer.state.values())
+        other.destroy()
+        engine = special.elsewhere(config(special, stage))
+        engine.load_checkpoint(folder, tag="double")
+        for state in engine.optimizer.state.values():
+            assert all(x.dtype == torch.float32 for x in tensors(state))
+        engines.train(engine, loss, range(2, 4))
+        assert error(special.weights(engine), alone) <= 1e-5
+
+
+def _none(*_: Any) -> Any:
+    """A pipeline has no losses of its own to be run backward."""
+    raise NotImplementedError
+
+
+def _loss_of_rows(model: nn.Module, number: int, rank: int) -> Tensor:
+    return model(pipelines_jobs.rows(number))
+
+
+_NAMES = "^(1|4)[.]", "3.weight", "1.weight"
+_COPIED = pipelines_jobs.copied
+PIPELINE = Special(_none, _none, _none, pipelines_jobs.Chain, _loss_of_rows, 1, _COPIED, *_NAMES)
+
+
+def piped(zero: int) -> dict[str, Any]:
+    """The same edits under a pipeline of two stages, and a checkpoint after one more of them."""
+    params = HYPERS | {"param_groups": [{"match": PIPELINE.second, "lr": HYPERS["lr"]}]}
+    engine = pipelines_jobs.start(pipelines_jobs.Run("adamw", params, zero=zero))
+    before = pipelines_jobs.copied(engine)
+    for step in range(STEPS):
+        edit(PIPELINE, engine.module, engine.optimizer, step)
+        engine.train_batch(pipelines_jobs.batches(engine, step))
+    after, twice = pipelines_jobs.copied(engine), []
+    edit(PIPELINE, engine.module, engine.optimizer, EDITS.index(take_out) + 1)
+    with shared_folder() as folder:
+        engine.save_checkpoint(folder)
+        for _ in range(2):
+            engine.train_batch(pipelines_jobs.batches(engine, STEPS))
+            twice.append(pipelines_jobs.copied(engine))
+            engine.load_checkpoint(folder)
+    assert same(*twice)
+    return {"before": before, "after": after}
+
 
 STAGES = {"tensor parallelism": (0, 3), "sequences": (1, 3), "experts": (1, 2), "offload": (2, 3)}
-LAYOUTS = [(layout, stage) for layout, stages in STAGES.items() for stage in stages]
+CASES = [(layout, stage) for layout, stages in STAGES.items() for stage in stages]
 QUICK = [("tensor parallelism", 0), ("sequences", 3), ("experts", 1), ("offload", 3)]
 
 
-@pytest.mark.parametrize("layout, stage", params(LAYOUTS, QUICK[:3]))
+@pytest.mark.parametrize("layout, stage", params(CASES, QUICK[:3]))
 def test_one_projected_gradient_is_as_good_as_a_whole_one(layout, stage):
-    for error in worlds.run(2, parallel_layouts_jobs.projected, layout, stage):
+    for error in worlds.run(2, projected, layout, stage):
         assert error <= 1e-5
 
 
-EDITED = [(*at, *how) for at in LAYOUTS for how in ((1, 0.0), (1, 0.05), (2, 0.05))]
+EDITED = [(*at, *how) for at in CASES for how in ((1, 0.0), (1, 0.05), (2, 0.05))]
 
 
 @pytest.mark.parametrize(
@@ -25,27 +365,25 @@ EDITED = [(*at, *how) for at in LAYOUTS for how in ((1, 0.0), (1, 0.05), (2, 0.0
     params(EDITED, [("experts", 1, 1, 0.05), ("sequences", 3, 2, 0.05), ("offload", 3, 1, 0.05)]),
 )
 def test_edits_of_groups_are_followed_by_any_loss(layout, stage, passes, max_norm):
-    job = parallel_layouts_jobs.edited
-    for got in worlds.run(2, job, layout, stage, passes, max_norm):
+    for got in worlds.run(2, edited, layout, stage, passes, max_norm):
         assert got["error"] <= 1e-5 and got["off"] <= 1e-6
         out, later = zip(*got["stayed"], strict=True)
         assert out == (False, False, False, True, False, False)  # while it was in no group
         assert later == (False, False, False, False, False, True)  # after its group was removed
 
 
-@pytest.mark.parametrize("layout, stage", params(LAYOUTS, QUICK[3:]))
+@pytest.mark.parametrize("layout, stage", params(CASES, QUICK[3:]))
 def test_states_of_another_dtype_are_loaded_by_other_numbers_of_ranks(layout, stage, tmp_path):
-    worlds.run(2, parallel_layouts_jobs.saved, layout, stage, str(tmp_path))
+    worlds.run(2, saved, layout, stage, str(tmp_path))
     assert not (tmp_path / "resized").exists()
     for world in (2, 4) if layout == "tensor parallelism" else (1, 3):
-        worlds.run(world, parallel_layouts_jobs.loaded, layout, stage, str(tmp_path))
+        worlds.run(world, loaded, layout, stage, str(tmp_path))
 
 
 @pytest.mark.parametrize("world, zero", params([(2, 0), (2, 1), (4, 1)], [(2, 1)]))
 def test_edits_of_groups_are_followed_by_a_pipeline_and_saved(world, zero):
-    ranks = worlds.run(world, parallel_layouts_jobs.piped, zero)
+    ranks = worlds.run(world, piped, zero)
     before = {n: p for rank in ranks for n, p in rank["before"].items()}
-    special = parallel_layouts_jobs.PIPELINE
-    alone = parallel_layouts_jobs.alone_by_torch(special, special.loss_alone, start=before)
+    alone = alone_by_torch(PIPELINE, PIPELINE.loss_alone, start=before)
     for rank in ranks:
-        assert parallel_layouts_jobs.error(rank["after"], alone) <= 1e-5
+        assert error(rank["after"], alone) <= 1e-5

@@ -1,13 +1,21 @@
-"""Runs that are gone on from: on the same ranks bit for bit, elsewhere as if nothing had been."""
+"""Runs that are gone on from: on the same ranks bit for bit, elsewhere as if nothing had been.
+
+Also from checkpoints of earlier versions, at other stages and on other ranks.
+"""
+
+import tarfile
 
 import pytest
+import torch
 
+from ds_ext.rules import REGISTRY
 from tests import worlds
-from tests.common.choose import params
+from tests.common.choose import params, spread
 from tests.common.hypers import CLOSE
 from tests.common.updates import error
 from tests.distributed import resume_jobs
 from tests.distributed.resume_jobs import IN_BITS, KINDS, STAGES, TRAINERS, same
+from tests.tools import old_checkpoints
 
 EXACT = 1e-6  # of the update of the whole model
 ALL = [(kind, stage) for kind in KINDS for stage in STAGES]
@@ -119,3 +127,54 @@ def test_hf_trainer_resumes_unchanged(folder, name):
     off = error(one["second"], two[0]["first"], two[0]["before"])  # of twice the batch
     # Small steps: next to the weights' own resolution in fp32, 1e-6 of such an update.
     assert off <= 2 * EXACT
+
+
+# Checkpoints of earlier versions.
+
+VERSIONS = sorted(path.name.removesuffix(".tar.xz") for path in old_checkpoints.FOLDER.iterdir())
+# Ranks, and the stages at which what was saved on two ranks is loaded.
+TARGETS = [(2, {"zero3": 1, "zero0": 3}), (1, {"zero3": 2, "zero0": 1})]
+# Relative to the update; in bf16 a weight between two values may be rounded to the other one.
+CLOSE_TO_OLD = {"zero3": 1e-5, "plain": 1e-5, "zero0": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory):
+    base = tmp_path_factory.mktemp("old")
+    for version in VERSIONS:
+        with tarfile.open(old_checkpoints.FOLDER / f"{version}.tar.xz") as file:
+            file.extractall(base / version, filter="data")
+    return lambda version: base / version
+
+
+def compare(path, found):
+    for (rule, kind), (loaded, after) in found.items():
+        record = torch.load(path / rule / f"{kind}.weights.pt")
+        assert all(torch.equal(loaded[name], w) for name, w in record["saved"].items()), rule
+        is_half = record["saved"]["matrix"].dtype != torch.float32
+        limit = CLOSE_TO_OLD["zero0" if is_half else kind]
+        assert error(after, record["after"], record["saved"]) <= limit, (rule, kind)
+
+
+OLD = [(version, *target) for version in VERSIONS for target in TARGETS]
+
+
+@pytest.mark.parametrize("version, ranks, stages", params(OLD, [*spread(VERSIONS, TARGETS)]))
+def test_engines_load_checkpoints_of_earlier_versions(archive, version, ranks, stages):
+    first, *others = worlds.run(ranks, old_checkpoints.load_on_ranks, str(archive(version)), stages)
+    assert len(first) == len(list(archive(version).glob("*/zero?.weights.pt")))
+    for found in (first, *others):
+        compare(archive(version), found)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_plain_pytorch_loads_checkpoints_of_earlier_versions(archive, version):
+    compare(archive(version), old_checkpoints.load_plain(str(archive(version))))
+
+
+def test_every_optimizer_and_state_is_in_an_archive(archive):
+    assert "0.1.0" in VERSIONS
+    assert {path.name for version in VERSIONS for path in archive(version).iterdir()} == {
+        *REGISTRY,
+        *old_checkpoints.STATES,
+    }

@@ -190,7 +190,6 @@ def failing_one_by_one(actions: dict[str, Callable[[], Any]], least: int) -> Non
 
 
 def failing_engine(folder: str, stage: int) -> None:
-    """``failing_one_by_one`` for the saves and loads of an engine."""
     engine = engine_of(stage, Quantized(seed=1))
     save = functools.partial(engine.save_checkpoint, folder, client_state={"a": 1})
     load = functools.partial(engine.load_checkpoint, folder)

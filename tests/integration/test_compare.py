@@ -15,7 +15,6 @@ from tests.integration.test_examples import EXAMPLES
 
 @pytest.fixture
 def turns(monkeypatch):
-    """examples/turns.py."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     yield __import__("turns")
     del sys.modules["turns"]

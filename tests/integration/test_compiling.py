@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from tests.unit.test_kernels import SETTINGS
 
 pytestmark = needs.nvidia
 OLDEST = Path(sys.prefix) / "oldest" / "triton_alone"
+TTSEM = Path(sys.prefix) / "ir"  # which executes compiled IR: see tests/tools/ir.py
 MODES = {torch.float32: ("nearest",)}
 MODES |= {torch.bfloat16: ("stochastic", "nearest", "master", "master24")}
 MODES |= {torch.float16: ("stochastic", "nearest", "master", "master24")}
@@ -62,7 +64,6 @@ def asked_for(monkeypatch) -> list:
 
 
 def pairs_of(one):
-    """What a pass shows: each constant's value, and some two together."""
     named = {key: repr(x) for key, x in one.fields.items() if key != "name"}
     pairs = [(key, key) for key in named] + [("FORM", "ALIGNED"), ("WD", "STORAGE")]
     return [(one.name, a, named.get(a), named.get(b)) for a, b in pairs]
@@ -187,3 +188,18 @@ def test_8_bit_moments_take_few_instructions(name, most, tmp_path):
     assert row["scalars"] <= 20  # the noise is loaded in vectors
     # two divisions of addresses
     assert row["calls"] <= 2 and size <= 1.25 * most * 32, (row, size)
+
+
+STEPS = "tests/unit/test_kernels.py::test_a_step_is_that_of_the_ops"
+NUMBERS = "tests/unit/test_native.py::test_every_number_is_written_as_the_ops_write_it"
+CASES = (f"{STEPS}[lomo-3-fp32-nearest]", f"{STEPS}[lomo-2-fp16-nearest]")
+CASES += (f"{NUMBERS}[dtype9-stochastic-kernels-5]",)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TTSEM.is_dir(), reason="ttsem is installed by `make test-all`")
+def test_executed_ir_of_kernels_has_the_results_of_the_ops():
+    told = compiling(None, "-m", "pytest", "-q", "-p", "tests.tools.ir", *CASES, path=TTSEM)
+    counted = re.search(r"(\d+) launches executed.* (\d+) of them not", told)
+    launches, unchecked = map(int, counted.groups())
+    assert launches >= len(CASES) and unchecked == 0

@@ -66,7 +66,6 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The folder of the tiny model, made once."""
     folder = tmp_path_factory.mktemp("examples") / "tiny-llama"
     sys.path.insert(0, str(EXAMPLES))
     runpy.run_path(str(EXAMPLES / "tiny.py"))["make"](folder)

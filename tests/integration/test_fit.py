@@ -31,7 +31,6 @@ def folder(tmp_path):
 
 @pytest.fixture
 def fit(folder, tmp_path, capsys, monkeypatch):
-    """Runs ``plan --fit`` -> the rows of its table, and the config."""
     monkeypatch.setattr(options, "gpu_bucket_size", lambda *_: BUCKET)  # whatever --memory is
     monkeypatch.setattr("ds_ext.planner.fit.BUCKET_SIZE", SMALL)
     monkeypatch.setattr("ds_ext.forward.chunked_loss.CHUNK_LOGITS", 2**22)
@@ -48,7 +47,6 @@ def fit(folder, tmp_path, capsys, monkeypatch):
 
 @pytest.fixture
 def total(folder, tmp_path, capsys):
-    """The MiB that ``plan --config`` computes of a config."""
 
     def run(config, seq=256, ranks=1):
         path = tmp_path / "again.json"

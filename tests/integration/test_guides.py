@@ -1,13 +1,20 @@
 """docs/guides: the code and the commands of a guide run on two CPU ranks, and the model learns."""
 
 import ast
+import contextlib
 import json
 import re
 import shlex
+from typing import Any
 
+import deepspeed
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from ds_ext.commands import config
+from tests import worlds
 from tests.common import apart
 from tests.worlds import ROOT, free_port
 
@@ -53,6 +60,31 @@ def falls(script, command, folder):
         assert len(losses) >= 32 and sum(losses[-4:]) < 0.9 * sum(losses[:4])
 
 
+STEPS = 3
+
+
+def train_recipe(config: dict[str, Any], calls: str) -> list[float]:
+    """The losses of some steps on one batch, with the section's ``calls`` between them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(8, 16, generator=generator).bfloat16()
+    losses = []
+    for _ in range(STEPS):
+        for _ in range(engine.gradient_accumulation_steps()):
+            loss = (engine(x).float() - x).square().mean()
+            engine.backward(loss)
+            engine.step()
+        losses.append(float(loss))
+        if "offload_states" in calls:
+            engine.offload_states()
+            engine.reload_states()
+    with engine.optimizer.ema() if "ema()" in calls else contextlib.nullcontext():
+        losses.append(float((engine(x).float() - x).square().mean()))
+    return losses
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_accelerate(launcher, tmp_path):
@@ -70,3 +102,16 @@ def test_hf_trainer(tmp_path):
     batch = "args.per_device_train_batch_size = 2"
     script = "\n".join([arguments, MODEL, batch, run, END])
     falls(script, "torchrun --nproc_per_node 2 script.py", tmp_path)
+
+
+PAGE = ROOT / "docs/guides/recipes.md"
+SECTIONS = dict(re.findall(r"(?ms)^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE.read_text()))
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_config_of_the_recipes_trains(section):
+    (config,) = re.findall(r"(?ms)^```json\n(.*?)^```$", SECTIONS[section])
+    calls = "".join(re.findall(r"(?ms)^```python\n(.*?)^```$", SECTIONS[section]))
+    for losses in worlds.run(2, train_recipe, json.loads(config), calls):
+        assert all(a != b for a, b in zip(losses, losses[1:], strict=False)), losses
+        assert losses[2] < losses[0]

@@ -26,7 +26,6 @@ def folder(tmp_path):
 
 
 def make(folder, *args):
-    """What make prints, and what it gave pip to install torch from."""
     given = {"MAKEFLAGS", "TORCH", "TORCH_INDEX", "NVIDIA"}  # what this run's own make was told
     done = subprocess.run(
         ["make", ".venv/.base", *args],

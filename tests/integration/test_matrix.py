@@ -142,7 +142,6 @@ def test_accuracy_is_what_greedy_decoding_gives():
 
 
 def _answer_losses(model, row):
-    """The loss of each token of a row's answer, [n]."""
     with torch.no_grad():
         logits = model(torch.tensor([row.ids])).logits[0]
     return F.cross_entropy(
@@ -175,7 +174,6 @@ STEPS, LR = 5, 1e-2
 
 
 def data():
-    """Batches to train on, and what is held out."""
     rows = texts.rows("sounds", "train", Letters(), 120)
     return texts.batches(rows, 2, STEPS, 0), texts.held_out(rows[:8])
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 
 def read(page: Path, name: str) -> str:
-    """Returns the text of a block."""
     return _find(page.read_text(), name)[2]
 
 
@@ -19,13 +18,11 @@ def rows(page: Path, name: str) -> list[list[str]]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table in Markdown."""
     first, *others = (f"| {' | '.join(line)} |" for line in (head, *rows))
     return "\n".join([first, f"|{'---|' * len(head)}", *others])
 
 
 def write(page: Path, name: str, made: str) -> None:
-    """Replaces the text of a block."""
     text = page.read_text()
     found = _find(text, name)
     page.write_text(f"{text[: found.start(2)]}{made}\n{text[found.end(2) :]}")

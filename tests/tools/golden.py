@@ -115,7 +115,6 @@ def on_ranks(rules: list[str], ways: tuple[str, ...]) -> dict[str, Curves]:
 
 
 def measured(rules: list[str]) -> dict[str, Curves]:
-    """All curves of each rule."""
     one = worlds.run(1, on_ranks, rules, WAYS[:1], limit=1200)[0]
     two = worlds.run(2, on_ranks, rules, WAYS[1:], limit=1200)[0]
     return {rule: one[rule] | two[rule] for rule in rules}

@@ -100,13 +100,11 @@ def engine(name: str, kind: str, stage: int, seed: int = 5) -> Any:
 
 
 def weights(model: nn.Module) -> Weights:
-    """Copies of the whole weights."""
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         return {name: p.clone() for name, p in model.state_dict().items()}
 
 
 def train(engine: Any, first: int, steps: int) -> Weights:
-    """Steps an engine -> its weights."""
     for step in range(first, first + steps):
         engine.backward(engine(step))
         engine.step()
@@ -114,7 +112,6 @@ def train(engine: Any, first: int, steps: int) -> Weights:
 
 
 def train_plain(model: Whole, optimizer: torch.optim.Optimizer, first: int, steps: int) -> Weights:
-    """Steps a model in plain PyTorch -> its weights."""
     for step in range(first, first + steps):
         model(step).backward()
         optimizer.step()
@@ -143,7 +140,6 @@ def plain(name: str, seed: int = 5) -> tuple[Whole, torch.optim.Optimizer]:
 
 
 def write_plain(folder: str, names: list[str]) -> None:
-    """Writes the state dicts of plain PyTorch, and the weights."""
     for rule in names:
         model, made = plain(rule)
         saved = train_plain(model, made, 0, STEPS)
@@ -168,7 +164,6 @@ def load_on_ranks(folder: str, stages: dict[str, int]) -> Found:
 
 
 def load_plain(folder: str) -> Found:
-    """Loads the state dicts of plain PyTorch of a version."""
     found: Found = {}
     for path in sorted(x.parent for x in Path(folder).glob("*/plain.pt")):
         model, made = plain(path.name, seed=6)

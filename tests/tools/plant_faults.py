@@ -82,7 +82,6 @@ def main() -> None:
 
 
 def copied(folder: Path) -> Path:
-    """A copy of the files of the tree."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,

@@ -29,7 +29,6 @@ SAME = {"adafactor": "adalomo"}  # which take the same steps, with a learning ra
 
 
 def lines() -> Lines:
-    """The runs that are committed."""
     return Lines(quality.FOLDER, SETUP)
 
 

@@ -105,7 +105,6 @@ def _symbols(text: str) -> str:
 
 
 def _keys(kind: type) -> list[Key]:
-    """The fields of a dataclass."""
     hints = get_type_hints(kind, include_extras=True)
     meanings = hyperparams.meanings(kind)
     return [

@@ -24,7 +24,6 @@ LAZY = ("FuseCallback", "MetricsCallback")  # of ds_ext.hf, which imports transf
 
 
 def text() -> str:
-    """The whole file."""
     tree = ast.parse(inspect.getsource(ds_ext))
     own = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     imports = [(node.module, name.name) for node in own for name in node.names]
@@ -73,7 +72,6 @@ def _quoted(value: object) -> str:
 
 
 def _written(hint: Any) -> str:
-    """A type as source code."""
     if get_origin(hint) in (Union, UnionType):
         return " | ".join(map(_written, get_args(hint)))
     if isinstance(hint, type) and not get_args(hint):

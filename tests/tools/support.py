@@ -155,7 +155,6 @@ class Collector:
 
 
 def matrix(shown: Iterable[tuple[str, Cell]]) -> str:
-    """The table of docs/support.md: a row for each feature."""
     rows = []
     for feature, stages, _ in _by_feature(shown):
         told = [s for s in STAGES.values() if s in stages]
@@ -212,7 +211,6 @@ def _cell(tested: set[str]) -> str:
 
 
 def main() -> None:
-    """Writes both pages."""
     found = Collector()
     status = pytest.main(["--collect-only", "-qqq", str(ROOT / "tests")], plugins=[found])
     if status or found.has_skipped:

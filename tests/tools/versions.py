@@ -134,7 +134,6 @@ def write(rows: dict[str, tuple[str, str]]) -> None:
 
 
 def main() -> None:
-    """Runs the tests with each version and writes the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.tools.versions", description=__doc__)
     parser.add_argument("oldest", nargs="*", metavar="NAME==VERSION", help="the oldest versions")
     parser.add_argument("--only", default="", help="versions whose name has these words")

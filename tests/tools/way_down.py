@@ -48,8 +48,6 @@ WAYS = {  # the options of each run of ``plan --fit``; together they take every 
 
 
 class Step(NamedTuple):
-    """A step down."""
-
     name: str
     planned: int  # bytes
     measured: int  # bytes

@@ -141,7 +141,7 @@ WRONG = [(lambda saved, x=x: saved["state"][1].update(step=x), "layers.1 .* step
 WRONG += [
     (lambda saved: saved["state"][1].pop("step"), "lacks step"),
     (lambda saved: saved["param_groups"][0].update(betas=(0.9, 1.5)), "betas"),
-    # a state dict without a number, as 0.1.0 wrote it, loads: test_old_checkpoints.py
+    # a state dict without a number, as 0.1.0 wrote it, loads: test_resume.py
     (lambda saved: saved.update(ds_ext=2), "format 2, but .* reads format 1: a newer ds_ext wrote"),
     (
         lambda saved: saved["param_groups"][0].update(type="NewRule") or saved.update(ds_ext=2),

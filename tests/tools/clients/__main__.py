@@ -107,7 +107,6 @@ def install(client: Client, folder: Path, log: IO[str], index: str) -> None:
 
 
 def version(folder: Path, package: str) -> str:
-    """Returns the version of a distribution in an environment, or nothing."""
     code = "import sys, importlib.metadata as m; print(m.version(sys.argv[1]))"
     python = folder / "bin" / "python"
     if not python.exists():
@@ -117,7 +116,6 @@ def version(folder: Path, package: str) -> str:
 
 
 def train(client: Client, command: str, folder: Path, log: IO[str]) -> dict[str, object]:
-    """Runs a client's script, and returns its result."""
     environment = {
         **os.environ,
         "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
@@ -187,7 +185,6 @@ def write(row: tuple[str, ...]) -> None:
 
 
 def main() -> None:
-    """Runs the clients that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m tests.tools.clients", description=__doc__)
     names = [client.name for client in CLIENTS]
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))

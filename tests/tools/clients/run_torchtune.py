@@ -65,19 +65,16 @@ class Tokenizer:
 
 
 def tokenizer() -> Tokenizer:
-    """Returns the tokenizer of the YAML."""
     return Tokenizer()
 
 
 def data(tokenizer: Tokenizer) -> list[dict]:
-    """Returns the rows of the data set of the YAML."""
     encode = tiny.tokenizer().encode
     rows = [encode(row["prompt"] + row["completion"]) for row in tiny.rows()]
     return [{"tokens": row, "labels": row} for row in rows]
 
 
 def main() -> None:
-    """Writes model and YAML, and starts the recipe."""
     tiny.save("model")
 
     Path("ds_ext.yaml").write_text(CONFIG.format(steps=tiny.STEPS, rate=tiny.RATE, fused="true"))

@@ -49,17 +49,14 @@ def vit() -> hf.Trainer:
 
 
 def trainer(model: hf.PreTrainedModel, rows: list[dict]) -> hf.Trainer:
-    """transformers' Trainer."""
     return hf.Trainer(model=model, args=hf.TrainingArguments(**SETTINGS), train_dataset=rows)
 
 
 def sft() -> hf.Trainer:
-    """TRL's supervised fine-tuning."""
     return of_trl(trl.SFTTrainer, trl.SFTConfig, tiny.rows())
 
 
 def dpo() -> hf.Trainer:
-    """TRL's direct preference optimization."""
     rows = [
         {"prompt": row["prompt"], "chosen": row["completion"], "rejected": " I do not know."}
         for row in tiny.rows()
@@ -68,14 +65,12 @@ def dpo() -> hf.Trainer:
 
 
 def of_trl(kind: type, settings: type, rows: list[dict], **more: object) -> hf.Trainer:
-    """A trainer of TRL's with the tiny Llama."""
     data, args = datasets.Dataset.from_list(rows), settings(**SETTINGS)
     more |= {"train_dataset": data, "processing_class": tiny.tokenizer()}
     return kind(model=tiny.llama(), args=args, **more)
 
 
 def sentences() -> hf.Trainer:
-    """sentence-transformers' trainer with a tiny BERT."""
     args, tokenizer = st.SentenceTransformerTrainingArguments(**SETTINGS), tiny.tokenizer()
     config = hf.BertConfig(**SIZES, vocab_size=len(tokenizer))
     hf.BertModel(config).save_pretrained("bert")  # which the first rank writes

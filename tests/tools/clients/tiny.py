@@ -23,7 +23,6 @@ CHAT = "{% for message in messages %}{{ message['content'] }}<end>{% endfor %}"
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer whose tokens are bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate(SPECIAL + alphabet)}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -54,7 +53,6 @@ def llama() -> LlamaForCausalLM:
 
 
 def save(folder: Path) -> None:
-    """Writes the model and its tokenizer as a model folder."""
     llama().save_pretrained(folder)
     tokenizer().save_pretrained(folder)
 
@@ -91,7 +89,6 @@ def result(losses: list[float], ranks: int, stage: int | str) -> None:
 
 
 def arguments() -> dict:
-    """Returns what every kind of TrainingArguments is given."""
     return {
         "output_dir": "out",
         "max_steps": STEPS,
