@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.scenarios.sides import KINDS, Net, Side, tensors, walk
-from tests.scenarios.ways import go_on_with_copies
 
 if TYPE_CHECKING:
     from tests.scenarios.driver import Pair
@@ -54,31 +53,20 @@ def edit(weight: int, ways: tuple[str, ...] = ALL, refusable: bool = False):
     return register
 
 
-def train(pair: "Pair", draw: random.Random, passes: int = 1, drops: Any = (), **how: Any) -> bool:
-    """One step, if it is not refused: its micro-batches, each of so many backward passes."""
-    seed = draw.randrange(10**6)
-    for micro in range(pair.setup["accumulation"]):
-        parts = [
-            lambda s, n=seed + 10 * micro + i: s.backward(s.loss(n, **how)) for i in range(passes)
-        ]
-        if drops and draw.random() < 0.7:
-            parts.append(lambda s: s.drop(drops))
-        well = all(map(pair.do, [*parts, lambda s: s.step()]))
-        if not well:
-            break
-    pair.compare()
-    return well
+def steps_with(
+    weight: int, name: str, ways: tuple[str, ...] = ALL, refusable: bool = False, **how: Any
+) -> None:
+    """Registers a step by a loss that is made as ``how`` says."""
+    CALLS[name] = Call(lambda pair, draw: pair.train(draw, **how), weight, ways, refusable)
 
 
 @call(30)
 def steps(pair, draw):
     for _ in range(draw.choice([1, 1, 2, 3])):
-        train(pair, draw)
+        pair.train(draw)
 
 
-@call(5)
-def two_forward_passes(pair, draw):
-    train(pair, draw, forwards=2)
+steps_with(5, "two_forward_passes", forwards=2)
 
 
 @call(3, ("fused", "replicas", "engine"))
@@ -116,7 +104,7 @@ def backward_of_the_loss_itself(pair, draw):
 def two_backward_passes(pair, draw):
     # torch's FSDP2 cannot go on after an error within its backward pass.
     if (pair.way, pair.setup["policy"]) != ("fsdp2", "fused"):
-        train(pair, draw, passes=2)
+        pair.train(draw, passes=2)
 
 
 @call(3, ALONE, refusable=True)
@@ -129,21 +117,17 @@ def two_backward_passes_of_one_forward(pair, draw):
         pair.compare()
 
 
-@call(3)
-def selective_checkpointing(pair, draw):
-    train(pair, draw, how="selective")
+steps_with(3, "selective_checkpointing", how="selective")
 
 
 @call(5)
 def head_beside(pair, draw):
-    train(pair, draw, head=True)
+    pair.train(draw, head=True)
     pair.do(lambda s: s.step_heads())
 
 
-@call(3)
-def another_model_scored(pair, draw):
-    """In inference mode, between the forward and the backward pass."""
-    train(pair, draw, scores=True)
+# In inference mode, between the forward and the backward pass.
+steps_with(3, "another_model_scored", scores=True)
 
 
 @call(3, ALONE, refusable=True)
@@ -158,20 +142,14 @@ def clipped_with_head(pair, draw):
     pair.do(lambda s: s.step_heads())
 
 
-@call(3)
-def inputs_with_gradients(pair, draw):
-    train(pair, draw, inputs=True)
-
-
-@call(3, ("plain", "fused", "replicas", "engine"), refusable=True)
-def gradient_penalty(pair, draw):
-    train(pair, draw, penalty=True)
+steps_with(3, "inputs_with_gradients", inputs=True)
+steps_with(3, "gradient_penalty", ("plain", "fused", "replicas", "engine"), True, penalty=True)
 
 
 @call(3, ALL[1:])
 def nan_gradient(pair, draw):
     """Of one rank."""
-    train(pair, draw, how="" if pair.setup["policy"] == "plain" else "poisoned")
+    pair.train(draw, how="" if pair.setup["policy"] == "plain" else "poisoned")
 
 
 @call(3)
@@ -179,7 +157,7 @@ def scheduler(pair, draw):
     gamma = draw.uniform(0.5, 0.9)
     pair.do(lambda s: s.schedule(gamma))
     for _ in range(2):
-        train(pair, draw)
+        pair.train(draw)
         pair.do(lambda s: s.scheduler.step())
 
 
@@ -201,7 +179,7 @@ def discarded_batch(pair, draw):
 @call(4)
 def some_gradients_discarded(pair, draw):
     if pair.setup["clip"] != "previous":  # whose next norm depends on what was not stepped yet
-        train(pair, draw, drops=draw.sample(NAMES, draw.randint(1, len(NAMES))))
+        pair.train(draw, drops=draw.sample(NAMES, draw.randint(1, len(NAMES))))
 
 
 @call(3, ALONE)
@@ -224,11 +202,7 @@ def closure(pair, draw):
         pair.compare()
 
 
-# Edits of param_groups.
-
-
 def chosen(side: Side, draw: random.Random) -> tuple[list[dict[str, Any]], int]:
-    """The groups, and which of them."""
     groups = side.optimizer.param_groups
     return groups, draw.randrange(len(groups))
 
@@ -276,9 +250,6 @@ def group_replaced(side, draw):
     groups[i] = {**groups[i], "lr": draw.uniform(0.002, 0.03)}
 
 
-# Edits of what is trained.
-
-
 @edit(5)
 def frozen_or_not(side, draw):
     for name in draw.sample(NAMES, draw.choice([1, 2])):
@@ -312,7 +283,7 @@ def resized(pair, draw):
     pair.do(lambda s: s.resize(rows))
     pair.compare()
     is_stepped = located(pair.subject, name) and pair.subject.param(name).requires_grad
-    if not train(pair, draw) or not is_stepped:  # a state of the old shape would wait for it
+    if not pair.train(draw) or not is_stepped:  # a state of the old shape would wait for it
         pair.adopt()
 
 
@@ -331,13 +302,10 @@ def bf16_and_back(pair, draw):
     """Weights rounded at random equal none of torch's: both sides start again from ours."""
     before, pair.tolerance = pair.tolerance, 1e30
     if pair.do(lambda s: s.cast(torch.bfloat16)):
-        train(pair, draw)
+        pair.train(draw)
         pair.do(lambda s: s.cast(getattr(torch, pair.setup["dtype"])))
     pair.adopt()
     pair.tolerance = before
-
-
-# Saving and loading.
 
 
 @call(6)
@@ -361,25 +329,19 @@ def resume(pair, draw):
 @call(3, ("engine",))
 def resumed_between_micro_batches(pair, draw):
     """By an engine that starts anew: a checkpoint has the gradients of a part of a step."""
-    seed = draw.randrange(10**6)
 
     def resume(side: Side) -> None:
         grads, micro = {n: p.grad for n, p in side.model.named_parameters()}, side.micro
         side.save()
         side.again()
         side.load()
+        pair.saved = None  # of the twin, it lacks the gradients: no later call may load it
         if side is pair.reference:
             side.micro = micro
             for name, grad in grads.items():
                 side.param(name).grad = grad
 
-    for micro in range(pair.setup["accumulation"]):
-        if micro:
-            pair.do(resume)
-            pair.saved = None  # of the twin, it lacks the gradients: no later call may load it
-        pair.do(lambda s, n=seed + 10 * micro: s.backward(s.loss(n)))
-        pair.do(lambda s: s.step())
-    pair.compare()
+    pair.train(draw, between=resume)
 
 
 @call(3, ("plain", "fused", "fsdp2"))
@@ -418,11 +380,15 @@ def states_of_another_optimizer(side, draw):
     side.optimizer.load_state_dict(other.state_dict())
 
 
-@call(3, ALONE)
-def deep_copy(pair, draw):
-    pair.do(go_on_with_copies)
+@edit(3, ALONE)
+def deep_copy(side, draw):
+    copies = copy.deepcopy((side.model, side.optimizer))
+    side.detach()
+    side.model, side.optimizer = copies
+    side.attach()
 
 
-@call(1, ("fused",))
-def fused_again(pair, draw):
-    pair.do(lambda s: (s.detach(), s.attach()))
+@edit(1, ("fused",))
+def fused_again(side, draw):
+    side.detach()
+    side.attach()

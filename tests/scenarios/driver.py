@@ -103,6 +103,28 @@ class Pair:
             self.wrong = self.wrong or f"ours took what torch refuses: {told(error)}"
         return True
 
+    def train(
+        self, draw: random.Random, passes: int = 1, drops: Any = (), between: Any = None, **how: Any
+    ) -> bool:
+        """One step, if it is not refused: its micro-batches, each of so many backward passes.
+
+        Both sides make the call ``between`` between micro-batches, and losses as ``how`` says.
+        """
+        seed = draw.randrange(10**6)
+        for micro in range(self.setup["accumulation"]):
+            parts = [between] if micro and between else []
+            parts += [
+                lambda s, n=seed + 10 * micro + i: s.backward(s.loss(n, **how))
+                for i in range(passes)
+            ]
+            if drops and draw.random() < 0.7:
+                parts.append(lambda s: s.drop(drops))
+            well = all(map(self.do, [*parts, lambda s: s.step()]))
+            if not well:
+                break
+        self.compare()
+        return well
+
     def moved(self) -> list[str]:
         """Names of what the subject has stepped since weights were compared last.
 
@@ -194,7 +216,6 @@ def told(error: Exception) -> str:
 
 
 def made(way: str, seed: int) -> Sequence:
-    """The sequence of a seed."""
     draw = random.Random(f"{way} {seed}")
     groups: list[tuple[list[str], dict[str, Any]]] = [
         ([], {"lr": lr, "weight_decay": draw.choice([0.0, 0.1])})

@@ -128,11 +128,9 @@ class Side:
         self.micro = 0
 
     def give_up(self) -> None:
-        """Discards this step's batches."""
         self.zero_grad()
 
     def drop(self, names: Collection[str]) -> None:
-        """Discards the gradients of some parameters, one after another."""
         for name in names:
             torch.optim.SGD([self.param(name)], lr=0.0).zero_grad()
 
@@ -180,7 +178,6 @@ class Side:
         self.saved = copy.deepcopy((self.model.state_dict(), self.states()))
 
     def states(self) -> dict[str, Any]:
-        """The optimizer's state_dict."""
         return self.optimizer.state_dict()
 
     def load(self) -> None:
@@ -192,7 +189,6 @@ class Side:
         return [{"params": [*map(self.param, names)], **hypers} for names, hypers in groups]
 
     def structure(self) -> list[Group]:
-        """The optimizer's groups, as ``groups_of`` takes them."""
         names = {p: n for n, p in self.model.named_parameters()}
         return [
             ([names[p] for p in g["params"]], {k: g[k] for k in ("lr", "weight_decay")})
@@ -305,7 +301,6 @@ class Reference(Side):
             self.previous = self.saved_previous
 
     def states(self) -> dict[str, Any]:
-        """Without those of parameters that are in no group any more, which torch cannot save."""
         there, kept = {*sum(self.lists(), [])}, self.optimizer.state
         self.optimizer.state = {p: state for p, state in kept.items() if p in there}
         saved = self.optimizer.state_dict()
@@ -328,7 +323,6 @@ class Reference(Side):
         self.zero_grad()
 
     def drop(self, names: Collection[str]) -> None:
-        """What was stepped before stays so; a norm that backward has measured stays, too."""
         names = [name for name in names if name not in self.moved()]
         if self.setup["policy"] == "fused":
             self.dropped = names

@@ -1,7 +1,6 @@
 """The ways of stepping by ds_ext: ``optimizer.step()``, fused, replicas, FSDP2, and an engine."""
 
 import contextlib
-import copy
 import functools
 import itertools
 import tempfile
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ds_ext
+from tests.common import engines
 from tests.common.ranks import whole
 from tests.distributed.fully_shard_jobs import full
 from tests.scenarios.sides import KINDS, Failure, Side, tensors
@@ -152,17 +152,14 @@ class Engine(Plain):
             own["clip_value"] = setup["max"]
         if setup["clip"] == "previous":
             own["clip_mode"] = "previous"
-        config = {
-            "train_micro_batch_size_per_gpu": 4,
-            "gradient_accumulation_steps": setup["accumulation"],
-            "gradient_clipping": setup["max"] if setup["clip"] in ("exact", "previous") else 0.0,
-            "zero_optimization": {
-                "stage": setup["stage"],
-                "reduce_bucket_size": setup["bucket"] or 10**6,
-                "stage3_param_persistence_threshold": 10,
-            },
-            "ds_ext": own,
-        }
+        config = engines.config(
+            setup["stage"],
+            train_micro_batch_size_per_gpu=4,
+            gradient_accumulation_steps=setup["accumulation"],
+            gradient_clipping=setup["max"] if setup["clip"] in ("exact", "previous") else 0.0,
+            zero={"reduce_bucket_size": setup["bucket"] or 10**6},
+            ds_ext=own,
+        )
         self.config, self.client = config, self.optimizer
         self.engine, self.optimizer, *_ = deepspeed.initialize(
             model=self.model, optimizer=self.client, config=config
@@ -213,10 +210,3 @@ class Engine(Plain):
 
 WAYS: dict[str, type[Plain]] = {"plain": Plain, "fused": Fused, "replicas": Replicas}
 WAYS |= {"fsdp2": FSDP2, "engine": Engine}
-
-
-def go_on_with_copies(side: Side) -> None:
-    copies = copy.deepcopy((side.model, side.optimizer))
-    side.detach()
-    side.model, side.optimizer = copies
-    side.attach()
