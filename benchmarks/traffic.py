@@ -21,6 +21,7 @@ from ds_ext.ops.executors.native.native_table import NativeTable, NormCache
 from ds_ext.ops.executors.tables import AnyTable
 from ds_ext.ops.executors.triton import devices, launches
 from ds_ext.ops.executors.triton.kernel_table import KernelTable as KernelTable
+from ds_ext.ops.runs import Call
 
 SIDE = 256  # rows and columns of the stepped matrix
 # Bytes of fp32 or 8-bit moments per element that a form reads and writes.
@@ -62,12 +63,12 @@ def counted(kind: type[AnyTable]) -> Iterator[Counter[str]]:
     found: Counter[str] = Counter()
     run: Any = kind.run
 
-    def noted(self: AnyTable, name: str, columns: Any, *args: Any, **how: Any) -> Any:
-        reads_known = name == "square_sums" and _is_known(columns)
-        if name in OVER_RUNS and not reads_known:
+    def noted(self: AnyTable, call: Call, *args: Any) -> Any:
+        reads_known = call.name == "square_sums" and _is_known(call.columns)
+        if call.name in OVER_RUNS and not reads_known:
             of_each = self.entries["n"] if isinstance(self, NativeTable) else self.geometry.n
-            count(found, name, int(of_each.sum()), *args, **how)
-        return run(self, name, columns, *args, **how)
+            count(found, call, int(of_each.sum()))
+        return run(self, call, *args)
 
     with mock.patch.object(kind, "run", noted):
         yield found
@@ -89,19 +90,9 @@ def _is_known(columns: Any) -> bool:
     return isinstance(cache, NormCache) and cache.are_valid
 
 
-def count(
-    found: Counter[str],
-    name: str,
-    n: int,
-    form: str = "IS_WEIGHT",
-    dtype: torch.dtype | None = None,
-    storage: tuple[str, torch.dtype] | None = None,
-    decays: bool = False,
-) -> None:
-    """Adds the elements that a pass on ``n`` elements reads and writes to ``found``.
-
-    The arguments are those of ``NativeTable.run``.
-    """
+def count(found: Counter[str], call: Call, n: int) -> None:
+    """Adds the elements that a pass on ``n`` elements reads and writes to ``found``."""
+    name, _, form, dtype, storage, decays = call
     reads, writes = STATE.get(form, (0, 0))
     found["moments read"] += reads * n
     found["moments written"] += writes * n

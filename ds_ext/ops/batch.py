@@ -5,7 +5,6 @@ numbers of one parameter. ``passes`` of a batch are the passes over its runs.
 """
 
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -73,10 +72,10 @@ class Batch:
     def __len__(self) -> int:
         return len(self.shards)
 
-    @property
-    def cuts(self) -> tuple[range, ...]:
-        """The elements at which runs start, for each parameter."""
-        return tuple(itertools.chain.from_iterable(s.cuts for s in self.shards))
+    @functools.cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """The elements at which runs start, of all parameters."""
+        return np.unique(np.concatenate([s.starts for s in self.shards]))
 
     @functools.cached_property
     def row_owners(self) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,7 +71,7 @@ PLAIN = Format(_numbers, 1)
 
 def splits_groups(shard: Shard | Batch, size: int) -> bool:
     """Whether a cut between ranks goes through a group of ``size``; the same on all ranks."""
-    return any(at.start % size or (len(at) > 1 and at.step % size) for at in shard.cuts if at)
+    return bool(np.remainder(shard.starts, size).any())
 
 
 def state_spec(format_: Format, shard: Shard) -> Part | Parts:
@@ -100,7 +101,7 @@ def whole_groups(p: Writable, g: Gradient, shard: Shard, size: int) -> Completed
 
 def _others(g: Gradient, shard: Shard, size: int) -> Edges:
     """Other ranks' elements of the first and last group, before and after the run, in one round."""
-    shared = sorted({at // size for cuts in shard.cuts for at in cuts if at % size})
+    shared = sorted({at // size for at in shard.starts if at % size})
     dtype = accumulator(g.dtype)
     before = after = torch.zeros(0, dtype=dtype, device=g.device)
     edges = torch.zeros(len(shared), size, dtype=dtype, device=g.device)

@@ -59,6 +59,17 @@ Pointers: TypeAlias = NDArray[np.int64]
 Columns: TypeAlias = dict[str, Any]
 
 
+class Call(NamedTuple):
+    """A pass over all parameters of a table."""
+
+    name: str  # one of schema.PASSES
+    columns: Columns
+    form: str = "IS_WEIGHT"  # of the input, one of schema.FORMS
+    dtype: torch.dtype | None = None  # of ``x``, one of schema.DTYPES
+    storage: tuple[str, torch.dtype] | None = None  # of weights, one of schema.STORED
+    decays: bool = False  # whether to add ``decay`` times the weights to the input
+
+
 class Layout(NamedTuple):
     """What the contiguous tensors of ``Runs`` have in common, and their sizes."""
 

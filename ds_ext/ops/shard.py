@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -66,16 +66,6 @@ class TensorParallelSplit:
     def numel(self, part: int) -> int:
         """The number of elements that a rank of tensor parallelism holds."""
         return sum(box.numel for box in self.boxes[part])
-
-    @functools.cached_property
-    def cuts(self) -> tuple[range, ...]:
-        """The elements at which runs start."""
-        parts = range(len(self.boxes))
-        return tuple(
-            range(self.first(i), self.first(i) + n, -(-n // self.ranks))
-            for i in parts
-            if (n := self.numel(i))
-        )
 
     @functools.cached_property
     def run_starts(self) -> tuple[int, ...]:
@@ -157,20 +147,17 @@ class Shard:
         return self.stop - self.start
 
     @property
-    def cuts(self) -> tuple[range, ...]:
-        """The elements at which runs start."""
+    def run_starts(self) -> range | tuple[int, ...]:
+        """The element at which each run starts; runs may be empty."""
         if self.split is not None:
-            return self.split.cuts
-        if self.cut_at is not None:
-            return tuple(range(at, at + 1) for at in self.cut_at)
-        return (range(0, self.numel, self.size or 1),)
+            return self.split.run_starts
+        return range(0, self.numel, self.size or 1) if self.cut_at is None else self.cut_at
 
     @functools.cached_property
     def flat(self) -> "Shard":
         """The same run of a vector, for passes that ignore rows and columns.
 
-        Its ``cuts`` are the multiples of ``size``. Do not use them if this shard has ``split`` or
-        ``cut_at``.
+        Do not use its ``starts`` if this shard has ``split`` or ``cut_at``.
         """
         return Shard((self.numel,), self.start, self.stop, self.size)
 
@@ -181,8 +168,8 @@ class Shard:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The elements at which runs start, in order, beginning with 0."""
-        return _starts(self.cuts)
+        """The elements at which runs with elements start, in order, beginning with 0."""
+        return tuple(start for start, _ in self._run_by_rank.values()) or (0,)
 
     @property
     def has_turn(self) -> bool:
@@ -194,7 +181,7 @@ class Shard:
 
     @property
     def _run_by_rank(self) -> dict[int, tuple[int, int]]:
-        return _runs(self.numel, self.size, self.split, self.cut_at)
+        return _runs(self.run_starts, self.numel, None if self.split is None else self.split.order)
 
     @property
     def ranks_with_runs(self) -> tuple[int, ...]:
@@ -213,7 +200,7 @@ class Shard:
     @functools.cached_property
     def is_cut(self) -> bool:
         """Whether more than one rank may have elements of the parameter; the same on all ranks."""
-        return any(0 < at < self.numel for cuts in self.cuts for at in cuts[:2])
+        return len(self._run_by_rank) > 1
 
     @functools.cached_property
     def is_matrix(self) -> bool:
@@ -234,10 +221,7 @@ class Shard:
             box.cols != self.cols for boxes in self.split.boxes for box in boxes if box.numel
         ):
             return False
-        return all(
-            not at or (at.start % self.cols == 0 and (len(at) < 2 or at.step % self.cols == 0))
-            for at in self.cuts
-        )
+        return all(at % self.cols == 0 for at in self.starts)
 
     @functools.cached_property
     def mats(self) -> int:
@@ -317,26 +301,16 @@ class Shard:
 
 
 @functools.lru_cache(4096)
-def _starts(cuts: tuple[range, ...]) -> tuple[int, ...]:
-    """The distinct elements of ``cuts`` and 0, in order."""
-    return tuple(sorted({0, *itertools.chain(*cuts)}))
-
-
-@functools.lru_cache(4096)
 def _runs(
-    numel: int, size: int, split: TensorParallelSplit | None, cut_at: tuple[int, ...] | None
+    starts: range | tuple[int, ...], numel: int, order: tuple[int, ...] | None
 ) -> dict[int, tuple[int, int]]:
     """By rank that has elements, in the order of these: the start and stop of its run."""
-    starts: Sequence[int] = range(0, numel, size or 1)
-    if split is not None:
-        starts = split.run_starts
-    elif cut_at is not None:
-        starts = cut_at
-    runs = {}
-    for i, (start, stop) in enumerate(zip(starts, (*starts[1:], numel), strict=True)):
-        if start < stop:
-            runs[i if split is None or split.order is None else split.order[i]] = start, stop
-    return runs
+    runs = zip(starts, (*starts[1:], numel), strict=False)
+    return {
+        i if order is None else order[i]: (start, stop)
+        for i, (start, stop) in enumerate(runs)
+        if start < stop
+    }
 
 
 class Section(NamedTuple):
@@ -364,8 +338,7 @@ class Section(NamedTuple):
             turn: the number of the section in its parameter.
         """
         assert whole.split is None, "a section of boxes"
-        cuts = [self.before(at) for at in itertools.chain(*whole.cuts)]
-        cut_at = tuple(at for at in cuts if at < math.prod(self.shape))
+        cut_at = tuple(map(self.before, whole.run_starts))
         start, stop = self.before(whole.start), self.before(whole.stop)
         return Shard(self.shape, start, stop, whole.size, cut_at=cut_at, turn=whole.turn + turn)
 

@@ -38,7 +38,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
 
     for table in (native_table.NativeTable, kernel_table.KernelTable):
-        noted(monkeypatch, table, "run", lambda self, name, *_, **__: names.append(name))
+        noted(monkeypatch, table, "run", lambda self, call, *_: names.append(call.name))
     return names
 
 

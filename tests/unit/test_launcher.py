@@ -17,7 +17,6 @@ from torch import nn
 from ds_ext.ops import Scaled, schema
 from ds_ext.ops.executors.native import native_table as native
 from ds_ext.ops.executors.triton import devices, kernels, launch_memory, launches, tiles
-from ds_ext.ops.executors.triton.launch_memory import GradLimits
 from ds_ext.ops.executors.triton.launcher import LEAST_ADDRESS, Launcher
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.schema import ADDRESSES, ARGUMENT, ARGUMENTS, AT, NUMBERS, TILE
@@ -256,11 +255,11 @@ def test_the_kernel_has_an_argument_for_each_column():
 def test_folds_with_and_without_limits_are_kept_apart(noted):
     of = launcher()
     part, out = (Runs((torch.zeros(n),), firsts=np.arange(2)) for n in (64, 2))
-    limits = GradLimits(out, np.ones(2, dtype=np.float32))
-    for of.arrays.limits in (None, limits, None):
+    limits = {"found": out, "most": np.ones(2, dtype=np.float32)}
+    for of.arrays.limits in ({}, limits, {}):
         of.fold((of.partials("flat", tiles.of_tiles), part, out))
         (kind, *_) = noted.pop()
-        assert dict(kind)["SKIPS_BAD_GRADIENTS"] == (of.arrays.limits is not None)
+        assert dict(kind)["SKIPS_BAD_GRADIENTS"] == bool(of.arrays.limits)
 
 
 def test_arrays_are_copied_once_and_those_of_a_step_with_the_next(monkeypatch):

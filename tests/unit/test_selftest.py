@@ -300,8 +300,9 @@ def test_a_wrong_pass_of_native_code_is_seen(monkeypatch):
     assert row["verdict"] == RIGHT and row["error"] == 0
     run = native_table.NativeTable.run
 
-    def wrong(table, name, columns, *args, **kwargs):
-        run(table, name, columns | {"lr": columns["lr"] * 1.001}, *args, **kwargs)
+    def wrong(table, call, *args):
+        columns = call.columns | {"lr": call.columns["lr"] * 1.001}
+        run(table, call._replace(columns=columns), *args)
 
     monkeypatch.setattr(native_table.NativeTable, "run", wrong)
     row = selftest.check(ds_ext.LOMO, case, (1, 3), CPU)

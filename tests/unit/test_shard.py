@@ -133,5 +133,5 @@ def test_one_rank_with_elements_has_a_turn(world):
     split = TensorParallelSplit(((Box(0, 3, 0, 4),), (Box(3, 2, 0, 4),)), 2)
     shards = [Shard.of_split((5, 4), split, part, rank) for part in (0, 1) for rank in (0, 1)]
     assert turns(shards, 8) == [[0], [1], [2], [3]] * 2
-    stack = [Shard((4, 3), 0, 5, 8, cut_at=(5,)), Shard((4, 3), 5, 12, 8, cut_at=(5,))]
+    stack = [Shard((4, 3), 0, 5, 8, cut_at=(0, 5)), Shard((4, 3), 5, 12, 8, cut_at=(0, 5))]
     assert turns(stack, 3) == [[0], [1], [0]]

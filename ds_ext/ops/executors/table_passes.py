@@ -42,7 +42,7 @@ from ds_ext.ops.expressions import (
 )
 from ds_ext.ops.functions import apply_
 from ds_ext.ops.products import Product
-from ds_ext.ops.runs import Columns, Runs
+from ds_ext.ops.runs import Call, Columns, Runs
 from ds_ext.ops.shard import Shard
 
 P = ParamSpec("P")
@@ -194,7 +194,8 @@ class TablePasses(BatchTables, Reference):
         by_row, by_col = self.own.scratch(batch.all_rows), self.own.scratch(batch.all_cols)
         columns["out"] = Runs((by_row,), firsts=batch.row_firsts)
         columns["out2"] = Runs((by_col,), firsts=batch.col_firsts)
-        self.whole.run("factors", {**columns, "lerp": 1 - beta, "eps": eps, "clip": clip})
+        columns |= {"lerp": 1 - beta, "eps": eps, "clip": clip}
+        self.whole.run(Call("factors", columns))
         if self.one is not None:
             return self._by_matrix(by_row).unsqueeze(-1), self._by_matrix(by_col).unsqueeze(-2)
         return cast(Tensor, columns["out"]), cast(Tensor, columns["out2"])
@@ -251,9 +252,8 @@ class TablePasses(BatchTables, Reference):
             columns |= {"lr": lr, "decay": weight_decay}
             storage = stored.format, run.dtype
             product = u.left.to(torch.bfloat16), u.right.to(torch.bfloat16), u.first
-            own = cast(NativeTable, self.own)
-            own.run("apply", columns, "IS_RUN", None, storage, decays, product=product)
-            return
+            call = Call("apply", columns, "IS_RUN", None, storage, decays)
+            return cast(NativeTable, self.own).run(call, product)
         for b in shard.blocks(block_sizes.product_limit(run.device)):
             values = read(u, b).reshape(-1)
             part = sixteen_bit.part(cast(sixteen_bit.Weight, p), b.run)
@@ -331,7 +331,7 @@ class TablePasses(BatchTables, Reference):
         storage = None if weights is None else (weights.format, weights.run.dtype)
         dtype = source.tensors["x"].dtype if "x" in source.tensors else None
         is_decayed = decays or "decay" in source.scalars
-        self.own.run(name, filled, source.form, dtype, storage, is_decayed)
+        self.own.run(Call(name, filled, source.form, dtype, storage, is_decayed))
 
     def _row_factor(self, row: Tensor) -> Tensor:
         """Factors of all rows, as quotients have them."""

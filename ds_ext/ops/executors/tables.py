@@ -18,7 +18,7 @@ from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.native.native_table import NativeNormCache, NativeTable, NormCache
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.executors.triton.kernel_table import DeviceNormCache, KernelTable
-from ds_ext.ops.executors.triton.launch_memory import DeviceArrays, GradLimits
+from ds_ext.ops.executors.triton.launch_memory import DeviceArrays
 from ds_ext.ops.expressions import Scaled, Source, WeightStorage
 from ds_ext.ops.runs import Columns, Pointers, Runs
 from ds_ext.ops.state import State
@@ -64,7 +64,7 @@ class BatchTables:
 
     def begin(self, p: WeightStorage, gradients: object, state: State) -> None:
         """Copies the addresses that a step's launches need to the device, if they run there."""
-        self.arrays.limits = None  # a step that failed has left its limits
+        self.arrays.limits = {}  # a step that failed has left its limits
         if self.is_limited:
             self._skip(np.zeros(len(self.batch), dtype=np.bool_))
         if self.arrays.memory is None:
@@ -83,7 +83,7 @@ class BatchTables:
             most: the largest numbers of good gradients, [n]; NaN is bad.
         """
         if isinstance(self.own, KernelTable):
-            self.arrays.limits = GradLimits(Runs((found,), firsts=np.arange(len(found))), most)
+            self.arrays.limits = {"found": each_of(found), "most": most}
             return
         is_good = found.numpy() <= most
         if not is_good.all():

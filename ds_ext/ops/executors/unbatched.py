@@ -20,7 +20,7 @@ from ds_ext.ops.executors.table_passes import TablePasses
 from ds_ext.ops.executors.tables import each_of, new_table, supports
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.expressions import Gradient, accumulator
-from ds_ext.ops.runs import Runs
+from ds_ext.ops.runs import Call, Columns, Runs
 from ds_ext.ops.shard import Shard
 
 # Elements that plain torch casts at a time: few bytes at the peak of a step's memory.
@@ -79,7 +79,8 @@ def square_sums_of(runs: Sequence[Tensor]) -> Tensor:
     n = len(runs)
     table = new_table([(0, len(x), 1, 1, len(x)) for x in runs], [0] * n, layout.device)
     totals = torch.zeros(n, dtype=torch.float32, device=layout.device)
-    table.run("square_sums", {"x": Runs(runs), "out": each_of(totals)}, "IS_RUN", layout.dtype)
+    columns: Columns = {"x": Runs(runs), "out": each_of(totals)}
+    table.run(Call("square_sums", columns, "IS_RUN", layout.dtype))
     return totals
 
 

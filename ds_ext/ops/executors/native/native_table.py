@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ds_ext.ops import schema
 from ds_ext.ops.executors.native import bf16_products, library
-from ds_ext.ops.runs import Columns, Pointers, Runs
+from ds_ext.ops.runs import Call, Pointers, Runs
 
 _TYPES = {"float": np.float32, "uint32_t": np.uint32}  # of columns; all others have 8 bytes
 _FIELDS = [(one.name, _TYPES.get(one.type, np.int64)) for one in schema.native_columns()]
@@ -63,27 +63,15 @@ class NativeTable:
         """Returns zeros to add sums to, [n] in fp32 for each size."""
         return torch.zeros(sum(sizes), dtype=torch.float32, device="cpu").split_with_sizes(sizes)
 
-    def run(
-        self,
-        name: str,
-        columns: Columns,
-        form: str = "IS_WEIGHT",
-        dtype: torch.dtype | None = None,
-        storage: tuple[str, torch.dtype] | None = None,
-        decays: bool = False,
-        product: tuple[Tensor, Tensor, int] | None = None,
-    ) -> None:
+    def run(self, call: Call, product: tuple[Tensor, Tensor, int] | None = None) -> None:
         """Makes a pass over all rows, with as many threads as torch's operations use.
 
         Args:
-            name: the name of the pass, one of ``schema.PASSES``.
-            columns: its arguments: numbers, arrays or tensors [n], or objects with ``pointers``.
-            form: the form of its input, one of ``schema.FORMS``.
-            dtype: the dtype of ``x``, one of ``schema.DTYPES``.
-            storage: how weights are stored, and their dtype, one of ``schema.STORED``.
-            decays: whether to add ``decay`` times the weights to the input.
+            call: the pass. A column is a number, an array or tensor [n], or an object with
+                ``pointers``.
             product: the operands of the update of one run, as ``bf16_products.apply_`` takes them.
         """
+        name, columns, form, dtype, storage, decays = call
         filled = self._filled
         for key, given in {**DEFAULTS, **columns}.items():
             if isinstance(given, NUMBER):
@@ -96,16 +84,16 @@ class NativeTable:
                 filled.pop(key, None)
                 self._columns[key][:] = getattr(given, "pointers", given)
         read = _FORMS[form], _DTYPES[dtype] if dtype else 0, _STORED[storage] if storage else 0
-        call = _Call(_PASSES[name], *read, decays)
+        shared = _Shared(_PASSES[name], *read, decays)
         if product is not None:
-            return bf16_products.apply_(call, self._address, *product)
+            return bf16_products.apply_(shared, self._address, *product)
         threads = torch.get_num_threads()
         found = library.load()
         assert found is not None, "there are no native passes"
-        found.passes_run(call, self._address, len(self.entries), threads, INSTRUCTIONS)
+        found.passes_run(shared, self._address, len(self.entries), threads, INSTRUCTIONS)
 
 
-_Call = ctypes.c_int * len(schema.CALL)
+_Shared = ctypes.c_int * len(schema.CALL)
 
 
 def is_available() -> bool:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from ds_ext.ops.executors.native.native_table import NormCache
 from ds_ext.ops.executors.triton import tiles
 from ds_ext.ops.executors.triton.launcher import OUT, KindOfSums, Launcher
 from ds_ext.ops.executors.triton.launches import Constants
-from ds_ext.ops.runs import Columns, Runs
+from ds_ext.ops.runs import Call, Columns, Runs
 
 
 class DeviceNormCache(NormCache):
@@ -61,64 +60,52 @@ class DeviceNormCache(NormCache):
             self.forget()
 
 
-class Read(NamedTuple):
-    """The arguments of a pass, as ``KernelTable.run`` takes them."""
-
-    name: str
-    columns: Columns
-    form: str
-    dtype: torch.dtype | None
-    storage: tuple[str, torch.dtype] | None
-    decays: bool
-
-    @property
-    def numbers(self) -> Columns:
-        """The columns, with defaults of optional numbers, and keys of random bits as integers."""
-        found = {"factor": 1.0, **self.columns}
-        if "key" in found:
-            keys = np.asarray(found["key"], dtype=np.int64).reshape(-1)
-            found["key"] = Runs.at(0, keys)
-        return found
-
-    @property
-    def constants(self) -> Constants:
-        """The constants for reading any form: see ``value_of`` in kernels/values.py."""
-        scale = self.columns.get("scale", 1.0)
-        scales = not (isinstance(scale, float) and scale == 1.0)
-        format_, dtype = self.storage or ("PLAIN", None)
-        run = ("XD", _name(self.dtype)), ("BOUNDED", "bound" in self.columns)
-        weights = ("DECAYS", self.decays), ("WD", _name(dtype)), ("STORAGE", format_)
-        return (("FORM", self.form), *run, *weights, ("SCALES", scales))
-
-    @property
-    def tiles(self) -> str:
-        """The name of the tiles of a pass over runs."""
-        return "by_matrix" if schema.FORMS[self.form].is_by_matrix else "flat"
+def _numbers(call: Call) -> Columns:
+    """The columns, with defaults of optional numbers, and keys of random bits as integers."""
+    found = {"factor": 1.0, **call.columns}
+    if "key" in found:
+        found["key"] = Runs.at(0, np.asarray(found["key"], dtype=np.int64).reshape(-1))
+    return found
 
 
-def _square_sums(table: Launcher, read: Read) -> None:
-    cache: DeviceNormCache | None = read.columns.get("norm_cache")
+def _constants(call: Call) -> Constants:
+    """The constants for reading any form: see ``value_of`` in kernels/values.py."""
+    scale = call.columns.get("scale", 1.0)
+    scales = not (isinstance(scale, float) and scale == 1.0)
+    format_, dtype = call.storage or ("PLAIN", None)
+    run = ("XD", _name(call.dtype)), ("BOUNDED", "bound" in call.columns)
+    weights = ("DECAYS", call.decays), ("WD", _name(dtype)), ("STORAGE", format_)
+    return (("FORM", call.form), *run, *weights, ("SCALES", scales))
+
+
+def _tiles(call: Call) -> str:
+    """The name of the tiles of a pass over runs."""
+    return "by_matrix" if schema.FORMS[call.form].is_by_matrix else "flat"
+
+
+def _square_sums(table: Launcher, call: Call) -> None:
+    cache: DeviceNormCache | None = call.columns.get("norm_cache")
     if cache is not None and cache.are_valid:
-        columns = {k: v for k, v in read.columns.items() if k in ("w", "aux", "out")}
-        table.launch("cached_norm", read.constants, cache.tiles, {**columns, **cache.columns})
+        columns = {k: v for k, v in call.columns.items() if k in ("w", "aux", "out")}
+        table.launch("cached_norm", _constants(call), cache.tiles, {**columns, **cache.columns})
         return
     outs = {"out": ("part", tiles.of_tiles)}
-    _adding_up(table, read, read.constants, read.tiles, outs)
+    _adding_up(table, call, _constants(call), _tiles(call), outs)
 
 
-def _row_col_sums(table: Launcher, read: Read) -> None:
+def _row_col_sums(table: Launcher, call: Call) -> None:
     outs = {"out": ("part", tiles.row_sums), "out2": ("part2", tiles.col_sums)}
-    _adding_up(table, read, read.constants, "for_sums", outs)
+    _adding_up(table, call, _constants(call), "for_sums", outs)
 
 
-def _weighted_sums(table: Launcher, read: Read) -> None:
+def _weighted_sums(table: Launcher, call: Call) -> None:
     outs = {"out2": ("part", tiles.col_sums), "out3": ("part2", tiles.col_sums)}
-    _adding_up(table, read, read.constants, "by_strip", outs)
+    _adding_up(table, call, _constants(call), "by_strip", outs)
 
 
 def _adding_up(
     table: Launcher,
-    read: Read,
+    call: Call,
     constants: Constants,
     tiles_of: str,
     outs: Mapping[str, tuple[str, KindOfSums]],
@@ -126,7 +113,7 @@ def _adding_up(
     """A pass and a fold; ``outs`` has the column and the kind of the partial sums of outputs."""
     columns: Columns = {}
     sums = []
-    for name, value in read.numbers.items():
+    for name, value in _numbers(call).items():
         if name in outs:
             part, kind = outs[name]
             partials = table.partials(tiles_of, kind)
@@ -134,12 +121,12 @@ def _adding_up(
             sums.append((partials, columns[part], value))
         elif name != "norm_cache":
             columns[name] = value
-    table.launch(read.name, constants, tiles_of, columns)
+    table.launch(call.name, constants, tiles_of, columns)
     table.fold(*sums)
 
 
-def _factors(table: Launcher, read: Read) -> None:
-    columns, g, kernel = dict(read.columns), table.geometry, "factors"
+def _factors(table: Launcher, call: Call) -> None:
+    columns, g, kernel = dict(call.columns), table.geometry, "factors"
     if "in3" in columns:
         kernel = "clipped_factors"
         columns["a"] = (1 / (g.mats * g.rows * g.cols)).astype(np.float32)
@@ -148,28 +135,28 @@ def _factors(table: Launcher, read: Read) -> None:
     table.launch(kernel, (), "by_parameter", columns)
 
 
-def _lerp(table: Launcher, read: Read) -> None:
-    table.launch(read.name, read.constants, read.tiles, read.numbers, OUT)
+def _lerp(table: Launcher, call: Call) -> None:
+    table.launch(call.name, _constants(call), _tiles(call), _numbers(call), OUT)
 
 
-def _apply(table: Launcher, read: Read) -> None:
-    columns = dict(read.numbers)
-    if read.storage is not None and read.storage[0] == "STOCHASTIC":
+def _apply(table: Launcher, call: Call) -> None:
+    columns = dict(_numbers(call))
+    if call.storage is not None and call.storage[0] == "STOCHASTIC":
         columns["noise"] = Runs((rounding.shifted_noise(table.device),), firsts=0 * table.own)
     sums, cache = columns.pop("update_sums", None), columns.pop("norm_cache", None)
     notes = cache is not None
     if notes:
-        columns |= cache.noted_by(read.tiles)
+        columns |= cache.noted_by(_tiles(call))
     if sums is None:
         kernel = "apply_and_cache_norm" if notes else "apply"
-        table.launch(kernel, read.constants, read.tiles, columns)
+        table.launch(kernel, _constants(call), _tiles(call), columns)
         return
-    reduction = table.partials(read.tiles, tiles.of_tiles)
+    reduction = table.partials(_tiles(call), tiles.of_tiles)
     columns["part"] = table.allocate(reduction)
     if not notes:
         columns["part2"] = table.allocate(reduction)
-    constants = (*read.constants, ("CACHES_NORM", notes))
-    table.launch("measured_apply", constants, read.tiles, columns)
+    constants = (*_constants(call), ("CACHES_NORM", notes))
+    table.launch("measured_apply", constants, _tiles(call), columns)
     table.fold((reduction, columns["part"], sums), (reduction, columns["part2"], sums.shifted(4)))
 
 
@@ -178,7 +165,7 @@ def _name(dtype: torch.dtype | None) -> str:
     return str(dtype or torch.float32).removeprefix("torch.")
 
 
-PASSES: dict[str, Callable[[Launcher, Read], None]] = {
+PASSES: dict[str, Callable[[Launcher, Call], None]] = {
     "square_sums": _square_sums,
     "row_col_sums": _row_col_sums,
     "weighted_sums": _weighted_sums,
@@ -194,18 +181,10 @@ class KernelTable(Launcher):
 
     passes = frozenset(PASSES)
 
-    def run(
-        self,
-        name: str,
-        columns: Columns,
-        form: str = "IS_WEIGHT",
-        dtype: torch.dtype | None = None,
-        storage: tuple[str, torch.dtype] | None = None,
-        decays: bool = False,
-    ) -> None:
+    def run(self, call: Call) -> None:
         """Makes a pass: see ``NativeTable.run``.
 
         A column is an object with ``base`` and ``offsets``, [n], or a number. A number may be a
         float, an array [n], or a tensor with n elements or one.
         """
-        PASSES[name](self, Read(name, columns, form, dtype, storage, decays))
+        PASSES[call.name](self, call)

@@ -5,14 +5,12 @@ needed so far. One copy brings the arrays of integers that the launches of a ste
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from ds_ext.ops.runs import Runs
+from ds_ext.ops.runs import Columns
 
 SCRATCH, SUMS, HOST = range(3)
 ALIGNMENT = 4  # elements, of scratch memory: 16 bytes
@@ -66,19 +64,6 @@ class Memory:
         return make(n, dtype=torch.float32, device=self.device)
 
 
-@dataclass(frozen=True)
-class GradLimits:
-    """A number on the device for each gradient of a batch, such as a sum of squares, and a limit.
-
-    Attributes:
-        found: the numbers, [n]: fp32, such as sums of squares or votes.
-        most: the largest numbers of good gradients, [n]; NaN is bad.
-    """
-
-    found: Runs
-    most: NDArray[np.float32]
-
-
 class DeviceArrays:
     """A batch's part of a bucket's step, with its arrays on the device, found by their contents.
 
@@ -89,13 +74,13 @@ class DeviceArrays:
         memory: of the step in progress; None: passes are not part of a bucket's step.
 
     Attributes:
-        limits: by which programs skip parameters with bad gradients; None: all are good.
+        limits: columns by which programs skip parameters with bad gradients: ``found`` and
+            ``most``; {}: all are good.
     """
-
-    limits: GradLimits | None = None
 
     def __init__(self, memory: Memory | None = None) -> None:
         self.memory = memory
+        self.limits: Columns = {}
         self._used: dict[bytes, None] = {}
         self._addresses: dict[bytes, int] = {}
         self._alive: list[Tensor] = []  # what is at these addresses
@@ -108,7 +93,7 @@ class DeviceArrays:
 
     def end(self) -> None:
         """Forgets the memory of a step; its launches run before it is used again."""
-        self.memory = self.limits = None
+        self.memory, self.limits = None, {}
         self._addresses, self._alive = {}, []
 
     def addresses(self, contents: Sequence[bytes]) -> list[int]:

@@ -79,9 +79,7 @@ class Launcher:
                 [n], or tensors of one number or n.
             vectors: the columns that are accessed by vectors.
         """
-        limits = self.arrays.limits
-        if limits is not None:
-            columns = {"found": limits.found, "most": limits.most, **columns}
+        columns = {**self.arrays.limits, **columns}
         at, arguments = self.tiles(name), [0] * ARGUMENTS
         contents, where, alive = list[bytes](), list[int](), list[Tensor]()
         ends: Int64s | int = 0  # the low bits of all addresses that are accessed by vectors
@@ -135,7 +133,7 @@ class Launcher:
         A parameter's bits must not depend on its neighbours. Its kind of tiles therefore follows
         from its own run, and each kind has its own launches.
         """
-        skips_bad = self.arrays.limits is not None
+        skips_bad = bool(self.arrays.limits)
         even = None if are_even is None else are_even.tobytes()
         key = kernel, constants, name, even, skips_bad
         if key in self._launches:
@@ -168,11 +166,10 @@ class Launcher:
             "part": Runs.at(part, np.concatenate(parts)),
             "out": Runs.at(out, np.concatenate(outs)),
         }
-        limits = self.arrays.limits
-        if limits is not None:
-            found, owners = limits.found, np.concatenate([one.owners for one, *_ in sums])
+        if limits := self.arrays.limits:
+            found, owners = limits["found"], np.concatenate([one.owners for one, *_ in sums])
             columns["found"] = Runs.at(found.base, found.offsets[owners])
-            columns["most"] = limits.most[owners]
+            columns["most"] = limits["most"][owners]
         self.launch("fold", (), name, columns)
 
     def added_up(self, rows: Runs) -> Tensor:
