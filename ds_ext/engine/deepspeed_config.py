@@ -11,7 +11,7 @@ from deepspeed.runtime import config as runtime_config
 from deepspeed.runtime import constants, lr_schedules
 from deepspeed.runtime.activation_checkpointing import config as activation_config
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import ValidationError
 
 from ds_ext.config import config_checks
@@ -31,6 +31,11 @@ _SECTIONS = {
 }
 # Sections whose keys DeepSpeed looks up one by one, so that it ignores others.
 _DICTIONARIES = ("scheduler", "data_types", "activation_checkpointing", "checkpoint")
+# Keys that a client fills in before DeepSpeed reads a config, by what to write without a client.
+_NEVER_AUTO = {
+    "a number": (*SIZES, "zero_optimization.stage", "gradient_clipping"),
+    "true or false": ("bf16.enabled", "fp16.enabled"),
+}
 
 
 def read(make: Callable[[], None], config: dict[str, Any]) -> None:
@@ -39,8 +44,9 @@ def read(make: Callable[[], None], config: dict[str, Any]) -> None:
     Values may be "auto", which a client fills in later. ValueError with a line for each problem.
     """
     found = [
-        f'{key} is "auto", which is filled in by HF Trainer and accelerate only: write a number.'
-        for key in (*SIZES, "zero_optimization.stage", "gradient_clipping")
+        f'{key} is "auto", which is filled in by HF Trainer and accelerate only: write {allowed}.'
+        for allowed, keys in _NEVER_AUTO.items()
+        for key in keys
         if lookup(config, key) == "auto"
     ]
     given = filled(config)[0]
@@ -125,7 +131,8 @@ def translated() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        known = {*DeepSpeedZeroConfig.model_fields, *(key.rpartition(".")[2] for key in SETTINGS)}
+        known = {key.rpartition(".")[2] for key in SETTINGS}
+        known.update(*(section.model_fields for section in DeepSpeedConfigModel.__subclasses__()))
         wrong = []
         for one in error.errors():
             key = ".".join(map(str, one["loc"]))

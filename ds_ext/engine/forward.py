@@ -31,7 +31,10 @@ def apply(engine: DeepSpeedEngine, model: nn.Module) -> None:
         chunked_loss.chunk_loss(model, None if own.chunked_loss is True else own.chunked_loss)
     if own.batch_splits > 1:
         _refuse(model, own.batch_splits)
-        batch_splits.split_batch(model, own.batch_splits)
+        try:
+            batch_splits.split_batch(model, own.batch_splits)
+        except ValueError as error:
+            raise ValueError(f"ds_ext.batch_splits = {own.batch_splits}: {error}") from None
     # A leaf module needs an input with a gradient, which frozen embeddings do not give.
     if at_stage_3 and all(p.requires_grad for p in model.parameters()):
         for layer in batch_splits.layers_of(model):

@@ -232,7 +232,8 @@ def _repeated(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     if not found:
         raise ValueError(
             "split_batch: the model has no nn.ModuleList of at least two modules of one class. "
-            "Give the names of its layers: split_batch(model, splits, layers=...)."
+            "Give the names of its layers: ds_ext.split_batch(model, splits, layers=...), instead "
+            "of ds_ext.batch_splits in a config."
         )
 
 

@@ -249,14 +249,20 @@ def differ() -> None:
         model = torch.nn.Linear(4, 5)
         engines.start(model, kind(model.parameters(), **hypers), stage)
 
+    def fuse(**arguments: Any) -> None:
+        model = torch.nn.Linear(4, 5)
+        ds_ext.fuse_into_backward(model, ds_ext.LOMO(model.parameters(), lr=lr), **arguments)
+
     rate = r"parameter groups: .* \[0\].lr: 0.2 and 0.1"
     lr = 0.1 if odd else 0.2
+    policy = "sharded" if odd else "fused"
     for words, case in (
         ("configs: .* gradient_clipping: None and 0.5", lambda: begin(gradient_clipping=clip)),
         ("configs: .* optimizer.params.lr: 0.2 and 0.1", lambda: begin(lr=lr)),
         ("optimizers: .* 'CAME' and 'LAMB'", lambda: own(ds_ext.LAMB if odd else ds_ext.CAME)),
         (rate, lambda: own(ds_ext.LAMB, lr=lr)),
         (rate, lambda: own(ds_ext.LOMO, None, lr=lr)),
+        ("arguments: .* policy: .fused. and .sharded.", lambda: fuse(gradient_policy=policy)),
         ("parameters: .* '0.a.weight' and '0.b.weight'", lambda: begin(swapped())),
         ("parameters: .* 5 and 6", lambda: begin(torch.nn.Linear(4, 6 if odd else 5))),
         ("parameters: .* number: 1 and 2", lambda: begin(torch.nn.Linear(4, 5, bias=odd))),

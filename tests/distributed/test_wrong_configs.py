@@ -132,6 +132,7 @@ def normed() -> nn.ModuleList:
 
 
 SPLIT = own(batch_splits=2)
+SPLITS = "ds_ext.batch_splits = 2: split_batch: "
 FROZEN = "AdaLomo: all its parameters have requires_grad=False"
 BESIDE = 'optimizer.type "AdaLomo" in the config has no effect, because the program passes'
 FUNCTION = "deepspeed.initialize: the optimizer is a function"
@@ -170,12 +171,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: engine(linear(), SIZES_BY_HF), f"train_batch_size {AUTO}"),
     (lambda: engine(linear(), {"gradient_clipping": "auto"}), f"gradient_clipping {AUTO}"),
+    (lambda: engine(linear(), {"bf16": {"enabled": "auto"}}), f"bf16.enabled {AUTO}"),
     # Models that are not split.
-    (lambda: engine(normed(), SPLIT), "split_batch: 0.1 is a batch norm, whose statistics are"),
-    (
-        lambda: engine(linear(), SPLIT),
-        "split_batch: the model has no nn.ModuleList of at least two",
-    ),
+    (lambda: engine(normed(), SPLIT), f"{SPLITS}0.1 is a batch norm, whose statistics are"),
+    (lambda: engine(linear(), SPLIT), f"{SPLITS}the model has no nn.ModuleList of at least two"),
     (
         lambda: engine(linear(), own(batch_splits=1, chunked_loss=True)),
         "chunk_loss: Linear contains no language model of transformers with an output head",

@@ -110,6 +110,8 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
     ("ds_ext.clip_mode is 'previos'", {"ds_ext": {"clip_mode": "previos"}}),
     ("DeepSpeedZeroConfig: stge", {"zero_optimization": {"stge": 3}}),
     ('Did you mean "offload_optimizer"?', zero(3, offload_optimiser={"device": "cpu"})),
+    ('Did you mean "device"?', zero(3, offload_optimizer={"devic": "cpu"})),
+    ('Did you mean "loss_scale"?', {"fp16": {"loss_scael": 128}}),
     ("zero_quantized_weights = True was removed", zero(3, zero_quantized_weights="true")),
     ("zero_optimization.mics_shard_size = 2 is not supported", zero(3, mics_shard_size=2)),
     ("zero_optimization.zenflow", zero(2, zenflow={"topk_ratio": 0.1})),
