@@ -119,9 +119,9 @@ def fuse_into_backward(
             )
         group = fully_shard.group_of(model)
     devices = sorted({str(p.device) for p in model.parameters()})
-    kind = {"optimizer": type(optimizer).__name__, "argument": vars(config)}
-    kind["device count"] = len(devices)
-    consensus.require_equal(kind | consensus.facts(model, optimizer), group)
+    facts = consensus.facts(model, optimizer)
+    facts |= {"optimizer": type(optimizer).__name__, "device count": len(devices)}
+    consensus.require_equal(facts | {"argument": vars(config)}, group)
     param_checks.refuse_all_frozen(optimizer)
     if len(devices) > 1:
         raise ValueError(
