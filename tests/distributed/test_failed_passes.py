@@ -12,7 +12,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import ds_ext
-from ds_ext.distributed import consensus
 from ds_ext.distributed.consensus import DIFFERENT_PASSES
 from tests import worlds
 from tests.common import engines
@@ -277,23 +276,6 @@ def test_ranks_in_different_passes_all_raise_the_same_error(case):
         *failures, (_, last) = errors
         assert last == DIFFERENT_PASSES
         assert failures in ([], [(1, "Failure")])
-
-
-def errors_of_two_engines() -> list[str]:
-    """The error of ranks in different passes, before and after they check another engine."""
-    history, errors = 1, []
-    if dist.get_rank() == 1:
-        consensus.tell_error(history, ValueError("no batch"))
-    dist.barrier()
-    for step in range(2):
-        errors.append(str(consensus.RanksDifferError(history)))
-        consensus.require_equal({"step": step})
-    return errors
-
-
-def test_ranks_do_not_raise_an_earlier_engines_error():
-    both = worlds.run(2, errors_of_two_engines)
-    assert both == [["rank 1: no batch", DIFFERENT_PASSES]] * 2
 
 
 @pytest.mark.parametrize("case", ALIKE, ids=name)
