@@ -62,6 +62,11 @@ def mean_step(optimizer, losses, max_norm=0.0):
     return float(norm)
 
 
+def weights(model):
+    """Copies of the weights, by name."""
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
 def fuse(model, lr=0.1, kind=ds_ext.LOMO, **how):
     """What steps a model within backward, and its optimizer."""
     optimizer = kind(model.parameters(), lr=lr)

@@ -75,9 +75,6 @@ def test_bf16_gradients_give_updates_nearer_to_fp64_than_the_authors(scale_type)
         assert mine <= 2**-8 and mine < of_authors / 2
 
 
-# The stored projection.
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_projection_is_drawn_at_renewals_and_after_a_load(dtype, monkeypatch):
     """Its draws are counted; a loaded state has none until the next step.
@@ -112,9 +109,6 @@ def test_a_projection_is_drawn_at_renewals_and_after_a_load(dtype, monkeypatch):
     assert all(map(torch.equal, weights, half))
 
 
-# The norm-growth limiter.
-
-
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_first_gradient_of_zero_does_not_bound_what_follows(world):
     p, steps = table.weights([(29, 13)]), table.gradients(3, [(29, 13)])
@@ -129,9 +123,6 @@ def test_a_first_gradient_of_zero_does_not_bound_what_follows(world):
     fresh = ranks_after(APOLLO(rank=4), p, steps[:1])
     assert moved[0] > 0.1 * float((fresh.params[0] - p[0]).norm())
     assert all(torch.isfinite(x).all() for x in ranks.params)
-
-
-# The streams of random numbers.
 
 
 def test_parameters_and_seeds_have_projections_of_their_own():

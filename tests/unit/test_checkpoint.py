@@ -50,24 +50,24 @@ def test_a_rank_reads_its_part_and_no_more(tmp_path):
     assert watch.most - before >= size
 
 
-def many(world):
-    """Ranks that have stepped 30 parameters, of which small ones are cut finely."""
+def many():
+    """30 parameters, of which small ones are cut finely."""
     shapes = [(i + 64, 70) if i % 3 else (640 * i + 10,) for i in range(30)]
     drawn = [torch.Generator().manual_seed(i) for i in range(30)]
-    values = [torch.randn(s, generator=g) for s, g in zip(shapes, drawn, strict=True)]
-    return stepped(values, world)
+    return [torch.randn(s, generator=g) for s, g in zip(shapes, drawn, strict=True)]
 
 
 @pytest.fixture(scope="module")
 def saved_by_64():
-    return [resharding.save(rank.optimizer, rank.owned) for rank in many(64)]
+    return [resharding.save(rank.optimizer, rank.owned) for rank in stepped(many(), 64)]
 
 
 @pytest.mark.parametrize("world", [64, 128, 32, 7])
 def test_a_rank_opens_only_the_files_that_its_pieces_are_in(saved_by_64, world):
     names = {str(i) for i in range(30)}
     index = {"weights": names, "state": names, "accumulated": set()}
-    ranks, everything = many(world), Pieces(Files(range(64), lambda r: saved_by_64[r]))
+    ranks = optimizer_ranks.made(ds_ext.CAME, [torch.zeros_like(p) for p in many()], world)
+    everything = Pieces(Files(range(64), lambda r: saved_by_64[r]))
     for number in (0, 1, world // 2, world - 1):
         opened = []
 
@@ -77,8 +77,6 @@ def test_a_rank_opens_only_the_files_that_its_pieces_are_in(saved_by_64, world):
 
         pieces = Pieces(Files(range(64), load), index, [], number / world)
         optimizer, own = ranks[number].optimizer, ranks[number].owned
-        for run in ranks[number].runs:
-            run.zero_()
         checks.check(pieces, optimizer, own, True)
         resharding.load_state(pieces, optimizer, own)
         assert not resharding.load_weights(pieces, optimizer, own)
@@ -95,7 +93,7 @@ def test_a_rank_opens_only_the_files_that_its_pieces_are_in(saved_by_64, world):
 def test_a_checkpoint_without_names_is_read_by_opening_all_files(saved_by_64):
     opened = []
     pieces = Pieces(Files(range(64), lambda r: opened.append(r) or saved_by_64[r]))
-    rank = many(64)[3]
+    rank = optimizer_ranks.made(ds_ext.CAME, many(), 64)[3]
     checks.check(pieces, rank.optimizer, rank.owned, True)
     assert sorted(opened) == list(range(64))
 

@@ -194,8 +194,6 @@ def test_sections_of_a_matrix_are_averaged_like_the_matrix():
             assert torchs.error(averages(optimizer, model)) <= bound
 
 
-# Exchange.
-
 KINDS = [(torch.float32, "fp32", "stochastic"), (torch.float64, "fp32", "stochastic")]
 KINDS += [(torch.bfloat16, "fp32", how) for how in ("stochastic", "master")]
 KINDS += [(torch.float16, "fp32", "master")]
@@ -299,9 +297,6 @@ def test_without_a_decay_the_error_names_the_key():
     for wrong in ({"ema_decay": 1.0}, {"ema_decay": -0.1}, {"ema_dtype": "fp16"}):
         with pytest.raises(ValueError, match=[*wrong][0]):
             made("adamw", **wrong)
-
-
-# Settings of groups, and changes of them.
 
 
 def test_groups_have_their_own_decay_and_other_rules_inherit_the_optimizers():

@@ -5,6 +5,7 @@ sharded is held against the same rule on whole parameters; what a rule computes 
 authors' code or its paper in a file of its own.
 """
 
+import itertools
 import math
 
 import pytest
@@ -13,9 +14,11 @@ import torch
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves, saved
 from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.rules import REGISTRY
 from ds_ext.testing import check_rule
 from ds_ext.testing.properties import endures_zeros
-from tests.common import hypers, paths, table
+from tests.common import hypers, needs, paths, table
+from tests.common.choose import params
 from tests.common.simulated import BROKEN, EXACT, Ranks, dropping, shapes_of, sharded_error
 from tests.common.table import gradients, weights
 from tests.distributed import resume_jobs
@@ -40,18 +43,16 @@ def test_more_ranks_than_elements(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_missing_reduction_is_seen(name):
-    rule = OPTIMIZERS[name].hypers(**hypers.SIMULATED[name])
-    before, (grads,) = weights(shapes_of(name)), gradients(1, shapes_of(name))
+    rule, shapes = simulated_rule(name), shapes_of(name, ((5,), (13, 29), (29, 13), (4, 3, 5)))
+    before, (grads,) = weights(shapes), gradients(1, shapes)
     taken = Ranks(rule, before, 2).step(grads)
     assert taken == Ranks(rule, before, 2).step(grads, dropping(None))
     for number in range(taken):
-        assert sharded_error(name, 2, 3, simulate=dropping(number))[0] > BROKEN
+        assert sharded_error(name, 2, 3, dropping(number), shapes)[0] > BROKEN
 
 
 ZERO_GRADIENTS = [*((name, {}) for name in OPTIMIZERS)]
-ZERO_GRADIENTS += [
-    ("galoreadamw", {"proj_type": "reverse_std"})
-]  # which divides by singular values
+ZERO_GRADIENTS += [("galoreadamw", {"proj_type": "reverse_std"})]  # divides by singular values
 
 
 @pytest.mark.parametrize("name, more", ZERO_GRADIENTS)
@@ -79,8 +80,16 @@ ZEROS = ((6, 10), (10, 6), (12,), (5, 5), (4, 3, 5), (3, 2, 1, 1), (9,), (70, 70
 KERNEL_ZEROS = ((6, 10), (12,), (4, 3, 5), (5, 5))  # Triton's interpreter is slow
 
 
-@pytest.mark.parametrize("path", paths.EACH)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+BY_PATH = itertools.product(OPTIMIZERS, ["ops", "native", *["kernels"][: needs.TRITON]])
+
+
+def is_quick(case):
+    """Adafactor asks for AdaLomo's kernels, and what is stepped alone for one that adds."""
+    name, path = case
+    return path != "kernels" or (REGISTRY[name].is_batched and name != "adafactor")
+
+
+@pytest.mark.parametrize("name, path", params(BY_PATH, is_quick))
 def test_zero_rows_and_columns_with_the_smallest_eps(name, path, monkeypatch):
     """In fp32, where statistics of zeros are zeros; later also where they have shrunk to that."""
     paths.use(monkeypatch, path)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import ds_ext
 from ds_ext.backward import foreign_grads, norm_prepass
 from tests.common import fused_losses, plain, updates
+from tests.common.plain import mean_step, weights
 
 CLIP = 0.05
 WAYS = ("plain", "reentrant", "nonreentrant")
@@ -170,9 +171,7 @@ def test_a_measured_batch_that_is_not_stepped_is_discarded_before_the_next(aband
     model.zero_grad()
     fused.backward(model(batch))
     optimizer.step()
-    plain(batch).backward()
-    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
-    assert fused.norm == pytest.approx(float(norm), rel=1e-5)
+    assert fused.norm == pytest.approx(ordinary_step(plain, plain(batch)), rel=1e-5)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -215,26 +214,16 @@ def test_after_an_error_in_the_measuring_pass_the_next_batch_trains_right(
     torch.testing.assert_close(model.head.weight.grad, plain.head.weight.grad)
 
 
-# Unusual graphs.
-
-
 def ordinary_step(model, loss):
-    """One of SGD, which LOMO's is, with torch's own clipping."""
-    model.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-    torch.optim.SGD(model.parameters(), lr=0.5).step()
-
-
-def state(model):
-    return {n: x.detach().clone() for n, x in model.state_dict().items()}
+    """One of SGD, which LOMO's is, with torch's own clipping -> the norm."""
+    return mean_step(torch.optim.SGD(model.parameters(), lr=0.5), [loss], CLIP)
 
 
 @pytest.mark.parametrize("held", ["saved", "attribute"])
 def test_a_loss_that_writes_its_saved_gradients_in_place_is_refused_before_a_weight_moves(held):
     model = fused_losses.make(held, factor=2.0)
     fused, optimizer = fuse(model)
-    before = state(model)
+    before = weights(model)
     with pytest.raises(RuntimeError, match='InPlaceCrossEntropy.*gradient_policy="sharded"'):
         fused.backward(model(*fused_losses.batch(0)))
     assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
@@ -243,7 +232,7 @@ def test_a_loss_that_writes_its_saved_gradients_in_place_is_refused_before_a_wei
     optimizer.step()
     plain = fused_losses.make(None)
     ordinary_step(plain, plain(*fused_losses.batch(1)))
-    updates.check_each(state(model), state(plain), before)
+    updates.check_each(weights(model), weights(plain), before)
 
 
 class Segmented(nn.Module):
@@ -315,7 +304,7 @@ def test_a_graph_that_runs_backward_once_is_clipped_exactly_by_kept_gradients(ki
     torch.manual_seed(5)
     model, plain = Segmented(context_fn), Segmented()
     plain.load_state_dict(model.state_dict())
-    before = state(plain)
+    before = weights(plain)
     fused, optimizer = fuse(model, bucket_size=1)
     for step in range(3):
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
@@ -325,7 +314,7 @@ def test_a_graph_that_runs_backward_once_is_clipped_exactly_by_kept_gradients(ki
         assert bool(fused.state.keeps) == (named is not None)
         optimizer.step()
         ordinary_step(plain, plain(x))
-    updates.check_each(state(model), state(plain), before)
+    updates.check_each(weights(model), weights(plain), before)
     told = [line for line in caplog.messages if "gradients are kept" in line]
     assert len(told) == (named is not None) and all(named in line for line in told)
 

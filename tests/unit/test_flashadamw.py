@@ -79,9 +79,6 @@ def test_defaults_of_adamw_are_those_of_torch():
         assert own[name] == theirs[name]
 
 
-# The scales.
-
-
 def test_scales_are_those_of_fp16_where_that_is_normal_and_reach_further():
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     scales = companding.scales(bits)
@@ -142,9 +139,6 @@ def test_values_beyond_all_scales_are_bounded():
     run = companding.SQUARES.opened(state)
     run.write_(block, x.square().view(1, 1, 32))
     assert run.block(block).isfinite().all()
-
-
-# What is kept.
 
 
 def test_only_runs_of_whole_groups_are_batched():

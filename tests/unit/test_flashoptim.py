@@ -11,6 +11,7 @@ import torch
 import ds_ext
 from ds_ext.ops import companding
 from tests.common import flash, paths
+from tests.common.simulated import errors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = ((33, 47), (1000,), (5, 7, 3))  # none is whole groups of 32
@@ -54,12 +55,6 @@ def trained(name, dtype, ours, theirs):
     return before, *ended
 
 
-def worst(before, ours, theirs):
-    """‖difference‖ / ‖update‖ of weights, at most."""
-    every = [[p.double() for p in ps] for ps in zip(before, ours, theirs, strict=True)]
-    return max(float((a - b).norm() / (b - p).norm()) for p, a, b in every)
-
-
 def moments(name, own, theirs):
     """Codes of both; scales are the same."""
     for key, key_of_theirs in PAIRS[name][3].items():
@@ -75,7 +70,7 @@ def test_ten_steps_end_with_the_scales_and_codes_of_flashoptim(name, path, monke
     """But for a code in a thousand, where the last bits of a moment put it on the other side."""
     paths.use(monkeypatch, path)
     before, *ended = trained(name, torch.float32, {}, {"master_weight_bits": None})
-    assert worst(before, *([p for p, _ in one] for one in ended)) <= 2e-6
+    assert max(errors(*([p for p, _ in one] for one in ended), before)) <= 2e-6
     pairs = [moments(name, own, theirs) for (_, own), (_, theirs) in zip(*ended, strict=True)]
     ours, theirs = (torch.cat(codes) for codes in zip(*itertools.chain(*pairs), strict=True))
     assert (ours - theirs).abs().max() <= 1 and (ours != theirs).float().mean() <= 1e-3
@@ -94,5 +89,5 @@ def test_weights_of_24_bits_are_those_of_flashoptim():
     )
     ours = [whole(p, state["master"]) for p, state in mine]
     theirs = [whole(p, state["error_bits"]) for p, state in authors]
-    assert worst(before, ours, theirs) <= 1e-5
-    assert worst(before, [p for p, _ in mine], theirs) > 1e-4  # the bits matter
+    assert max(errors(ours, theirs, before)) <= 1e-5
+    assert max(errors([p for p, _ in mine], theirs, before)) > 1e-4  # the bits matter

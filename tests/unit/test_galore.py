@@ -219,8 +219,6 @@ def test_bf16_gradients_give_updates_nearer_to_fp64_than_the_authors(world):
     assert all(a < b for a, b in zip(mine, of_authors, strict=True)) and max(mine) <= 2**-7
 
 
-# Moments of 8 bits.
-
 WIDE = ((96, 64), (64, 96), (70, 90))  # moments of more than one block of 256
 EIGHT = {"rank": 16, "nbits": 8, "min_8bit_size": 1025, "lr": 0.01, "eps": 1e-6}
 

@@ -17,7 +17,7 @@ import ds_ext
 from ds_ext.backward import int8_weights
 from ds_ext.ops import int8
 from tests.common.int8_model import WIDTH, batch, made
-from tests.common.states import from_file
+from tests.common.states import from_file, same
 
 RULE = "a weight that is stored in 8 bits has values only while its module computes"
 ONES = torch.ones(4, WIDTH, dtype=torch.bfloat16)
@@ -32,10 +32,6 @@ def stored():
 def grads(model, step=0):
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.autograd.grad(model(batch(step)), trained)
-
-
-def equal(xs, ys):
-    return all(map(torch.equal, xs, ys)) and len(xs) == len(ys)
 
 
 def stepped(model, kind=torch.optim.SGD, **kwargs):
@@ -103,8 +99,8 @@ def test_readers_and_writers_outside_of_the_module_are_refused(name):
     model = stored()
     with pytest.raises(RuntimeError, match=RULE), torch.no_grad():
         REFUSED[name](model, model.up[0].weight)
-    assert equal([*model.state_dict().values()], [*made().state_dict().values()])
-    assert equal(grads(model), grads(made()))
+    assert same([*model.state_dict().values()], [*made().state_dict().values()])
+    assert same(grads(model), grads(made()))
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -150,7 +146,7 @@ def test_copies_and_uses_keep_the_values(name):
     other = SAME[name](model)
     for each in (model, other):
         assert torch.equal(each(batch(0)), made()(batch(0)))
-        assert equal(grads(each), grads(made()))
+        assert same(grads(each), grads(made()))
     if other is not model and name != "copy.copy":
         assert not any(map(int8.find, other.parameters()))  # in bf16
         with torch.no_grad():
@@ -180,7 +176,7 @@ def test_transformers_resize_and_save_stored_weights(tied, tmp_path):
         model.resize_token_embeddings(700)
     model.save_pretrained(tmp_path)
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert equal([*loaded.state_dict().values()], [*model.state_dict().values()])
+    assert same([*loaded.state_dict().values()], [*model.state_dict().values()])
 
 
 def test_copy_stores_codes_and_views_of_contexts_stay():
@@ -221,7 +217,7 @@ def test_graphs_find_the_weights_of_any_output():
         (penalty,) = torch.autograd.grad((each(x).y ** 3).sum(), x, create_graph=True)
         penalty.square().sum().backward()
         found.append((penalty, x.grad, each.weight.grad))
-    assert equal(*found)
+    assert same(*found)
 
 
 def test_hooks_around_a_module_get_its_other_tensors():
@@ -249,7 +245,7 @@ def test_a_weight_norm_made_before_computes():
         y = layer(ONES)
         y.square().sum().backward()
         found.append((y, layer.weight_v.grad, layer.weight_g.grad))
-    assert int8.find(layer.weight_v) and equal(*found)
+    assert int8.find(layer.weight_v) and same(*found)
 
 
 @pytest.mark.parametrize("what", ["weight", "input"])
@@ -310,4 +306,4 @@ def test_threads_share_a_model():
             for other in others:
                 other.result()
     assert losses[:30] == losses[30:]
-    assert equal([*model.state_dict().values()], [*whole.state_dict().values()])
+    assert same([*model.state_dict().values()], [*whole.state_dict().values()])

@@ -88,9 +88,6 @@ def test_what_kernels_do_not_take_is_stepped_alone(monkeypatch):
     assert len(list(optimizer._plans.values())) == 1
 
 
-# Statistics of runs.
-
-
 @pytest.mark.slow
 def test_rows_wider_than_a_tile_are_read_twice(kernels, launched):
     (g,) = table.gradients(1, [(5, WIDEST + 16)])[0]

@@ -115,8 +115,6 @@ def test_a_level_that_was_set_stays(fresh, capsys):
     assert capsys.readouterr().err == "[ds_ext] heard\n"
 
 
-# What is said when training begins.
-
 RULES = [*((name, {}) for name in REGISTRY), ("adafactor", {"scale_parameter": False})]
 
 

@@ -22,6 +22,7 @@ from tests.common import needs, paths, plain, table
 from tests.common.choose import params, spread
 from tests.common.hypers import SIMULATED, changed
 from tests.common.simulated import Alone
+from tests.common.states import same
 from tests.unit import test_kernels
 from tests.unit.test_kernels import trained, worst
 
@@ -131,10 +132,6 @@ def stepped(name, way, together, shapes=SHAPES, world=1, steps=2):
         for optimizer, some in zip(optimizers, [updates] if together else updates, strict=True):
             optimizer.update(some if together else [some], Alone())
     return [p.detach() for p in weights], optimizers
-
-
-def same(a, b):
-    return all(x.equal(y) for x, y in zip(a, b, strict=True))
 
 
 # For kernels: vectors and matrices, of which some have aligned rows, and rows of two widths of

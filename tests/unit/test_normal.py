@@ -73,9 +73,6 @@ def test_a_state_has_a_stream_for_each_parameter_and_each_expert():
     assert all(0 <= stream < 2**32 for stream in streams)
 
 
-# The bits by which weights are rounded.
-
-
 def noise(n, key, start):
     bits = torch.zeros(n, dtype=torch.int32)
     rounding.add_noise_(bits, key, start)

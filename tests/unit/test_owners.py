@@ -19,7 +19,7 @@ import ds_ext
 from ds_ext.backward import owners
 from ds_ext.backward.buckets import Buckets
 from tests.common import models, paths
-from tests.common.plain import fuse
+from tests.common.plain import fuse, mean_step
 from tests.common.states import from_file
 
 make = functools.partial(models.layers, 6, 9, 4)
@@ -244,8 +244,6 @@ def test_an_owner_that_the_garbage_collector_deletes_while_owners_are_listed_wai
     assert not any(isinstance(owner, Owner) for owner in owners.all_owners())
 
 
-# Threads that each train a model of their own.
-
 STEPS, LR, CLIP = 15, 0.02, 0.05
 
 
@@ -296,11 +294,8 @@ def train(seed, way, max_norm):
 def reference(seed, way, max_norm):
     model = own(seed, way)
     for step in range(STEPS):
-        model.zero_grad()
         x = batch(seed, step).requires_grad_()
-        model(x).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or torch.inf)
-        torch.optim.SGD(model.parameters(), lr=LR).step()
+        mean_step(torch.optim.SGD(model.parameters(), lr=LR), [model(x)], max_norm)
     return model, x.grad
 
 

@@ -43,7 +43,7 @@ def names_of(model, group):
 
 MIXED = [
     {"match": "embed|lm_head", "type": "GaLoreAdamW", "rank": None, "lr": 3e-3},
-    {"match": r"norm|bias$", "type": "LOMO", "lr": 0.1},
+    {"match": r"norm|bias$", "type": "ds_ext.lomo"},
 ]
 
 
@@ -55,20 +55,12 @@ def test_groups_have_the_keys_of_their_own_rule():
     for group in optimizer.param_groups:
         by_kind.setdefault(group.get("type"), []).append(group)
     for lomo in by_kind["LOMO"]:
-        assert lomo["lr"] == 0.1 and lomo["seed"] == 3
+        assert lomo["lr"] == 0.02 and lomo["seed"] == 3  # the optimizer's
         assert "clip_threshold" not in lomo and "betas" not in lomo
         assert lomo["weight_decay"] == 0.0  # norms and biases
     for galore in by_kind["GaLoreAdamW"]:
         assert galore["lr"] == 3e-3 and galore["rank"] is None and galore["weight_decay"] == 0.1
     assert {g["weight_decay"] for g in by_kind[None]} == {0.1}
-
-
-def test_what_other_rules_share_comes_from_the_optimizer():
-    optimizer = ds_ext.AdaLomo.for_model(
-        Net(), lr=0.02, param_groups=[{"match": "norm", "type": "ds_ext.lomo"}]
-    )
-    lomo = optimizer.param_groups[1]
-    assert (lomo["type"], lomo["lr"]) == ("LOMO", 0.02)
 
 
 ENTRIES = [
@@ -262,9 +254,6 @@ def test_target_modules_that_match_nothing_are_refused():
             grouped(module, params, targets)
     with pytest.raises(ValueError, match=r"target_modules is \"all-linear\", but no"):
         grouped(module, [module.embed.weight])
-
-
-# Weight decay.
 
 
 class RMSNorm(nn.Module):

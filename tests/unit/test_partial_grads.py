@@ -6,6 +6,7 @@ from torch import nn
 
 import ds_ext
 from tests.common import models
+from tests.common.plain import weights
 from tests.common.states import same
 
 
@@ -33,17 +34,13 @@ def make(checkpointing: str | None, fuse: bool = True):
     return model, optimizer, fused
 
 
-def state(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
-
-
 def check_steps(checkpointing, loss_of):
     """Compares fused steps with plain ones, and which weights backward alone steps."""
     in_parts = IN_PARTS.get(checkpointing, set())
     model, optimizer, fused = make(checkpointing)
     plain, ordinary, _ = make(checkpointing, fuse=False)
     for step in range(3):
-        tokens, before = models.batch(step, 1)[0], state(model)
+        tokens, before = models.batch(step, 1)[0], weights(model)
         loss = loss_of(model, tokens)
         uses = fused.buckets.uses
         assert {n for n, p in model.named_parameters() if uses.in_parts([p])} == in_parts
@@ -54,7 +51,7 @@ def check_steps(checkpointing, loss_of):
         loss_of(plain, tokens).backward()
         assert moved == {n for n, p in plain.named_parameters() if p.grad is not None} - in_parts
         ordinary.step()
-    assert same(state(model), state(plain))
+    assert same(weights(model), weights(plain))
 
 
 WAYS = [None, "reentrant", "nonreentrant"]

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.unit.test_walls import in_a_new_process
+from tests.common import apart
 
 PACKAGES = ("deepspeed", "torch", "accelerate", "transformers")
 # torch's registries, to which importing more of torch and of custom operations adds.
@@ -70,4 +70,4 @@ def test_only_patches_change_names():
     code = "from tests.unit import test_patches; print(*test_patches.changed(), sep=chr(10))"
     owners = [(f"{patch.owner.__module__}.{patch.owner.__qualname__}", patch) for patch in PATCHES]
     expected = sorted({f"{owner}.{patch.name}" for owner, patch in owners})
-    assert in_a_new_process(code).splitlines() == expected
+    assert apart.python("-c", code).stdout.splitlines() == expected

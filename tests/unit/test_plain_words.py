@@ -31,16 +31,11 @@ def loss(model):
     return model(torch.ones(2, 4)).square().mean()
 
 
-def second_gradient():
-    model, *_ = fused()
-    loss(model).backward()
-    loss(model).backward()
-
-
-def second_gradient_measured():
-    model, _, step = fused(max_grad_norm=1.0, bucket_size=10**6)
-    step.backward(loss(model))
-    step.backward(loss(model))
+def twice(**how):
+    """A second backward pass before the step."""
+    model, _, step = fused(**how)
+    for _ in range(2):
+        step.backward(loss(model))
 
 
 def not_measured():
@@ -58,14 +53,6 @@ def clipped_by_torch():
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
-def adalomo(**given):
-    return ds_ext.AdaLomo(net().parameters(), **given)
-
-
-def for_model(kind, **given):
-    return getattr(ds_ext, kind).for_model(net(), **given)
-
-
 TOLD = {
     "clip mode": (lambda: fused(clip_mode="previos"), ["clip_mode is 'previos'"]),
     "clip mode without a norm": (
@@ -80,25 +67,31 @@ TOLD = {
         lambda: fused(max_grad_norm=1.0, clip_value=1.0),
         ["max_grad_norm = 1.0 and clip_value = 1.0"],
     ),
-    "second gradient": (second_gradient, ["before optimizer.step()", 'gradient_policy="sharded"']),
-    "second gradient, measured": (second_gradient_measured, ["max_grad_norm", "optimizer.step()"]),
+    "second gradient": (twice, ["before optimizer.step()", 'gradient_policy="sharded"']),
+    "second gradient, measured": (
+        lambda: twice(max_grad_norm=1.0, bucket_size=10**6),
+        ["max_grad_norm", "optimizer.step()"],
+    ),
     "not measured": (
         not_measured,
         ["max_grad_norm needs the norm", ".backward(loss) on the object that fuse"],
     ),
     "cannot repeat": (cannot_repeat, ["max_grad_norm: ", "or max_grad_norm=0"]),
     "torch's clipping": (clipped_by_torch, ["fuse_into_backward(..., max_grad_norm=...)"]),
-    "value": (lambda: adalomo(lr=-1.0), ["AdaLomo: lr is -1.0; allowed"]),
+    "value": (
+        lambda: ds_ext.AdaLomo(net().parameters(), lr=-1.0),
+        ["AdaLomo: lr is -1.0; allowed"],
+    ),
     "several values": (
         lambda: ds_ext.LAMB(net().parameters(), min_coeff=2.0, max_coeff=1.0),
         ["LAMB: min_coeff"],
     ),
     "for_model's keys": (
-        lambda: for_model("AdaLomo", param_groups=[{"match": "0", "lrr": 1.0}]),
+        lambda: ds_ext.AdaLomo.for_model(net(), param_groups=[{"match": "0", "lrr": 1.0}]),
         ["unknown key param_groups[0].lrr."],
     ),
     "for_model's targets": (
-        lambda: for_model("APOLLO", target_modules=["nobody"]),
+        lambda: ds_ext.APOLLO.for_model(net(), target_modules=["nobody"]),
         ["APOLLO: target_modules: 'nobody' matches no trained matrix."],
     ),
 }

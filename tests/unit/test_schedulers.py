@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler as torch_schedules
 
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import authors, models
+from tests.common.plain import mean_step
 
 STEPS = 12
 LR = 0.3
@@ -81,10 +82,8 @@ def reference(make, optimizer_of=None, accumulation=1, metrics=None):
     used = []
     for step in range(STEPS):
         used.append(settings(optimizer))
-        optimizer.zero_grad()
-        for part in range(accumulation):
-            (loss_of(model, step * accumulation + part) / accumulation).backward()
-        optimizer.step()
+        numbers = range(step * accumulation, (step + 1) * accumulation)
+        mean_step(optimizer, [loss_of(model, number) for number in numbers])
         scheduler.step(*([metrics(step)] if metrics else []))
     return [p.detach() for p in model.parameters()], used
 

@@ -5,8 +5,6 @@ import logging
 import math
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ from ds_ext.optimizer.selftest import RIGHT
 from ds_ext.rules import REGISTRY
 from ds_ext.testing import check_rule
 from tests import worlds
-from tests.common import adan, needs, paths, pretend
+from tests.common import adan, apart, needs, paths, pretend
 from tests.common.choose import params
 from tests.common.cli import refused
 
@@ -218,13 +216,7 @@ def test_a_fault_in_a_kernel_is_found_and_training_has_the_losses_of_the_referen
     kernel.write_text(wrong)
     (tmp_path / "sitecustomize.py").write_text(AS_IF_ON_A_GPU)
     cache = {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(tmp_path), "DS_EXT_KERNELS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", TRAINS],
-        env=os.environ | cache,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    done = apart.python("-c", TRAINS, cwd=tmp_path, **cache)
     assert done.stdout.split() == ["True", "False", "True"], done.stdout + done.stderr
     (warning,) = (line for line in done.stderr.splitlines() if "not right" in line)
     assert "lomo" in warning and "WRONG: weights" in warning

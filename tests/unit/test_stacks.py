@@ -25,7 +25,7 @@ from tests.common import optimizer_ranks, plain, table
 from tests.common.choose import params
 from tests.common.hypers import FOR_ALL, SIMULATED, changed
 from tests.common.optimizer_ranks import of_rule, step, whole
-from tests.common.simulated import EXACT
+from tests.common.simulated import EXACT, errors
 from tests.common.states import tensors
 
 SHAPES = ((5, 6, 9), (3, 7, 4), (4, 11), (1, 5, 3), (3, 2, 3, 4))
@@ -56,11 +56,7 @@ def apart(name, values, steps, hypers):
 
 def worst(got, expected, before):
     """The worst expert's error, relative to its update."""
-    return max(
-        float((a - b).norm() / (b - c).norm())
-        for x, y, z in zip(got, expected, before, strict=True)
-        for a, b, c in zip(x, y, z, strict=True)
-    )
+    return max(max(errors(*stacks)) for stacks in zip(got, expected, before, strict=True))
 
 
 BY_RANKS = [*itertools.product(HYPERS, (1, 2, 3, 7)), ("adafactor", 40)]

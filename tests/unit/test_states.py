@@ -83,9 +83,6 @@ def refuses(optimizer, params, saved, match):
     return refused(params, optimizer, lambda: optimizer.load_state_dict(saved), match)
 
 
-# Loading.
-
-
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_state_of_another_optimizer_is_refused(form, steps):
@@ -166,9 +163,6 @@ def test_groups_of_other_types_are_refused():
     other.add_param_group({"params": [("x", nn.Parameter(torch.ones(3)))]})
     saved = other.state_dict()
     assert refuses(optimizer, params, saved, "Lion steps it")
-
-
-# Edits between steps.
 
 
 @pytest.mark.parametrize("form", KEEPING)

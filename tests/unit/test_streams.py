@@ -74,8 +74,17 @@ EACH = [(1, *HOW[0]), *((4, *how) for how in HOW)]
 
 
 @pytest.mark.parametrize("world, name, how", EACH, indirect=["world"], ids=str)
-def test_no_operation_runs_too_early(world, name, how):
-    assert train(name, **how).errors == []
+def test_no_operation_runs_too_early_and_memory_of_gradients_is_bounded(
+    world, name, how, monkeypatch
+):
+    gpu = train(name, **how)
+    assert gpu.errors == []
+    if "gradient_policy" not in how:  # which keeps them
+        bound = (IN_FLIGHT + 1) * MATRIX  # and the bucket that fills
+        small = 2 * MATRIX  # activations, and a gradient that is copied when it arrives
+        assert gpu.peak < bound + small
+        monkeypatch.setattr(SideStreams, "make_room", lambda self, buckets: None)
+        assert train(name, **how).peak > bound + small
 
 
 def step_alone():
@@ -100,18 +109,6 @@ FAULTS = {
 def test_the_simulation_sees_a_missing_wait(world, method, fault, monkeypatch):
     monkeypatch.setattr(SideStreams, method, fault)
     assert train("AdaLomo").errors
-
-
-KEEP_NONE = [x for x in EACH if "gradient_policy" not in x[2]]
-
-
-@pytest.mark.parametrize("world, name, how", KEEP_NONE, indirect=["world"], ids=str)
-def test_memory_of_gradients_is_bounded(world, name, how, monkeypatch):
-    bound = (IN_FLIGHT + 1) * MATRIX  # and the bucket that fills
-    small = 2 * MATRIX  # activations, and a gradient that is copied when it arrives
-    assert train(name, **how).peak < bound + small
-    monkeypatch.setattr(SideStreams, "make_room", lambda self, buckets: None)
-    assert train(name, **how).peak > bound + small
 
 
 @pytest.mark.parametrize("world", [4], indirect=True)  # one rank reduces nothing

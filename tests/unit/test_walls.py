@@ -2,12 +2,12 @@
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.common import apart
 from tests.common.choose import params
 
 PACKAGE = next(up for up in Path(__file__).parents if (up / "ds_ext").is_dir()) / "ds_ext"
@@ -227,18 +227,10 @@ def test_a_planted_violation_is_seen(path, source, complaint):
     assert len(found) == 1 and found[0].startswith(complaint)
 
 
-def in_a_new_process(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 @pytest.mark.slow  # make check runs it too
 def test_plain_pytorch_does_not_import_deepspeed():
     code = "import sys, ds_ext; print(*{'deepspeed', 'transformers', 'triton'} & set(sys.modules))"
-    assert in_a_new_process(code) == ""
+    assert apart.python("-c", code).stdout.strip() == ""
 
 
 @pytest.mark.slow  # make check runs it too
@@ -246,7 +238,7 @@ def test_what_plain_pytorch_imports_is_required_at_installation():
     code = "import sys, ds_ext; print(*(getattr(m, '__file__', 0) for m in sys.modules.values()))"
     own = [
         node
-        for path in in_a_new_process(code).split()
+        for path in apart.python("-c", code).stdout.split()
         if Path(path).is_relative_to(PACKAGE)
         for node in ast.parse(Path(path).read_text()).body
         if isinstance(node, ast.Import | ast.ImportFrom)
@@ -268,4 +260,4 @@ ORDERS = ["import ds_ext, deepspeed", "import deepspeed, ds_ext"]
 def test_deepspeed_knows_the_optimizers_in_either_order_of_imports(order):
     code = f"{order}\nmethod = deepspeed.DeepSpeedEngine.__init__.__wrapped__\n"
     code += "print(hasattr(method, '__wrapped__'))"  # patched once
-    assert in_a_new_process(code).splitlines()[-1] == "False"
+    assert apart.python("-c", code).stdout.splitlines()[-1] == "False"
