@@ -10,18 +10,18 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ds_ext.ops.exchange import Exchange, Exchanges
+from ds_ext.ops.expressions import Sums
 from ds_ext.ops.joint import Joint
 
-Sums: TypeAlias = tuple[Tensor, ...]
 _OF_TUPLES = re.compile("tuple|sequence|unpack")
 _UNPACK = "yield returns a tuple, with a total for each sum: write (total,) = yield (x,)"
-StepGenerator = Generator[tuple[Tensor, ...], tuple[Tensor, ...], None]
+StepGenerator = Generator[Sums, Sums, None]
 
 
 class Collectives(Protocol):

@@ -7,11 +7,11 @@ sends the elements of all its exchanges in one all-to-all.
 
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds_ext.ops.expressions import Sums
 from ds_ext.ops.shard import Shard
 
 
@@ -89,7 +89,7 @@ class Exchanges:
             self.results.append(x.result(own).to(x[0].dtype))
 
 
-def collect(x: Tensor, shard: Shard) -> Generator[Any, Any, Tensor | None]:
+def collect(x: Tensor, shard: Shard) -> Generator[Sums, Sums, Tensor | None]:
     """Returns the whole matrix, [rows, cols], on the rank with the turn; None on the others.
 
     Args:
@@ -108,7 +108,7 @@ def collect(x: Tensor, shard: Shard) -> Generator[Any, Any, Tensor | None]:
     return whole
 
 
-def distribute(whole: Tensor | None, shard: Shard, like: Tensor) -> Generator[Any, Any, Tensor]:
+def distribute(whole: Tensor | None, shard: Shard, like: Tensor) -> Generator[Sums, Sums, Tensor]:
     """Returns this rank's run, [len(shard)], of a matrix that ``collect`` has returned.
 
     Args:

@@ -19,6 +19,8 @@ from ds_ext.ops.schema import FORMS
 from ds_ext.ops.shard import Block
 
 Number: TypeAlias = Tensor | float  # a tensor [] is read on the device when the kernel runs
+# What a step yields and receives: fp32 (fp64 for fp64 parameters), of any shapes.
+Sums: TypeAlias = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from ds_ext.ops.expressions import (
     Gradient,
     PaddedToGroups,
     Readable,
+    Sums,
     Writable,
     accumulator,
     flat,
@@ -27,7 +28,6 @@ from ds_ext.ops.moments import advance_
 from ds_ext.ops.shard import Block, Shard, groups_of, outward
 from ds_ext.ops.state import Part, Parts
 
-Sums: TypeAlias = tuple[Tensor, ...]
 Edges: TypeAlias = Generator[Sums, Sums, tuple[Tensor, Tensor]]
 # A weight, its gradient, and the geometry of both.
 Completed: TypeAlias = Generator[Sums, Sums, tuple[Writable, Readable, Shard]]

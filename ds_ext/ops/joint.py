@@ -12,7 +12,7 @@ it by ``yield from`` a function of this file.
 import math
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from ds_ext.ops.expressions import (
     Readable,
     Scaled,
     Source,
+    Sums,
     WeightStorage,
     Writable,
     accumulator,
@@ -36,8 +37,9 @@ from ds_ext.ops.products import MakeProduct, Operand, Product, product
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Shard
 
-Operation = Callable[..., tuple[Tensor, ...]]
-Results = list[tuple[Tensor, ...]]
+Operation = Callable[..., Sums]
+Results = list[Sums]
+TablePasses: TypeAlias = Any  # of executors.table_passes, which rules do not import
 FEW = 8  # for fewer gradients in a stack, copying them takes as long as separate products
 
 
@@ -71,7 +73,7 @@ class Joint(tuple[Tensor, ...]):
         limit = block_sizes.product_limit(self[0].device)
         return max(1, limit // max(1, sum(x.numel() for x in self) + self.results))
 
-    def answers(self, joints: Sequence[Any]) -> Results:
+    def answers(self, joints: Sequence["Joint"]) -> Results:
         """Returns the results of joints with the key of this one, in their order."""
         if len(joints) == 1:
             return [tuple(x[0] for x in self.operation(*(x.unsqueeze(0) for x in self)))]
@@ -91,7 +93,7 @@ class JointPass(Joint):
         numbers: further arguments of the pass.
     """
 
-    passes: Any
+    passes: TablePasses
     source: Source
     stored: WeightStorage | None
     numbers: tuple[Number, ...]
@@ -104,43 +106,58 @@ class JointPass(Joint):
         written = w and (w.format, w.run.dtype)
         return self.operation, self.passes, read, written, self.numbers
 
-    def answers(self, joints: Sequence[Any]) -> Results:
+    def answers(self, joints: Sequence["JointPass"]) -> Results:  # type: ignore[override]
         """Returns the results of passes with the key of this one, in their order."""
         n, source = len(joints), self.source
         tensors = {
             name: Runs([cast(Tensor, x.source.tensors[name]) for x in joints])
             for name in source.tensors
         }
-        scalars = {
-            name: x.repeat(n) if isinstance(x, Tensor) else x for name, x in source.scalars.items()
-        }
-        read = Source(source.form, tensors, scalars)
-        numbers = [x.repeat(n) if isinstance(x, Tensor) else x for x in self.numbers]
-        results = self.operation(self.passes.repeated(n), read, numbers, joints)
+        read = Source(source.form, tensors, {k: _of_each(x, n) for k, x in source.scalars.items()})
+        numbers = [_of_each(x, n) for x in self.numbers]
+        stored = [x.stored for x in joints if x.stored is not None]
+        written = _joined(stored) if stored else None
+        results = self.operation(self.passes.repeated(n), read, self[0], written, *numbers)
         return list(zip(*(x.view(n, -1).unbind() for x in results), strict=True)) or [()] * n
+
+
+def _of_each(x: Number, n: int) -> Number:
+    """A number for each of n runs."""
+    return x.repeat(n) if isinstance(x, Tensor) else x
+
+
+def _joined(weights: Sequence[WeightStorage]) -> WeightStorage:
+    """The weights of several runs as those of a batch."""
+    aux = None if weights[0].aux is None else Runs([cast(Tensor, w.aux) for w in weights])
+    keys = np.array([w.key for w in weights], dtype=np.uint32)
+    runs = Runs([cast(Tensor, w.run) for w in weights])
+    return WeightStorage(runs, weights[0].format, aux, keys)
 
 
 def _asked(
     operation: Operation,
     name: str,
     x: Readable,
-    passes: Any,
+    passes: TablePasses,
     stored: WeightStorage | None = None,
     numbers: tuple[Number, ...] = (),
 ) -> JointPass | None:
-    """The request for a pass; None if it should run at once, or a batch has no such pass."""
+    """The request for a pass; None if it should run at once, or a batch has no such pass.
+
+    ``operation`` gets the passes over all runs, the input, a tensor of its dtype, the weights that
+    the pass writes, and the numbers.
+    """
     source = source_of(x)
     if source is None or not passes.joins(name, source):
         return None
-    tensors: Any = source.tensors.values()
-    made = JointPass(operation, *tensors)
+    made = JointPass(operation, *cast(Sums, (*source.tensors.values(),)))
     made.passes, made.source, made.stored, made.numbers = passes, source, stored, numbers
     return made
 
 
 def row_col_square_sums(
     x: Readable, shard: Shard, like: Gradient
-) -> Generator[Any, Any, tuple[Tensor, Tensor]]:
+) -> Generator[Sums, Sums, tuple[Tensor, Tensor]]:
     """``ops.row_col_square_sums`` of a matrix, flat: [rows], [cols]."""
     passes = functions.passes_over(shard, like)
     asked = _asked(_row_col_square_sums, "row_col_sums", x, passes)
@@ -151,27 +168,22 @@ def row_col_square_sums(
     return row, col
 
 
-def _row_col_square_sums(
-    passes: Any, x: Readable, _: object, joints: Sequence[JointPass]
-) -> tuple[Tensor, ...]:
-    return cast(tuple[Tensor, ...], passes.row_col_square_sums(x, joints[0][0]))
+def _row_col_square_sums(passes: TablePasses, x: Readable, like: Tensor, _: None) -> Sums:
+    return cast(Sums, passes.row_col_square_sums(x, like))
 
 
-def evaluate(x: Readable, shard: Shard, like: Gradient) -> Generator[Any, Any, Tensor]:
+def evaluate(x: Readable, shard: Shard, like: Gradient) -> Generator[Sums, Sums, Tensor]:
     """``ops.evaluate``: returns the values of a run, [len(shard)]."""
     passes = functions.passes_over(shard, like)
     asked = _asked(_evaluate, "lerp", x, passes)
     if asked is None:
         return functions.evaluate(x, shard, like)
     (values,) = yield asked
-    return cast(Tensor, values)
+    return values
 
 
-def _evaluate(
-    passes: Any, x: Readable, _: object, joints: Sequence[JointPass]
-) -> tuple[Tensor, ...]:
-    n, size = len(joints), passes.batch.run_sizes[0]
-    like = joints[0][0]
+def _evaluate(passes: TablePasses, x: Readable, like: Tensor, _: object) -> Sums:
+    n, size = len(passes.batch), passes.batch.run_sizes[0]
     values = torch.zeros(n * size, dtype=accumulator(like.dtype), device=like.device)
     passes.lerp_(Runs((values,), firsts=np.arange(n) * size), x, 1.0)
     return (values,)
@@ -179,7 +191,7 @@ def _evaluate(
 
 def momentum(
     m: Tensor, g: Gradient, shard: Shard, beta: float, nesterov: bool
-) -> Generator[Any, Any, Tensor | None]:
+) -> Generator[Sums, Sums, Tensor | None]:
     """m ← m + (1 − beta) · (g − m); returns g + beta · (m − g), or a copy of m without Nesterov.
 
     It returns None, and changes nothing, if the pass should not wait for equal runs.
@@ -189,22 +201,21 @@ def momentum(
     if asked is None:
         return None
     (x,) = yield asked
-    return cast(Tensor, x)
+    return x
 
 
 def _momentum(
-    passes: Any, g: Readable, numbers: Any, joints: Sequence[JointPass]
-) -> tuple[Tensor, ...]:
-    beta, nesterov = numbers
-    runs = [cast(Tensor, cast(WeightStorage, x.stored).run) for x in joints]
-    passes.lerp_(Runs(runs), g, 1 - beta)
-    m = torch.cat(runs)
-    return (_evaluate(passes, g, (), joints)[0].lerp_(m, beta) if nesterov else m,)
+    passes: TablePasses, g: Readable, like: Tensor, m: WeightStorage, beta: float, nesterov: bool
+) -> Sums:
+    runs = cast(Runs, m.run)
+    passes.lerp_(runs, g, 1 - beta)
+    now = torch.cat([*runs.tensors])
+    return (_evaluate(passes, g, like, m)[0].lerp_(now, beta) if nesterov else now,)
 
 
 def apply_(
     p: Writable, u: Readable, shard: Shard, *, lr: Number, weight_decay: Number = 0.0
-) -> Generator[Any, Any, None]:
+) -> Generator[Sums, Sums, None]:
     """``ops.apply_``: p ← p · (1 − lr · weight_decay) − lr · u, for a run of weights."""
     stored = storage_of(p)
     if stored is not None and stored.update_sums is None and stored.norm_cache is None:
@@ -218,13 +229,9 @@ def apply_(
 
 
 def _apply_(
-    passes: Any, u: Readable, numbers: Any, joints: Sequence[JointPass]
-) -> tuple[Tensor, ...]:
-    weights = [cast(WeightStorage, x.stored) for x in joints]
-    aux = None if weights[0].aux is None else Runs([cast(Tensor, w.aux) for w in weights])
-    keys = np.array([w.key for w in weights], dtype=np.uint32)
-    runs = Runs([cast(Tensor, w.run) for w in weights])
-    passes.apply_(WeightStorage(runs, weights[0].format, aux, keys), u, *numbers)
+    passes: TablePasses, u: Readable, like: Tensor, p: WeightStorage, lr: Number, decay: Number
+) -> Sums:
+    passes.apply_(p, u, lr, decay)
     return ()
 
 
@@ -234,12 +241,12 @@ class _Products:
 
     terms: int
 
-    def __call__(self, left: Tensor, right: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, left: Tensor, right: Tensor) -> Sums:
         """Returns the products of stacks."""
         return (product(left, right, self.terms),)
 
 
-def _multiplied(u: Readable, shard: Shard) -> Generator[Any, Any, Readable]:
+def _multiplied(u: Readable, shard: Shard) -> Generator[Sums, Sums, Readable]:
     """An update with the values of its matrix product, if this is worth waiting for others."""
     x, factor = (u.x, u.factor) if isinstance(u, Scaled) else (u, 1.0)
     if not isinstance(x, Product) or shard.split is not None or not x.covers(shard):
@@ -263,7 +270,7 @@ class _Summed:
     factor: float
     bound: float | None
 
-    def __call__(self, x: Tensor, q: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, x: Tensor, q: Tensor, *factors: Tensor) -> Sums:
         """Returns the sums of stacks."""
         factor = factors[0] if factors else self.factor
         g = Operand(Scaled(x, factor, self.bound))
@@ -272,7 +279,7 @@ class _Summed:
 
 def summed(
     g: Gradient, q: Tensor, shard: Shard, shape: tuple[int, int], of: MakeProduct, terms: int
-) -> Generator[Any, Any, Tensor]:
+) -> Generator[Sums, Sums, Tensor]:
     """``ops.Operand.summed`` of one matrix: returns a sum of products, of the given shape."""
     g = g if isinstance(g, Scaled) else Scaled(g)
     factors = (g.factor,) if isinstance(g.factor, Tensor) else ()
@@ -282,4 +289,4 @@ def summed(
     if asked.most < FEW:
         return asked.answers([asked])[0][0]
     (total,) = yield asked
-    return cast(Tensor, total)
+    return total

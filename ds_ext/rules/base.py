@@ -12,16 +12,14 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
-from torch import Tensor
-
 from ds_ext import ops
 from ds_ext.hyperparams import did_you_mean, unchecked, wrong_call
+from ds_ext.ops.expressions import Sums as Sums
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.sixteen_bit import RoundingConfig
 from ds_ext.ops.state import Part, Parts, leaves
 from ds_ext.ops.state import State as State
 
-Sums: TypeAlias = tuple[Tensor, ...]  # fp32 (fp64 for fp64 parameters), of any shapes
 Rounds: TypeAlias = Generator[Sums, Sums, None]  # yields partial sums, receives their totals
 Condition: TypeAlias = Callable[[Any, Shard], bool]  # of a rule and a shard
 GroupKeys: TypeAlias = Mapping[str, Any]  # of a param group
