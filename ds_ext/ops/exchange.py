@@ -67,9 +67,6 @@ class Exchanges:
     def packed(self, ranks: int) -> tuple[Tensor, list[int], list[int]]:
         """Returns what this rank sends, flat, and how many elements each rank sends and gets.
 
-        Args:
-            ranks: the number of ranks.
-
         Returns:
             The elements, those for rank 0 first; by rank, the number of elements that this rank
             sends to it; and the number that it sends to this rank.
@@ -92,9 +89,7 @@ class Exchanges:
 def collect(x: Tensor, shard: Shard) -> Generator[Sums, Sums, Tensor | None]:
     """Returns the whole matrix, [rows, cols], on the rank with the turn; None on the others.
 
-    Args:
-        x: this rank's run, [len(shard)].
-        shard: its position.
+    ``x`` is this rank's run, [len(shard)].
     """
     if shard.is_cut:
         (x,) = yield Exchange(x, shard, collects=True)

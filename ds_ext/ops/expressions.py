@@ -83,11 +83,8 @@ def source_of(x: object) -> Source | None:
 def inner_source_of(x: object, *forms: str) -> Source | None:
     """Returns the source of what an expression contains, or None if it cannot contain that.
 
-    Passes add weights last, so only the outermost expression may add some.
-
-    Args:
-        x: what the expression contains.
-        forms: the forms that it supports.
+    Passes add weights last, so only the outermost expression may add some. An expression supports
+    inputs of some ``forms``.
     """
     source = source_of(x)
     is_supported = source is not None and source.form in forms and source.storage is None

@@ -30,10 +30,7 @@ MAX_BF16_PRODUCTS = 6  # bf16 products of two operands with three terms each
 def product(a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
     """Returns a · b in fp32, or in fp64 if an operand is fp64.
 
-    Args:
-        a: [m, k], or a stack, [matrices, m, k].
-        b: [k, n], or a stack.
-        terms: see ``add_product_``.
+    Operands are [m, k] and [k, n], or stacks of them. See ``add_product_`` for ``terms``.
     """
     dtype = accumulator(torch.promote_types(a.dtype, b.dtype))
     out = a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=dtype)

@@ -142,9 +142,7 @@ class BucketOptimizer(ParamTable):
     def begin(self, updates: Sequence[RunUpdate], check: GradCheck | None = None) -> BucketStep:
         """Begins the step of runs whose gradients are on one device.
 
-        Args:
-            updates: the runs.
-            check: as of ``update``.
+        See ``update`` for ``check``.
 
         Returns:
             The step. Run its ``generators`` to their end with the other ranks, then call ``end``.

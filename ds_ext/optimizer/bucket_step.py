@@ -86,9 +86,7 @@ class BatchedStep:
     def checked(self, memory: Memory | None, check: GradCheck) -> StepGenerator:
         """Yields the rounds. Passes skip parameters with bad gradients.
 
-        Args:
-            memory: of the bucket's launches; None on a CPU.
-            check: by the first round, by votes or not at all.
+        ``memory`` is that of the bucket's launches; None on a CPU.
         """
         by_sums, by_votes = check.ways(self.params)
         self.batch.passes.arrays.memory = memory
@@ -127,16 +125,10 @@ class BatchedStep:
 
 
 class BucketStep:
-    """The step of a bucket's runs.
+    """The step of a bucket's runs, on the device of their gradients.
 
-    Args:
-        table: the table of the optimizer.
-        plan: which runs form batches; None: there are no runs.
-        updates: the runs, on the device of their gradients.
-        states: their states there.
-        offloaded: where weights and states are stored, if those of the step are copies.
-        check: how to check the gradients; None: all are good.
-        norms: caches of the norms of stepped weights, which ``end`` adds.
+    ``offloaded`` stores weights and states, if those of the step are copies. Without ``check``, all
+    gradients are good. ``end`` adds caches of the norms of stepped weights to ``norms``.
 
     Attributes:
         generators: of partial sums, in the same order on all ranks.
@@ -192,11 +184,7 @@ def begin_rules(
 ) -> list[StepGenerator]:
     """Begins a parameter's step, and counts it in the state.
 
-    Args:
-        table: the table of the optimizer.
-        u: the run to step.
-        state: the run's state, which may be a copy of that in ``table.state``; written in place.
-        rule: the rule of the parameter, as its group is now.
+    ``state`` may be a copy of that in ``table.state``; it is written in place.
 
     Returns:
         The generators to run to their end: one, or one for each expert and section.

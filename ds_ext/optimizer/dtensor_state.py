@@ -27,9 +27,8 @@ Path = tuple[str, ...]  # keys of dicts, from the outermost
 def on_all_ranks(table: ParamTable, action: Callable[[], T]) -> T:
     """Returns the result of ``action``; if it fails on one rank of DTensors, raises on all.
 
-    Args:
-        table: the table of the optimizer. All ranks of its DTensors call this function.
-        action: what to run. It may call this function, and make no other collective call.
+    All ranks of the table's DTensors call this function. ``action`` may call it too, and make no
+    other collective call.
     """
     group = groups.of_ranks(ranks_of(table.params()))
     return action() if group is None else consensus.run_on_all_ranks(action, group=group)
@@ -44,12 +43,8 @@ def is_any(table: ParamTable, flag: bool) -> bool:
 def saved(table: ParamTable, param: Tensor, state: State) -> State:
     """Returns a parameter's state as it is saved, without caches; call ``gathered`` with it.
 
-    DTensors share memory with the state.
-
-    Args:
-        table: the table of the optimizer.
-        param: the parameter; if it is no DTensor, the tensors of its state are returned.
-        state: this rank's state, nested in dicts.
+    DTensors share memory with the state. The tensors of a parameter that is no DTensor are returned
+    as they are.
 
     Raises:
         ValueError: the state is of other hyper-parameters than the parameter's group has now.
@@ -95,11 +90,8 @@ class _Uncut(NamedTuple):
 def own(table: ParamTable, param: Tensor, state: State, parts: Parts) -> State:
     """Returns this rank's part of a state that ``saved`` returned, on any number of ranks.
 
-    Args:
-        table: the table of the optimizer.
-        param: the parameter; if it is no DTensor, the state is returned as it is.
-        state: the saved state. Tensors that are placed unexpectedly are returned as they are.
-        parts: what the rule declares for this rank's run.
+    The state of a parameter that is no DTensor, and tensors that are placed unexpectedly, are
+    returned as they are. ``parts`` are those of this rank's run.
     """
     placement = table.placement(param)
     if placement is None:

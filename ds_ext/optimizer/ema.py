@@ -64,13 +64,8 @@ class GroupRule(sixteen_bit.RoundingConfig, EmaConfig):
 def average(s: State, rule: GroupRule, number: Any, t: int, first: int = 0) -> Average | None:
     """Returns the average that step ``t`` advances; None if the rule keeps none.
 
-    Args:
-        s: the state of a parameter, or of a batch.
-        rule: the rule.
-        number: of the parameter; of a batch, those of its parameters, [n].
-        t: the number of the step.
-        first: the index of the run's first element in the parameter, from which random bits count;
-            a batch knows it.
+    ``s`` is the state of a parameter, or of a batch with the numbers of its parameters, [n]. The
+    random bits of a run count from element ``first``; a batch knows its own.
     """
     if not rule.ema_decay:
         return None
@@ -96,13 +91,8 @@ def averaged(
 ) -> StepGenerator:
     """Yields from a step, then advances the average of the weights.
 
-    Args:
-        step: the step of the rule.
-        rule: the rule.
-        p: the weight that it writes, [len(shard)], in any storage.
-        e: its average; None: there is none.
-        t: the number of the step, from 1.
-        shard: the geometry.
+    ``p`` is the weight that the step writes, in any storage. Without an average ``e``, nothing
+    follows.
     """
     yield from step
     if e is None:
@@ -120,12 +110,8 @@ def averaged(
 def start_or_drop(rule: GroupRule, shard: Shard, state: State, p: Tensor) -> None:
     """Follows a change of ``ema_decay`` after the first step.
 
-    Args:
-        rule: the rule that the parameter has now.
-        shard: which elements of the parameter this rank steps.
-        state: its state. A missing average is made of the current weights; one that ``rule`` does
-            not keep is removed.
-        p: these weights, [len(shard)].
+    A missing average is made of the current weights ``p``, [len(shard)]. One that ``rule`` does not
+    keep is removed.
     """
     matrices = [(own, s) for own, _, s in expert_stacks.matrices(shard, state)]
     missing = [(own, s) for own, s in matrices if rule.ema_decay and EMA not in s]

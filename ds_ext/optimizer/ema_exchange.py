@@ -21,11 +21,8 @@ BUCKET_ELEMENTS = 2**24  # weights that are exchanged before they are sent to ot
 def exchanged(table: ParamTable, layout: Layout | None) -> Iterator[None]:
     """Context in which the model has the averages of its weights; all ranks enter and leave it.
 
-    A weight that was not stepped yet, or whose group has no ``ema_decay``, stays as it is.
-
-    Args:
-        table: the optimizer.
-        layout: of the model; None if this process holds it whole.
+    A weight that was not stepped yet, or whose group has no ``ema_decay``, stays as it is. Without
+    a ``layout``, this process holds the model whole.
 
     Raises:
         ValueError: no group has ``ema_decay``.

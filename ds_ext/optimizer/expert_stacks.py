@@ -90,10 +90,7 @@ def state_spec(rule: Rule, shard: Shard, first: int = 0) -> Parts:
 def projected_numel(rule: Any, shard: Shard, is_stack: bool) -> int:
     """Returns the elements of a parameter's projected gradient; 0 if its rule projects none.
 
-    Args:
-        rule: the rule of the parameter.
-        shard: a run of the parameter. The result is the same for each run.
-        is_stack: whether the parameter stacks experts, which are projected one by one.
+    The result is the same for each run. Experts of a stack are projected one by one.
     """
     if not hasattr(rule, "projected_numel") or not shard.numel:
         return 0

@@ -35,9 +35,6 @@ class HostOffload:
     def from_config(cls, section: Mapping[str, Any]) -> "HostOffload | None":
         """Reads ``zero_optimization.offload_optimizer``.
 
-        Args:
-            section: that section of a DeepSpeed config.
-
         Returns:
             None unless ``device`` is "cpu". Memory is pinned by default if there is a GPU.
         """
@@ -48,9 +45,7 @@ class HostOffload:
     def to_host(self, x: Tensor, stored: Tensor | None = None) -> Tensor:
         """Returns ``x`` as it is stored between steps: on the host, unless it is ``SMALL``.
 
-        Args:
-            x: a tensor of a state, on any device.
-            stored: the tensor stored before, which is overwritten if shape and dtype fit.
+        It overwrites ``stored``, the tensor stored before, if shape and dtype fit.
         """
         if x is stored or x.nbytes < SMALL:
             return x
@@ -72,10 +67,7 @@ class HostOffload:
 class OffloadedBucket:
     """The runs of a bucket and their states, copied to the device of the gradients.
 
-    Args:
-        stored: the runs as they are stored, whose gradients are on one device.
-        stored_states: their states.
-        offload: stores the states; None: they are on the device of their gradients.
+    Gradients are on one device. Without ``offload``, so are the states.
 
     Attributes:
         updates: the runs on that device.
@@ -119,9 +111,6 @@ def state_to_device(state: NestedState, device: torch.device) -> NestedState:
 def store(x: Tensor, device: torch.device, offload: HostOffload | None) -> Tensor:
     """Returns a tensor of a state where it lies between steps.
 
-    Args:
-        x: the tensor, on any device.
-        device: of the parameter.
-        offload: stores the state; None: it lies on ``device``, as small tensors always do.
+    Small tensors, and all without ``offload``, lie on ``device``.
     """
     return to_device(x, device) if offload is None or x.nbytes < SMALL else offload.to_host(x)

@@ -83,10 +83,6 @@ def stand_ins(entry: RuleEntry, given: Keys) -> tuple[list[str], Grouped]:
     """Returns errors in a config's keys, and the groups that it may make if there are none.
 
     Both are what can be known without a model: each group has one matrix without storage.
-
-    Args:
-        entry: the registry's entry of the optimizer's rule.
-        given: "params" of the config's section "optimizer".
     """
     read, problems = _read(entry, given, SECTION)
     keys: list[Keys] = [{}, *(own for _, own in read.entries)]

@@ -140,8 +140,7 @@ def _value_structure(value: object) -> object:
 class GroupRules:
     """Makes, checks and caches rules; makes a new rule after a scheduler or user edits a group.
 
-    Args:
-        rule: the rule of groups without a "type".
+    ``rule`` is that of groups without a "type".
 
     Attributes:
         version: changes when the class or the structure of a group's rule has changed.

@@ -64,13 +64,7 @@ class BatchItem(NamedTuple):
 class BatchPlan:
     """Pieces that are stepped as one batch, by the rule of one param group.
 
-    Args:
-        group_index: the position of the param group.
-        pieces: the pieces.
-        rule: their rule, as the groups have it now.
-        dtype: of the weights.
-        states: the states of the bucket, which were checked.
-        device: the device of the gradients.
+    The states of the bucket were checked.
 
     Attributes:
         positions: the position in the bucket of each piece's parameter.
@@ -158,10 +152,7 @@ def _layouts(state: State) -> list[object]:
 class BucketPlan:
     """Divides the runs of a bucket into batches, and runs that are stepped alone.
 
-    Args:
-        table: the table of the optimizer.
-        updates: the bucket's runs.
-        states: their states, which were checked.
+    The states of the runs were checked.
 
     Attributes:
         alone, batched: positions of the runs that are stepped alone, and in batches.
@@ -270,13 +261,7 @@ def are_batched(
 ) -> bool:
     """Returns whether a run is stepped in a batch; the same on all ranks.
 
-    Args:
-        table: the table of the optimizer.
-        param: the parameter.
-        shard: the elements of the run.
-        rule: of the parameter.
-        dtypes: of weight and gradient.
-        device: of the gradient.
+    ``dtypes`` are those of weight and gradient; the gradient is on ``device``.
     """
     if not may_join(shard) or not all(dtype in DTYPES for dtype in dtypes):
         return False

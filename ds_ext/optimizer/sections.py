@@ -43,12 +43,7 @@ def are_set(rule: object) -> TypeGuard[SectionConfig]:
 
 
 def of(rule: object, shape: Shape) -> tuple[Section, ...]:
-    """Returns the sections of a matrix; () if it is stepped as a whole.
-
-    Args:
-        rule: its rule, with hyper-parameters that ``refuse`` accepts.
-        shape: its shape, [rows, cols].
-    """
+    """Returns the sections of a matrix that ``refuse`` accepts; () if it is stepped as a whole."""
     if not are_set(rule):
         return ()
     sizes, heads, dim = rule.split, rule.heads or 1, rule.split_dim
@@ -127,15 +122,8 @@ def steps(
 ) -> list[StepGenerator]:
     """Returns the generators that step a run: one, or one for each section.
 
-    Args:
-        rule: the rule, whose state has one number per element if it has sections.
-        p: the run of the weight.
-        g: the run of the gradient, or the projection that its rule has made of it.
-        s: the state of the run.
-        t: the number of this step.
-        whole: which elements the run is.
-        squares: the sums of update statistics, if updates are measured.
-        average: as ``ema.average`` returns it.
+    ``squares`` are the sums of update statistics, None if updates are not measured; ``average`` is
+    as ``ema.average`` returns it. A rule that has sections has one number of state per element.
     """
     sections = of(rule, whole.shape)
     if not sections:

@@ -102,14 +102,7 @@ def all_cases(kind: type[Any]) -> list[Case]:
 
 
 class Stepped:
-    """One rank's optimizer of small parameters. Sums are this rank's own.
-
-    Args:
-        kind: the optimizer's class.
-        case: its hyper-parameters, and the dtype of weights and gradients.
-        ranks: (rank, number of ranks).
-        device: of the parameters.
-    """
+    """One rank's optimizer of small parameters. Sums are this rank's own."""
 
     def __init__(
         self, kind: type[Any], case: Case, ranks: Sequence[int], device: torch.device
@@ -273,10 +266,7 @@ def check_all(kinds: Mapping[str, type[Any]], cases: Iterable[Case], device: tor
 def in_child(cases: Sequence[Case], device: torch.device, imports: Sequence[str] = ()) -> list[Row]:
     """Returns the rows of cases, checked in a new process until it ends or the time is over.
 
-    Args:
-        cases: the cases.
-        device: on which to check them.
-        imports: modules that the process imports first, because they register optimizers.
+    The process first imports the modules ``imports``, because they register optimizers.
 
     Raises:
         Unavailable: a new process cannot use the device.

@@ -37,11 +37,8 @@ def make(table: ParamTable, u: RunUpdate, state: State) -> None:
 def make_for_dtensors(table: ParamTable, params: Iterable[Tensor]) -> None:
     """Makes the missing states of trained DTensors, so that a checkpoint can load into them.
 
-    torch.distributed.checkpoint would make them by a step, which is not always possible.
-
-    Args:
-        table: the table of the optimizer.
-        params: the parameters; those that are no DTensors are skipped.
+    torch.distributed.checkpoint would make them by a step, which is not always possible. Parameters
+    that are no DTensors are skipped.
     """
     for param in params:
         placement = table.placement(param)
@@ -113,11 +110,7 @@ def read(
 ) -> tuple[list[dict[str, Any]], dict[int, State]]:
     """Returns a state dict's groups as of this version, and copies of its states as rules declare.
 
-    The states are by parameter number.
-
-    Args:
-        table: the table of the optimizer that loads them; it is not changed.
-        state_dict: what ``state_dict()`` returned, on any number of ranks.
+    The states are by parameter number. ``table`` is not changed.
 
     Raises:
         ValueError: they are of another optimizer, of parameters of other shapes, or of a newer
@@ -162,14 +155,8 @@ def fit(
     """Casts and moves a state in place to what a rule declares; casts only floating dtypes.
 
     If the weight now has another dtype, its master is dropped. Undeclared keys do not change.
-
-    Args:
-        parts: what the rule declares.
-        state: "step", the master of the weight if it has one, and the rule's state.
-        n: elements of the run.
-        dtype: of its weights.
-        device: where to put the state; None: where it is.
-        copy: whether to copy tensors that fit already.
+    ``state`` may have a master of the weight; the run has n weights of ``dtype``. It is put on
+    ``device``, None: where it is. With ``copy``, tensors that fit already are copied.
 
     Raises:
         StateMismatch: a key is missing, or a tensor has another shape or kind of dtype.

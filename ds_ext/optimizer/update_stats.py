@@ -39,11 +39,8 @@ class UpdateStats:
     def sums_of(self, number: int, group: int, run: Tensor, num_replicas: int = 1) -> Tensor:
         """Counts a run; returns the tensor to add squares of its updates and weights to, [2] fp64.
 
-        Args:
-            number: of the parameter.
-            group: the position of its param group.
-            run: the tensor that stores the weight, [n].
-            num_replicas: how many ranks measure the same run.
+        ``group`` is the position of its param group; ``num_replicas`` ranks measure the same run,
+        [n].
         """
         self.elements[number, group, num_replicas] += run.numel()
         key = group, num_replicas, run.device
@@ -69,8 +66,7 @@ class UpdateStats:
 def rms(totals: Tensor) -> list[dict[str, float]]:
     """Returns the root mean squares of each group's updates and weights; 0 for no elements.
 
-    Args:
-        totals: ``UpdateStats.sums`` added up over all ranks, [groups, 3].
+    ``totals`` are ``UpdateStats.sums`` added up over all ranks, [groups, 3].
     """
     return [
         {"update_rms": math.sqrt(moved / (n or 1)), "weight_rms": math.sqrt(weight / (n or 1))}
@@ -81,11 +77,7 @@ def rms(totals: Tensor) -> list[dict[str, float]]:
 def measured(step: StepGenerator, p: Weight, squares: Tensor | None, n: int) -> StepGenerator:
     """Yields from a step, and adds squares of its updates and of the new weights to ``squares``.
 
-    Args:
-        step: the step of a run.
-        p: the weight that it writes, as rules read and write it.
-        squares: as of ``UpdateStats.sums_of``; None: updates are not measured.
-        n: elements of the run.
+    Without ``squares``, updates are not measured. The run has n elements.
     """
     if squares is None:
         yield from step

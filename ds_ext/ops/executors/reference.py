@@ -38,9 +38,7 @@ LARGEST = 1e18
 class Reference:
     """The passes over the run of one parameter, in plain torch.
 
-    Args:
-        shard: the geometry of the run.
-        limit: the most elements of a block; ``shard.BLOCK`` if None.
+    Blocks have at most ``limit`` elements; ``shard.BLOCK`` if None.
     """
 
     def __init__(self, shard: Shard, limit: int | None = None) -> None:

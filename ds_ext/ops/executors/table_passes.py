@@ -77,9 +77,7 @@ def _or_reference(method: Method[P, T]) -> Method[P, T]:
 class TablePasses(BatchTables, Reference):
     """The passes over a batch, or over one run.
 
-    Args:
-        batch: the geometry.
-        one: the geometry of the run, if the batch replaces a run that is stepped alone.
+    If ``one`` is given, the batch replaces this run, which is stepped alone.
     """
 
     def __init__(self, batch: Batch, one: Shard | None = None) -> None:

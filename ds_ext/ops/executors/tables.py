@@ -39,9 +39,6 @@ class Unsupported(Exception):
 class BatchTables:
     """The tables of a batch, and its part in the step of a bucket.
 
-    Args:
-        batch: the geometry.
-
     Attributes:
         arrays: the batch's part of a bucket's step on a GPU.
         is_limited: whether passes of native code skip parameters.

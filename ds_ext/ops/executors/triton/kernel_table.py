@@ -20,9 +20,6 @@ class DeviceNormCache(NormCache):
     If one of these weights has changed, ``cached_norm`` reads all weights of the parameter in one
     program.
 
-    Args:
-        table: the table of the runs.
-
     Attributes:
         tiles: the name of the tiles that last wrote the runs.
     """

@@ -74,11 +74,7 @@ def launch_kernel(launch: Launch, arguments: Sequence[int], device: torch.device
     """Launches the kernel on a GPU, which need not be the current one.
 
     Caches compiled kernels, because Triton's own lookup takes most of the time of a launch.
-
-    Args:
-        launch: the launch.
-        arguments: the kernel's arguments that are no constants.
-        device: the GPU.
+    ``arguments`` are those that are no constants.
     """
     count = padded(len(launch.rows))
     key = launch.kind, count, launch.warps, device
