@@ -19,6 +19,13 @@ from ds_ext.backward.module_hooks import Hook
 _clock = itertools.count(1)
 
 
+class _Calls(threading.local):
+    """The calls that a thread is in, outermost first."""
+
+    def __init__(self) -> None:
+        self.made: list[bool] = []  # with gradients?
+
+
 class ModuleCalls:
     """Counts the calls of modules before the next backward pass.
 
@@ -41,7 +48,7 @@ class ModuleCalls:
         self.used_at = 0  # time of the last counted call; 0: there is none
         self.thread = threading.get_ident()  # of the last counted call
         self.is_stale = False  # whether the next forward pass begins another step
-        self.calls: list[bool] = []  # in progress, outermost first: made with gradients?
+        self.calls = _Calls()
         self.passes = 0  # backward passes that ``thread`` has ended; segments' passes do not count
         self.joint_params = {p for params in joint_params.values() for p in params}
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -84,7 +91,7 @@ class ModuleCalls:
         self.is_stale = False
         self.count.clear()
         self.in_segment.clear()
-        self.calls.clear()
+        self.calls.made.clear()
 
     def _enter(self, params: list[Tensor], is_whole: bool) -> Callable[..., None]:
         def hook(*_: object) -> None:
@@ -93,21 +100,21 @@ class ModuleCalls:
             grads = torch.is_grad_enabled()
             if grads and is_whole and self.is_stale:
                 self.clear()
-            if not self.calls:
+            if not self.calls.made:
                 self.is_counting = self.brings_gradients()
-            if self.is_counting and (grads or any(self.calls)):
+            if self.is_counting and (grads or any(self.calls.made)):
                 self.count.update(params)
                 self.used_at = next(_clock)
                 self.thread = threading.get_ident()
-            if not grads and any(self.calls):
+            if not grads and any(self.calls.made):
                 self.in_segment.update(params)
-            self.calls.append(grads)
+            self.calls.made.append(grads)
 
         return hook
 
     def _leave(self, *_: object) -> None:
-        if self.calls and not _in_backward():
-            self.calls.pop()
+        if self.calls.made and not _in_backward():
+            self.calls.made.pop()
 
 
 def _in_backward() -> bool:

@@ -270,6 +270,13 @@ def test_a_module_that_fails_frees_its_weights():
     assert not int8_weights._running.modules
 
 
+def test_a_view_may_be_made_while_another_thread_shows_the_weight():
+    weight = next(p for p in stored().parameters() if int8.find(p))
+    with int8.expanded([weight]):  # after Python has found the operation of a freed weight
+        view = int8.Freed.__torch_function__(torch.Tensor.detach, (), (weight,))
+    assert type(view) is int8.Freed and view.shape == weight.shape
+
+
 def test_threads_share_a_model():
     """One trains while others evaluate, save and copy."""
     model, stop, whole = stored(), threading.Event(), stored()

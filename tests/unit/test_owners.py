@@ -9,6 +9,7 @@ import gc
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import ds_ext
 from ds_ext.backward import owners
 from ds_ext.backward.buckets import Buckets
+from ds_ext.backward.partial_grads import ModuleCalls
 from tests.common import models, paths
 from tests.common.plain import fuse, mean_step
 from tests.common.states import from_file
@@ -297,6 +299,23 @@ def reference(seed, way, max_norm):
         x = batch(seed, step).requires_grad_()
         mean_step(torch.optim.SGD(model.parameters(), lr=LR), [model(x)], max_norm)
     return model, x.grad
+
+
+class Evaluated(nn.Linear):
+    """A layer that another thread evaluates while it trains."""
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(torch.no_grad()(self), x).result()
+        return super().forward(x)
+
+
+def test_an_evaluation_by_another_thread_is_no_part_of_a_forward_pass():
+    layer = Evaluated(3, 3)
+    calls = ModuleCalls(layer, {})
+    layer(torch.ones(2, 3))
+    assert set(calls.count.values()) == {1} and not calls.in_segment
 
 
 @pytest.mark.parametrize("max_norm", [0.0, CLIP])
