@@ -75,7 +75,7 @@ def _typed(kind: Any, description: str, refused: Any = bool, **bounds: Any) -> A
     return Annotated[kind, BeforeValidator(refuse), Field(description=description, **bounds)]
 
 
-SECTION = _typed(dict[str, Any], "a section such as {}", ())
+SECTION = _typed(dict[str, Any], 'a section, {"key": value, ...}', ())
 _SWITCH = _typed(bool, "true or false", ())
 _NUMBER = _typed(float, "a number")  # pydantic alone takes true for 1
 _STAGE = _typed(int, "0, 1, 2, 3", ge=0, le=3)

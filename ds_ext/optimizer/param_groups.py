@@ -378,8 +378,9 @@ def _refuse_invalid(pattern: Any, where: str) -> None:
     """Raises ValueError if ``pattern`` is no regular expression."""
     try:
         re.compile(pattern)
-    except (re.error, TypeError):
-        raise ValueError(f"{where}: {pattern!r} is not a regular expression.") from None
+    except (re.error, TypeError) as error:
+        text = f"{where}: {pattern!r} is not a regular expression: {error}."
+        raise ValueError(text) from None
 
 
 _ENTRY = '{"match": "a regular expression", "type": "an optimizer", and keys of that}'

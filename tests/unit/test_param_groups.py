@@ -72,7 +72,10 @@ ENTRIES = [
     ([{"match": "norm", "lr": -1}], r"param_groups\[0\].lr is -1; allowed: a number >= 0"),
     ([{"match": "norm", "type": "LOMO", "betas": 1}], r"unknown key .*param_groups\[0\].betas"),
     ([{"match": "nrom", "lr": 1.0}], r"param_groups\[0\].match: 'nrom'.*mean \"norm\""),
-    ([{"match": "n(", "lr": 1.0}], r"param_groups\[0\].match: 'n\(' is not a regular"),
+    (
+        [{"match": "n(", "lr": 1.0}],
+        r"param_groups\[0\].match: 'n\(' is not a regular expression: missing \)",
+    ),
     (
         [{"match": "norm", "lr": 1.0}, {"match": "norm.bias", "lr": 1.0}],
         r"param_groups\[1\].match: 'norm.bias' matches norm.bias, as does param_groups\[0\]",
