@@ -214,10 +214,12 @@ def facts(
 def require_equal(told: Mapping[str, Any], group: Group = None) -> None:
     """Raises ValueError on all ranks if they differ in a fact. The message names the difference."""
     digest = hashlib.sha256(repr(told).encode()).hexdigest()
-    digests = gathered(digest, group)
-    while _told_errors:  # all ranks have read them, and a new engine may get to the same history
-        tell(_told_errors.pop(), "")
-    if len(set(digests)) == 1:
+    answers = gathered((digest, [*_told_errors]), group)
+    # All ranks have read earlier errors, and a new engine may get to the same history.
+    for key in {key for _, told_errors in answers for key in told_errors}:
+        tell(key, "")
+    _told_errors.clear()
+    if len({theirs for theirs, _ in answers}) == 1:
         return
     everyone, ranks = gathered(dict(told), group), dist.get_process_group_ranks(group)
     for name in told:

@@ -251,7 +251,7 @@ def differ() -> None:
 
     def fuse(**arguments: Any) -> None:
         model = torch.nn.Linear(4, 5)
-        ds_ext.fuse_into_backward(model, ds_ext.LOMO(model.parameters(), lr=lr), **arguments)
+        ds_ext.fuse_into_backward(model, ds_ext.LOMO(model.parameters(), lr=0.1), **arguments)
 
     rate = r"parameter groups: .* \[0\].lr: 0.2 and 0.1"
     lr = 0.1 if odd else 0.2
