@@ -1,7 +1,7 @@
 """Lets DeepSpeed read a config after ds_ext has found no problem, and translates its errors."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,10 +44,7 @@ def read(make: Callable[[], None], config: dict[str, Any]) -> None:
     Values may be "auto", which a client fills in later. ValueError with a line for each problem.
     """
     found = [
-        f'{key} is "auto", which is filled in by HF Trainer and accelerate only: write {allowed}.'
-        for allowed, keys in _NEVER_AUTO.items()
-        for key in keys
-        if lookup(config, key) == "auto"
+        line for allowed, keys in _NEVER_AUTO.items() for line in left_auto(config, keys, allowed)
     ]
     given = filled(config)[0]
     reading = config_checks.read(given)
@@ -68,6 +65,16 @@ def read(make: Callable[[], None], config: dict[str, Any]) -> None:
     # Not of DeepSpeed's ``world_size``, which it has divided by sequence_parallel_size.
     ranks = dist.get_world_size() if dist.is_initialized() else None
     raise_all(config_checks.size_problems(reading.values, ranks))
+
+
+def left_auto(config: dict[str, Any], keys: Iterable[str], allowed: str) -> Iterator[str]:
+    """Yields a message for each key that no client has filled in."""
+    for key in keys:
+        if lookup(config, key) == "auto":
+            yield (
+                f'{key} is "auto", which is filled in by HF Trainer and accelerate only: write '
+                f"{allowed}."
+            )
 
 
 def raised(config: dict[str, Any], ranks: int | None) -> Iterator[str]:

@@ -21,6 +21,7 @@ from ds_ext.config.parsing import lookup, normalized
 from ds_ext.distributed import consensus
 from ds_ext.distributed.unsupported_wrappers import refuse_dtensors, refuse_wrapped
 from ds_ext.engine import expert_parallel, hook_cleanup, parameters, pipeline, trainer_checks
+from ds_ext.engine.deepspeed_config import left_auto
 from ds_ext.engine.engine_settings import effective
 from ds_ext.errors import raise_all
 from ds_ext.optimizer import RuleOptimizer, param_checks
@@ -107,6 +108,10 @@ def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     config = effective(engine)
     raise_all(problems(config, pipeline.gradients_kept_for(engine)))
     raise_all(size_problems(config, dist.get_world_size()))
+    if engine.client_lr_scheduler is None:
+        given = engine._config._param_dict
+        keys = (f"scheduler.params.{key}" for key in lookup(given, "scheduler.params") or ())
+        raise_all(left_auto(given, keys, "a number"))
     compiled = any(isinstance(m, OptimizedModule) for m in engine.module.modules())
     if compiled and engine.zero_optimization_stage() == 3:
         raise ValueError(

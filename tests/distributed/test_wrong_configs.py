@@ -138,6 +138,7 @@ BESIDE = 'optimizer.type "AdaLomo" in the config has no effect, because the prog
 FUNCTION = "deepspeed.initialize: the optimizer is a function"
 PARTITIONED = "fuse_into_backward: ZeRO-3 has partitioned this model,"
 AUTO = 'is "auto", which is filled in by HF'
+LEFT_AUTO = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": 0.1}}
 SIZES_BY_HF = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
 # Programs, and how their errors begin.
 REFUSED: list[tuple[Callable[[], Any], str]] = [
@@ -171,6 +172,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: engine(linear(), SIZES_BY_HF), f"train_batch_size {AUTO}"),
     (lambda: engine(linear(), {"gradient_clipping": "auto"}), f"gradient_clipping {AUTO}"),
+    (
+        lambda: engine(linear(), {"scheduler": LEFT_AUTO}),
+        f"scheduler.params.warmup_num_steps {AUTO}",
+    ),
     (lambda: engine(linear(), {"bf16": {"enabled": "auto"}}), f"bf16.enabled {AUTO}"),
     # Models that are not split.
     (lambda: engine(normed(), SPLIT), f"{SPLITS}0.1 is a batch norm, whose statistics are"),
