@@ -82,5 +82,5 @@ def test_a_forward_that_raised_leaves_no_call_behind():
     with pytest.raises(IndexError):
         model(torch.full((1, models.LENGTH), models.VOCAB))
     model.generate(models.batch(0, 1)[0])
-    assert not fused.buckets.uses.calls
+    assert not fused.buckets.uses.calls.made
     assert not fused.buckets.uses.in_parts([model.inner.shared.weight])
