@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_ext import rules
-from ds_ext.distributed.placement import Placement
 from ds_ext.logs import logger
+from ds_ext.ops.exchange import Exchanges
 from ds_ext.ops.executors import tables, unbatched
 from ds_ext.ops.executors.native import bf16_products, library
 from ds_ext.ops.shard import Shard
@@ -101,6 +101,23 @@ def all_cases(kind: type[Any]) -> list[Case]:
     return cases
 
 
+class Alone:
+    """The collectives of a rank whose other ranks send zeros."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+
+    def all_reduce(self, sums: Tensor) -> None:
+        """Leaves ``sums`` as they are: the sums of other ranks are zeros."""
+
+    def exchange(self, exchanges: Exchanges) -> None:
+        """Delivers what this rank sends to itself, and zeros."""
+        flat, sizes, received = exchanges.packed(self.ranks)
+        parts = [flat.new_zeros(n) for n in received]
+        parts[self.rank] = flat.split(sizes)[self.rank]
+        exchanges.deliver(parts)
+
+
 class Stepped:
     """One rank's optimizer of small parameters. Sums are this rank's own."""
 
@@ -115,8 +132,10 @@ class Stepped:
         weights = [0.1 * self._normal(s) for s in shapes]
         self.params = [nn.Parameter(w.to(device, DTYPES[dtype])) for w in weights]
         self.optimizer = kind(self.params, **hypers)
+        self.ranks = ranks
         self.shards: dict[Tensor, Shard] = {
-            p: Shard.of_rank(tuple(p.shape), *ranks) for p in self.params
+            p: dataclasses.replace(Shard.of_rank(tuple(p.shape), *ranks), turn=ranks[0])
+            for p in self.params
         }
         # Passes can check the gradients of batches.
         self.is_checked = self.optimizer.in_batches(self.shards, device) == self.shards.keys()
@@ -144,7 +163,7 @@ class Stepped:
             votes = {u.param: torch.where(u.g.sum().isfinite(), 1.0, 2.0**20) for u in updates}
             votes = {p: vote for p, vote in votes.items() if p not in first}
             check = GradCheck(first, votes)
-        self.optimizer.update(updates, Placement(None), check)
+        self.optimizer.update(updates, Alone(*self.ranks), check)
         self.optimizer.commit_weight_norms()
         found = check.flags.read()[0] if check is not None else []
         self.optimizer.rollback_step(found)

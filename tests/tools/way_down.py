@@ -79,7 +79,7 @@ def way(name: str) -> list[Step]:
             shape = (taken.options.batch.rows, taken.options.batch.tokens)
             measured, losses = trained(path, model, shape)
             used = json.loads(path.read_text())
-            steps.append(Step(taken.name, round(taken.use.total), measured, losses, used))
+            steps.append(Step(taken.step.name, round(taken.use.total), measured, losses, used))
         return steps
 
 
