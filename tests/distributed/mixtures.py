@@ -32,8 +32,10 @@ class Run:
     @property
     def hypers(self) -> dict[str, Any]:
         made = HYPERS[self.rule] | {"weight_decay": 0.1}
-        is_small = self.rule in ("adafactor", "galoreadamw")  # an update, beside its rounding
-        return made | ({"lr": 0.04} if is_small else {})
+        # Updates of the first two are small beside their rounding. Those of APOLLO-Mini are so
+        # large that gradients grow to 15 times, and with them the differences of rounding.
+        lr = {"adafactor": 0.04, "galoreadamw": 0.04, "apollomini": 1e-3}.get(self.rule)
+        return made | ({} if lr is None else {"lr": lr})
 
 
 def start(run: Run, model: nn.Module, stage: int | None, bucket: int, divided: Any, **more: Any):
