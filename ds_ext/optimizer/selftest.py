@@ -104,7 +104,7 @@ def all_cases(kind: type[Any]) -> list[Case]:
 class Alone:
     """The collectives of a rank whose other ranks send zeros."""
 
-    def __init__(self, rank: int, ranks: int) -> None:
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         self.rank, self.ranks = rank, ranks
 
     def all_reduce(self, sums: Tensor) -> None:

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ds_ext.distributed import lockstep
 from ds_ext.ops.exchange import Exchanges
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, bucket_step, state_checks
+from ds_ext.optimizer.selftest import Alone
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 from ds_ext.testing.simulation import EXACT as EXACT
@@ -42,20 +43,6 @@ def fake_rank(rank, size):
         dist.destroy_process_group()
 
 
-class Alone:
-    """The collectives of a rank whose other ranks send zeros."""
-
-    def __init__(self, world=1):
-        self.world = world
-
-    def all_reduce(self, sums):
-        """The sums of other ranks are zeros."""
-
-    def exchange(self, exchanges):
-        flat, _, received = exchanges.packed(self.world)
-        exchanges.deliver([flat.new_zeros(n) for n in received])
-
-
 def dropping(number):
     """lockstep.simulate in which ranks do not hear from others in round ``number``."""
 
@@ -69,8 +56,8 @@ def dropping(number):
             if k != number:
                 lockstep.combine(flats)
             elif isinstance(flats[0], Exchanges):
-                for exchanges in flats:
-                    Alone(len(flats)).exchange(exchanges)
+                for rank, exchanges in enumerate(flats):
+                    Alone(rank, len(flats)).exchange(exchanges)
 
     return simulate
 

@@ -16,12 +16,12 @@ from ds_ext.ops.executors.triton import launches
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.nonfinite import GradCheck, GradFlags
+from ds_ext.optimizer.selftest import Alone
 from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.optimizer.updates import RunUpdate
 from tests.common import apart, needs, paths
 from tests.common.hypers import FOR_ALL
 from tests.common.kernel_constants import plain
-from tests.common.simulated import Alone
 from tests.unit.test_kernels import SETTINGS
 
 pytestmark = needs.nvidia

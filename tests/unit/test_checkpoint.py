@@ -10,9 +10,9 @@ from ds_ext.checkpoint.pieces import Files, Pieces, piece
 from ds_ext.distributed import consensus
 from ds_ext.errors import CheckpointError
 from ds_ext.ops.state import Part
+from ds_ext.optimizer.selftest import Alone
 from ds_ext.planner.live_memory import LiveMemory
 from tests.common import optimizer_ranks
-from tests.common.simulated import Alone
 from tests.unit.test_saving_over import save
 
 SHAPE = (2048, 4608)

@@ -10,9 +10,9 @@ from torch import nn
 import ds_ext
 from ds_ext.ops.executors.triton import launches
 from ds_ext.ops.shard import Shard
+from ds_ext.optimizer.selftest import Alone
 from ds_ext.optimizer.updates import RunUpdate
 from tests.common import needs, paths
-from tests.common.simulated import Alone
 
 HERE, THERE = torch.device("cpu"), torch.device("meta")
 

@@ -20,9 +20,10 @@ from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.nonfinite import GradCheck, GradFlags
+from ds_ext.optimizer.selftest import Alone
 from ds_ext.optimizer.update_stats import UpdateStats
 from tests.common import needs, paths, table
-from tests.common.simulated import Alone, cut
+from tests.common.simulated import cut
 from tests.unit import test_kernels
 from tests.unit.test_native import BATCHED, updates_of
 

@@ -24,12 +24,12 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import mapped
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.nonfinite import GradCheck, GradFlags
+from ds_ext.optimizer.selftest import Alone
 from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.optimizer.updates import RunUpdate
 from tests.common import needs, paths, spies, table
 from tests.common.choose import params, spread
 from tests.common.hypers import SIMULATED
-from tests.common.simulated import Alone
 from tests.unit.test_native import BATCHED
 
 pytestmark = needs.triton

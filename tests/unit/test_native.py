@@ -16,12 +16,12 @@ from ds_ext.ops.executors.native import native_table as native
 from ds_ext.ops.executors.table_passes import TableBatch
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer.selftest import Alone
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 from tests.common import needs, paths, plain, table
 from tests.common.choose import params, spread
 from tests.common.hypers import SIMULATED, changed
-from tests.common.simulated import Alone
 from tests.common.states import same
 from tests.unit import test_kernels
 from tests.unit.test_kernels import trained, worst

@@ -9,10 +9,10 @@ import torch
 from ds_ext.distributed import layout
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
+from ds_ext.optimizer.selftest import Alone
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.planner import memory, models
 from ds_ext.rules import muon, newton_schulz
-from tests.common.simulated import Alone
 
 
 @functools.cache
@@ -111,6 +111,6 @@ def test_one_rank_iterates_on_each_matrix_section_and_expert(shapes, world, how,
     for rank in range(world):
         found.clear()
         optimizer, updates = begun(shapes, rank, world, lambda i: 2 * i, **how)
-        optimizer.update(updates, Alone(world) if world > 1 else None)
+        optimizer.update(updates, Alone(rank, world) if world > 1 else None)
         costs.append(sum(map(cost, found)))
     assert max(costs) == sum(map(cost, most))
