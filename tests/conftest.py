@@ -26,6 +26,13 @@ def pytest_configure(config):
         from ds_ext.optimizer import selftest
 
         selftest.CHECKED.clear()
+    else:  # imported here, for Triton reads TRITON_INTERPRET when it is imported
+        from tests.common import needs
+
+        if needs.TRITON:
+            from tests.common import interpreter
+
+            interpreter.quicken()
     config.pluginmanager.register(support.Collector(), "support")
 
 
