@@ -58,7 +58,6 @@ SHAPES: tuple[tuple[int, ...], ...] = (
 )
 VECTORS = tuple(shape for shape in SHAPES if len(shape) < 2)
 WORLDS = [1, 2, 3, 7, 16]
-MANY = 1024  # ranks: more than most parameters have elements
 
 
 def weights(shapes=SHAPES, dtype: torch.dtype = torch.float64) -> list[Tensor]:

@@ -14,7 +14,7 @@ from tests.scenarios.ways import WAYS
 
 QUICK = 50  # sequences of a way in one process
 MANY = 400  # the same ones on every machine, so that a failure can be repeated
-SECONDS = 60.0  # for each way: a slow machine tries fewer
+SECONDS = 30.0  # for each way: a slow machine tries fewer
 LEAST = 5
 
 
