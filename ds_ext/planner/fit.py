@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from ds_ext.backward.gradient_config import BUCKET_SIZE
 from ds_ext.config import optimizer_names
 from ds_ext.config.parsing import lookup
+from ds_ext.errors import raise_all
 from ds_ext.planner.memory import MemoryUse
 from ds_ext.planner.memory_plan import GIB, MemoryPlan
 from ds_ext.planner.options import (
@@ -44,14 +45,16 @@ class ResourceUse(NamedTuple):
 
 def check(options: PlanOptions) -> None:
     """Raises ValueError for options of ``plan`` that ``--fit`` does not support."""
-    if options.batch is None or len(options.cards) != 1:
-        raise ValueError("--fit: add --seq TOKENS, and --memory with one number of GiB.")
     others: dict[str, Any] = {"--plot": options.picture, "--config": options.file}
     others |= {"--stage none": options.stages == [None]}
-    for option in (option for option, given in others.items() if given):
-        raise ValueError(
-            f"--fit does not take {option}: remove it. It writes the config of a DeepSpeed run."
-        )
+    problems = [
+        f"--fit does not take {option}: remove it. It writes the config of a DeepSpeed run."
+        for option, given in others.items()
+        if given
+    ]
+    if options.batch is None or len(options.cards) != 1:
+        problems.append("--fit: add --seq TOKENS, and --memory with one number of GiB.")
+    raise_all(problems)
 
 
 def cheapest_reductions(options: PlanOptions) -> tuple[MemoryPlan, list[ResourceUse]]:

@@ -205,7 +205,8 @@ REFUSED = [
     (("--seq", 8, "--memory", "8,16"), "--memory with one number"),
     (("--seq", 8, "--memory", 8, "--stage", "none"), "--fit does not take --stage none: remove it"),
     (("--seq", 8, "--memory", 8, "--plot", "x.png"), "--fit does not take --plot: remove it"),
-    (("--seq", 8, "--memory", 8, "--config", "ds.json"), "--fit does not take --config: remove it"),
+    (("--config", "ds.json"), "--fit does not take --config: remove it"),
+    (("--config", "ds.json"), "--fit: add --seq TOKENS"),
 ]
 
 
