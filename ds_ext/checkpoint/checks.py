@@ -13,6 +13,11 @@ from ds_ext.ops.state import leaves
 from ds_ext.ops.state import saved as saved_parts
 from ds_ext.optimizer import RuleOptimizer
 
+_WEIGHTS_ONLY = (
+    "To load only the weights: load_checkpoint(..., load_optimizer_states=False); with HF Trainer, "
+    "from_pretrained of the checkpoint's folder, without resume_from_checkpoint."
+)
+
 
 def check(
     pieces: Pieces,
@@ -76,8 +81,8 @@ def _check_kind(pieces: Pieces, optimizer: RuleOptimizer) -> None:
     saved, kind = pieces.saved[0]["optimizer"], type(optimizer).__name__
     if saved != kind:
         raise CheckpointError(
-            f"this checkpoint was saved with {saved}, but the optimizer is {kind}. To load only "
-            "the weights: load_checkpoint(..., load_optimizer_states=False)."
+            f"this checkpoint was saved with {saved}, but the optimizer is {kind}. "
+            f"{_WEIGHTS_ONLY}"
         )
 
 
@@ -93,7 +98,9 @@ def _check_groups(
             differ = sorted(set(theirs).symmetric_difference(mine))[:5]
             raise CheckpointError(
                 "this checkpoint has other parameter groups than the optimizer: group "
-                f"{i} differs in {', '.join(differ) or 'the order of its parameters'}."
+                f"{i} differs in {', '.join(differ) or 'the order of its parameters'}. Use the "
+                "param_groups of the run that saved it; whether weight_decay is 0 also decides the "
+                f"groups. {_WEIGHTS_ONLY}"
             )
     own = type(optimizer).__name__
     for i, (was, group) in enumerate(
@@ -102,8 +109,7 @@ def _check_groups(
         if was.get("type") != group.get("type"):
             raise CheckpointError(
                 f"group {i} of this checkpoint was saved with {was.get('type', own)}, but the "
-                f"optimizer has {group.get('type', own)}. To load only the weights: "
-                "load_checkpoint(..., load_optimizer_states=False)."
+                f"optimizer has {group.get('type', own)}. {_WEIGHTS_ONLY}"
             )
 
 

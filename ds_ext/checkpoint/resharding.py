@@ -197,6 +197,8 @@ def save_groups(optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> l
 def changed_hypers(pieces: Pieces, optimizer: RuleOptimizer, is_cycled: bool) -> list[str]:
     """Returns which hyper-parameters ``load_state`` will change, except those of schedulers.
 
+    Schedulers note the rate of which they take fractions as "initial_lr" of a group.
+
     Args:
         pieces: the saved groups.
         optimizer: the optimizer, with the groups of this run.
@@ -210,6 +212,9 @@ def changed_hypers(pieces: Pieces, optimizer: RuleOptimizer, is_cycled: bool) ->
         for key in hyperparams.names(hypers):
             if key not in scheduled and new[key] != group[key]:
                 found.append(f"{key} = {new[key]!r} instead of {group[key]!r}")
+        first, saved_first = group.get("initial_lr"), saved.get("initial_lr")
+        if None not in (first, saved_first) and first != saved_first:
+            found.append(f"initial_lr = {saved_first!r} instead of {first!r}")
     return list(dict.fromkeys(found))
 
 

@@ -53,7 +53,9 @@ def rate_source(optimizer: str, parameters: int) -> str:
     found = rates.for_size(kind.__name__, parameters)
     decay = getattr(kind.hypers(), "weight_decay", 0.0)
     default = f" Weight decay {decay:g} is {kind.__name__}'s default." if decay else ""
-    return f"Learning rate {rates.shown(found[0])}: {found[1]}.{default}" if found else ""
+    if found is None:
+        return ""
+    return f"Learning rate {rates.shown(found[0])}, after a warm-up: {found[1]}.{default}"
 
 
 def make(optimizer: str, stage: int, numbers: bool = False, parameters: int = 0) -> dict[str, Any]:

@@ -33,7 +33,7 @@ _SECTIONS = {
 _DICTIONARIES = ("scheduler", "data_types", "activation_checkpointing", "checkpoint")
 # Keys that a client fills in before DeepSpeed reads a config, by what to write without a client.
 _NEVER_AUTO = {
-    "a number": (*SIZES, "zero_optimization.stage", "gradient_clipping"),
+    "a number": (*SIZES, "zero_optimization.stage"),
     "true or false": ("bf16.enabled", "fp16.enabled"),
 }
 

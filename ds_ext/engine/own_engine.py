@@ -31,7 +31,7 @@ from ds_ext.engine import (
 )
 from ds_ext.engine.adapter import ZeroAdapter
 from ds_ext.engine.rank_logging import warn
-from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.rules.base import key_of
 
 # The functions of DeepSpeed, HF Trainer and accelerate that gather full weights at stage 3.
@@ -127,6 +127,9 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
         # DeepSpeed wraps only optimizers that it knows, and drops empty groups of a stage.
         if client is None:
             trainer_checks.refuse_ignored(self.client_lr_scheduler)
+            rule = OPTIMIZERS[key_of(self.optimizer_name())].hypers
+            given = self.optimizer_params() or {}
+            trainer_checks.warn_unread(self.client_lr_scheduler, rule, given)
             optimizers.log_owner(self.optimizer_name())
             client = optimizers.optimizer_of(self, params)
         if not pipeline.is_pipeline(self):  # stages must agree on the number of groups

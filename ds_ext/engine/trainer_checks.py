@@ -1,19 +1,20 @@
 """Checks settings of HF Trainer and accelerate that never reach DeepSpeed.
 
 Without these checks, some settings would be ignored silently: Trainer's optimizer arguments if the
-config names an optimizer; an optimizer object, which Trainer replaces; the norm to which Trainer
-clips; and the number of processes among which accelerate divides the data. If the config has no
+config names an optimizer, or lacks their keys; an optimizer object, which Trainer replaces; the
+norm to which Trainer clips; and the number of processes among which accelerate divides the data. If the config has no
 scheduler, Trainer passes DeepSpeed a function that creates one. The function holds its Trainer.
 """
 
 import inspect
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
+from ds_ext import hyperparams
 from ds_ext.engine.rank_logging import warn
 from ds_ext.errors import raise_all
 from ds_ext.optimizer import RuleOptimizer
@@ -24,6 +25,13 @@ _REMEDIES = {  # of arguments
     "optim_target_modules": "remove it, and set target_modules in optimizer.params of the config.",
 }
 _REMEDY = 'remove it: the config\'s "optimizer" and "scheduler" define both.'  # of objects
+# Keys of optimizer.params by the arguments that fill in "auto".
+_FILLS = {
+    "lr": ["learning_rate"],
+    "weight_decay": ["weight_decay"],
+    "betas": ["adam_beta1", "adam_beta2"],
+    "eps": ["adam_epsilon"],
+}
 _DEFAULTS = (None, "adamw_torch", "adamw_torch_fused")  # in all versions of transformers
 
 
@@ -60,6 +68,30 @@ def warn_unclipped(scheduler: Callable[..., Any] | None, clipped_by: float) -> N
             f'config\'s gradient_clipping is {clipped_by:g}. Set "gradient_clipping": {asked:g} in '
             "the config."
         )
+
+
+def warn_unread(scheduler: Callable[..., Any] | None, rule: type, params: Mapping[str, Any]) -> None:
+    """Warns if Trainer was given hyper-parameters for which the config has no key.
+
+    Args:
+        scheduler: see ``refuse_ignored``.
+        rule: the dataclass of the optimizer's hyper-parameters.
+        params: the section optimizer.params of the config.
+    """
+    args = getattr(_trainer_of(scheduler), "args", None)
+    if args is None:
+        return
+    for key, arguments in _FILLS.items():
+        given = [getattr(args, name) for name in arguments]
+        value = given if len(given) > 1 else given[0]
+        is_default = given == [type(args).__dataclass_fields__[name].default for name in arguments]
+        is_allowed = not hyperparams.checked(rule, {key: value}, "")[1]
+        if is_allowed and not is_default and key not in params:
+            told = ", ".join(f"{n} = {x:g}" for n, x in zip(arguments, given, strict=True))
+            warn(
+                f"TrainingArguments.{told} has no effect, because the config has no "
+                f'optimizer.params.{key}: write "{key}": "auto" there.'
+            )
 
 
 def warn_dropped(model: nn.Module, taken: str) -> None:

@@ -344,15 +344,18 @@ def other_hypers(stage: int) -> None:
     scheduler = {"type": "OneCycle", "params": cycle}  # of betas, too
     first = start("adamw", stage, scheduler=scheduler)
     steps(first, range(2))
+    first.optimizer.param_groups[0]["initial_lr"] = 0.1  # as a scheduler notes it
     with shared_folder() as folder:
         first.save_checkpoint(folder)
         for hypers in ({}, {"eps": 1e-6, "ema_decay": 0.9}):
             engine = start("adamw", stage, hypers=hypers, scheduler=scheduler)
+            engine.optimizer.param_groups[0]["initial_lr"] = 0.2 if hypers else 0.1
             with logged() as said:
                 engine.load_checkpoint(folder)
             told = [line for line in said if "hyper-parameters" in line]
             assert len(told) == bool(hypers and dist.get_rank() == 0)
-            changed = "eps = 1e-08 instead of 1e-06, ema_decay = 0.0 instead"
+            changed = "eps = 1e-08 instead of 1e-06, ema_decay = 0.0 instead of 0.9"
+            changed += ", initial_lr = 0.1 instead of 0.2"
             assert all(changed in line for line in told)
 
 

@@ -131,6 +131,13 @@ def normed() -> nn.ModuleList:
     return nn.ModuleList(layers)
 
 
+def init_with_auto() -> None:
+    """accelerate fills in the norm after the model is made, for which it does not matter."""
+    config = SIZES | RIGHT | zero(3) | {"gradient_clipping": "auto"}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        linear()
+
+
 SPLIT = own(batch_splits=2)
 SPLITS = "ds_ext.batch_splits = 2: split_batch: "
 FROZEN = "AdaLomo: all its parameters have requires_grad=False"
@@ -139,6 +146,7 @@ FUNCTION = "deepspeed.initialize: the optimizer is a function"
 PARTITIONED = "fuse_into_backward: ZeRO-3 has partitioned this model,"
 AUTO = 'is "auto", which is filled in by HF'
 LEFT_AUTO = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": 0.1}}
+RATES = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}}
 SIZES_BY_HF = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
 # Programs, and how their errors begin.
 REFUSED: list[tuple[Callable[[], Any], str]] = [
@@ -194,6 +202,11 @@ WARNED: list[tuple[Callable[[], Any], str]] = [
     (partial(own_step, True), ""),
     (lambda: by_object(torch.optim.AdamW, RIGHT), f"{BESIDE} AdamW to deepspeed.initialize"),
     (lambda: by_object(ds_ext.Lion, RIGHT), f"{BESIDE} Lion to deepspeed.initialize"),
+    (
+        lambda: engine(linear(), RATES | ours({"param_groups": [{"match": "bias", "lr": 0.5}]})),
+        "scheduler.params.warmup_max_lr = 0.1 replaces the rates of all parameter groups, ",
+    ),
+    (init_with_auto, ""),
     # An engine that is not ours.
     (partial(without_optimizer, {"optimizer": {"params": {"lr": 1e-3}}}, [3]), ""),
 ]

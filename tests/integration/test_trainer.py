@@ -179,8 +179,9 @@ def test_the_saved_model_is_the_trained_one(folder, name):
     assert all(torch.equal(saved[n], after[n]) for n in saved)
 
 
-def test_a_norm_that_only_trainer_is_told_of_is_warned_of(folder):
-    worlds.run(2, trainer_jobs.unclipped, folder)
+@pytest.mark.parametrize("job", [trainer_jobs.unclipped, trainer_jobs.unread])
+def test_what_only_trainer_is_told_of_is_warned_of(folder, job):
+    worlds.run(2, job, folder)
 
 
 @pytest.mark.parametrize("name", params(LORA, ["lora-adalomo-stage3"]))

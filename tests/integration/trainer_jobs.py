@@ -271,6 +271,20 @@ def unclipped(folder: str) -> None:
         assert "max_grad_norm = 0.125" in line and 'Set "gradient_clipping": 0.125 in' in line
 
 
+def unread(folder: str) -> None:
+    """A warning for each argument that would fill in a key which the config does not have."""
+    made = config("adamw", 2)
+    made["optimizer"]["params"] = {"lr": "auto"}
+    arguments = {"deepspeed": made, "learning_rate": 0.125, "adam_beta1": 0.5, "adam_epsilon": 1e-8}
+    trainer = _trainer(folder, arguments | {"weight_decay": 0.25})
+    with logged() as said:
+        trainer.train()
+    keys = ["weight_decay", "adam_beta1 = 0.5, adam_beta2 = 0.999"]
+    found = [line for line in said if "has no optimizer.params." in line]
+    assert len(found) == (dist.get_rank() == 0) * len(keys), found
+    assert all(key in line for key, line in zip(keys, found, strict=False))
+
+
 def _trainer(
     folder: str, arguments: dict[str, Any], model: torch.nn.Module | None = None,
     is_named: bool = True, **given: Any
