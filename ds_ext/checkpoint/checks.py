@@ -81,8 +81,7 @@ def _check_kind(pieces: Pieces, optimizer: RuleOptimizer) -> None:
     saved, kind = pieces.saved[0]["optimizer"], type(optimizer).__name__
     if saved != kind:
         raise CheckpointError(
-            f"this checkpoint was saved with {saved}, but the optimizer is {kind}. "
-            f"{_WEIGHTS_ONLY}"
+            f"this checkpoint was saved with {saved}, but the optimizer is {kind}. {_WEIGHTS_ONLY}"
         )
 
 

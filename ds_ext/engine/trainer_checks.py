@@ -2,8 +2,9 @@
 
 Without these checks, some settings would be ignored silently: Trainer's optimizer arguments if the
 config names an optimizer, or lacks their keys; an optimizer object, which Trainer replaces; the
-norm to which Trainer clips; and the number of processes among which accelerate divides the data. If the config has no
-scheduler, Trainer passes DeepSpeed a function that creates one. The function holds its Trainer.
+norm to which Trainer clips; and the number of processes among which accelerate divides the data. If
+the config has no scheduler, Trainer passes DeepSpeed a function that creates one. The function
+holds its Trainer.
 """
 
 import inspect
@@ -70,7 +71,9 @@ def warn_unclipped(scheduler: Callable[..., Any] | None, clipped_by: float) -> N
         )
 
 
-def warn_unread(scheduler: Callable[..., Any] | None, rule: type, params: Mapping[str, Any]) -> None:
+def warn_unread(
+    scheduler: Callable[..., Any] | None, rule: type, params: Mapping[str, Any]
+) -> None:
     """Warns if Trainer was given hyper-parameters for which the config has no key.
 
     Args:
