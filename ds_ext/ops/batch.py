@@ -5,7 +5,7 @@ numbers of one parameter. ``passes`` of a batch are the passes over its runs.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -18,7 +18,7 @@ from ds_ext.ops.executors.reference import Reference
 from ds_ext.ops.expressions import root
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.schema import SCALE_GROUP
-from ds_ext.ops.shard import Shard
+from ds_ext.ops.shard import Block, Shard
 from ds_ext.ops.state import Parts, State
 
 GeometryTuple: TypeAlias = tuple[int, int, int, int, int]  # start, elements, matrices, rows, cols
@@ -90,6 +90,13 @@ class Batch:
     def _owners(self, counts: tuple[int, ...], sizes: Tensor) -> tuple[Tensor, Tensor]:
         owners = torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(self.device)
         return owners, root(sizes[owners])
+
+    def blocks(self, limit: int | None = None) -> Iterator[Block]:
+        """Raises TypeError: only a run of one parameter has blocks."""
+        raise TypeError(
+            "ops.blocks, ops.evaluate and ops.count_beyond read one parameter, and no batch. "
+            "Register the rule with is_batched=False, and its parameters are stepped one by one."
+        )
 
     @property
     def flat(self) -> "Batch":

@@ -131,7 +131,8 @@ def part(x: Tensor, b: Block) -> Tensor:
 def read(x: Readable, b: Block) -> Tensor:
     """Block ``b`` of a run, [mats, rows, cols], in the accumulator's dtype.
 
-    The result is a view of ``x`` if x is a tensor of that dtype; else the caller may overwrite it.
+    The result is a view of ``x`` if x is a tensor of that dtype: a rule must not write to it.
+    Passes overwrite it if it is none (``is_part``).
 
     Example: ``signs = [ops.read(g, b).sign() for b in ops.blocks(shard, g)]``
     """

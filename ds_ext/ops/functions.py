@@ -226,10 +226,10 @@ def evaluate(x: Readable, shard: Shard, like: Gradient) -> Tensor:
 
     Example: ``values = ops.evaluate(g, shard, g)``
     """
-    dtype = accumulator(like.dtype)
+    dtype, blocks_of = accumulator(like.dtype), shard.blocks()  # a batch has none, and raises
     if source_of(x) is None:  # only torch can read it
         values = torch.empty(len(shard), dtype=dtype, device=like.device)
-        for b in shard.blocks():
+        for b in blocks_of:
             part(values, b).copy_(read(x, b))
         return values
     values = torch.zeros(len(shard), dtype=dtype, device=like.device)

@@ -66,9 +66,9 @@ class Part:
         return cls(run.start, run.stop, total, (run.stop - run.start,), dtype)
 
     @classmethod
-    def like(cls, shard: Shard) -> "Part":
+    def like(cls, shard: Shard, dtype: torch.dtype | None = None) -> "Part":
         """One number per element of a parameter, sharded as the parameter is."""
-        return cls.of(slice(shard.start, shard.stop), shard.numel)
+        return cls.of(slice(shard.start, shard.stop), shard.numel, dtype)
 
     def dtype_for(self, weights: torch.dtype) -> torch.dtype:
         """Returns the dtype of the tensor for weights of a dtype."""

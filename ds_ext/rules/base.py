@@ -8,6 +8,7 @@ partial sums and receives the totals over all ranks.
 import dataclasses
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
@@ -102,6 +103,7 @@ RESERVED_FIELDS = frozenset(
 )
 _SHARED_SEED = next(f for f in dataclasses.fields(RoundingConfig) if f.name == "seed")
 
+_TAKEN = ("self", "p", "g", "s", "t", "shard")  # the parameters of ``step``
 _TYPES = "says which values it may have (NonNegative, … of ds_ext.hyperparams; bool; Literal)"
 
 R = TypeVar("R", bound=type)
@@ -173,9 +175,10 @@ def register(
             the matrices of a bucket by this cost.
 
     Raises:
-        ValueError: another rule has this name, or a field has a name that ds_ext uses itself.
-        TypeError: the class is no dataclass, lacks ``lr``, ``state_spec`` or ``step``, or a field
-            has no default.
+        ValueError: another rule, or something else of ds_ext, has this name, or a field has a name
+            that ds_ext uses itself.
+        TypeError: the class is no dataclass, lacks ``lr``, ``state_spec`` or ``step``, a field has
+            no default, or ``step`` has its parameters in another order.
     """
 
     def decorate(rule: R) -> R:
@@ -183,6 +186,10 @@ def register(
         known = REGISTRY.get(name)
         if known is not None and _full_name(known.rule) != _full_name(rule):
             raise ValueError(f"a rule named {rule.__name__} is registered already: rename one.")
+        ours = sys.modules["ds_ext"]
+        if known is None and rule.__name__ in {*vars(ours), *dir(ours)}:
+            what = f"ds_ext.{rule.__name__} exists and is no optimizer"
+            raise ValueError(f"{what}: rename the class.")
         _refuse_incomplete(rule)
         _refuse_reserved_fields(rule)
         own: Any = rule
@@ -209,7 +216,7 @@ def _condition(given: Callable[..., bool] | bool) -> Callable[..., bool]:
 
 
 def _refuse_incomplete(rule: type) -> None:
-    """Raises TypeError if a class lacks what every rule has."""
+    """Raises TypeError if a class lacks what every rule has, or ``step`` has another order."""
     missing = [f"the method {name}" for name in ("state_spec", "step") if not hasattr(rule, name)]
     if not dataclasses.is_dataclass(rule):
         missing.insert(0, "@dataclass(frozen=True), below @register")
@@ -223,6 +230,10 @@ def _refuse_incomplete(rule: type) -> None:
         missing += [f"a type of the field {name} that {_TYPES}" for name in unchecked(rule)]
     if missing:
         raise TypeError(f"the rule {rule.__name__} lacks {', '.join(missing)}.")
+    own: Any = rule
+    taken = [*inspect.signature(own.step).parameters]
+    if any(x in _TAKEN and x != y for x, y in zip(taken, _TAKEN, strict=False)):
+        raise TypeError(f"{rule.__name__}.step takes {taken}; allowed: {[*_TAKEN]}, in this order.")
 
 
 def _by_name(init: Callable[..., None], name: str) -> Callable[..., None]:

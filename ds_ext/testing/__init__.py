@@ -25,15 +25,17 @@ def check_rule(
 ) -> None:
     """Checks that a rule has the properties of all rules of ds_ext, without ranks or a GPU.
 
-    A rule is the same on any number of ranks, in fp64 within 1e-9 of the update; keeps the state
-    that ``state_spec`` declares; yields before it writes if it is registered with ``sums_first``;
-    resumes with the same bits; works with bf16 and fp16 weights;
-    stays finite where gradients are zero; and is the same in a batch as alone.
+    A rule is the same on any number of ranks, in fp64 within 1e-9 of the update; depends on ``lr``,
+    and on ``weight_decay`` if it has one; does not write to what ``ops.read`` returns; keeps the
+    state that ``state_spec`` declares; yields before it writes if it is registered with
+    ``sums_first``; resumes with the same bits; works with bf16 and fp16 weights; stays finite where
+    gradients are zero; and is the same in a batch as alone.
 
     Args:
         rule: a registered rule with its hyper-parameters, such as ``HeavyBall(lr=1e-3)``, or its
             class.
-        reference: returns a torch optimizer of some parameters, which computes the same, such as
+        reference: returns a torch optimizer of some parameters, which computes the same in fp64,
+            within 1e-9 of the update, such as
             ``lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9)``; None to compare the
             rule only with itself.
         shapes: of the parameters, in elements. Those that are not matrices are left out if the rule
@@ -55,6 +57,7 @@ def check_rule(
             properties.equals_reference(made, reference, shapes)
         for world in worlds:
             properties.is_the_same_on_ranks(made, world, shapes)
+        properties.only_reads_what_it_reads(made, shapes)
         properties.keeps_its_state_spec(made, shapes)
         properties.yields_before_it_writes(made, shapes)
         properties.resumes(made, shapes)
@@ -62,6 +65,7 @@ def check_rule(
         for half in (torch.bfloat16, torch.float16):
             properties.works_in(made, half, shapes, half_error)
         properties.equals_itself_in_a_batch(made, shapes)
+        properties.uses_its_hypers(made, shapes)
     except (KeyError, RuntimeError) as error:
         advice = " (state_spec does not declare it)" if isinstance(error, KeyError) else ""
         if "Boolean value of Tensor" in str(error):

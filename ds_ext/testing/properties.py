@@ -7,6 +7,7 @@ import functools
 import io
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args, get_origin, get_type_hints
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +36,7 @@ def equals_reference(rule: Any, reference: Reference, shapes: Sequence[Shape]) -
             p.grad = g.clone()
         optimizer.step()
         ranks.step(grads)
-    for shape, error in zip(shapes, errors(ranks.params, params, before), strict=True):
-        _require(error <= EXACT, rule, f"equals its reference: shape {shape}, error {error:.1e}")
+    _compare(rule, "equals its reference", EXACT, ranks.params, params, before)
 
 
 def is_the_same_on_ranks(rule: Any, world: int, shapes: Sequence[Shape], steps: int = 10) -> Ranks:
@@ -53,12 +53,9 @@ def is_the_same_on_ranks(rule: Any, world: int, shapes: Sequence[Shape], steps: 
     for shape, p, old in zip(shapes, whole.params, before, strict=True):
         what = f"changes the weight: shape {shape}, {steps} steps (ops.apply_ writes it)"
         _require(not torch.equal(p, old), rule, what)
-    for shape, error in zip(shapes, errors(ranks.params, whole.params, before), strict=True):
-        advice = (
-            "a total is missing or not used, or a mean divides by len(p) instead of shard.numel"
-        )
-        what = f"is the same on {world} ranks as on one: shape {shape}, error {error:.1e}, {advice}"
-        _require(error <= EXACT, rule, what)
+    what = f"is the same on {world} ranks as on one"
+    advice = ", a total is missing or not used, or a mean divides by len(p) instead of shard.numel"
+    _compare(rule, what, EXACT, ranks.params, whole.params, before, advice)
     for k, shards in enumerate(zip(*ranks.shards, strict=True)):
         for path, part in leaves(rule.state_spec(shards[0])):
             if part.is_shared:
@@ -66,6 +63,35 @@ def is_the_same_on_ranks(rule: Any, world: int, shapes: Sequence[Shape], steps: 
                 same = all(torch.equal(first, other) for other in others)
                 _require(same, rule, f"has the same bits of the state {path} on all ranks")
     return ranks
+
+
+def uses_its_hypers(rule: Any, shapes: Sequence[Shape]) -> None:
+    """Compares steps by other values of ``lr``, and of ``weight_decay`` if the rule has it."""
+    values = {"lr": (rule.lr, rule.lr / 2), "weight_decay": (0.0, 0.1)}
+    for name in ("lr", "weight_decay")[: 1 + hasattr(rule, "weight_decay")]:
+        first, second = (
+            Ranks(dataclasses.replace(rule, **{name: value}), weights(shapes), 1)
+            for value in values[name]
+        )
+        for grads in gradients(2, shapes):
+            first.step(grads)
+            second.step(grads)
+        advice = f"step reads self.{name}, as in ops.apply_(…, {name}=self.{name})"
+        is_same = all(map(torch.equal, first.params, second.params))
+        _require(not is_same, rule, f"has another update if {name} changes ({advice})")
+
+
+def only_reads_what_it_reads(rule: Any, shapes: Sequence[Shape]) -> None:
+    """Compares the bits of steps with those where ``ops.read`` returns copies."""
+    before, read, found = weights(shapes, torch.float32), ops.read, []
+    for own in (read, lambda x, b: read(x, b).clone()):
+        params, optimizer = _optimizer(rule, before)
+        with mock.patch.object(ops, "read", own):
+            _step(optimizer, params, gradients(3, shapes, torch.float32))
+        found.append(params)
+    for shape, p, other in zip(shapes, *found, strict=True):
+        what = f"does not write to results of ops.read, such as by .sign_(): shape {shape}"
+        _require(torch.equal(p, other), rule, what)
 
 
 def keeps_its_state_spec(rule: Any, shapes: Sequence[Shape]) -> None:
@@ -149,9 +175,7 @@ def works_in(rule: Any, dtype: torch.dtype, shapes: Sequence[Shape], most: float
         optimizer.weights(p, p.detach().view(-1), optimizer.shard(p)).to(p.device).view(p.shape)
         for p in params
     ]
-    for shape, error in zip(shapes, errors(found, wide, before), strict=True):
-        what = f"works with {dtype} weights as with fp32: shape {shape}, error {error:.1e}"
-        _require(error <= most, rule, what)
+    _compare(rule, f"works with {dtype} weights as with fp32", most, found, wide, before)
 
 
 def endures_zeros(rule: Any, shapes: Sequence[Shape]) -> None:
@@ -185,9 +209,7 @@ def equals_itself_in_a_batch(rule: Any, shapes: Sequence[Shape]) -> None:
     with _registered(dataclasses.replace(entry, batches=lambda rule, shard: False)):
         alone, optimizer = _optimizer(rule, before)
         _step(optimizer, alone, steps)
-    for shape, error in zip(shapes, errors(params, alone, before), strict=True):
-        what = f"is the same in a batch as alone: shape {shape}, error {error:.1e}"
-        _require(error <= CLOSE, rule, what)
+    _compare(rule, "is the same in a batch as alone", CLOSE, params, alone, before)
 
 
 @contextlib.contextmanager
@@ -241,6 +263,21 @@ def _step(optimizer: RuleOptimizer, params: Sequence[nn.Parameter], steps: Any) 
         for p, g in zip(params, grads, strict=True):
             p.grad = g.to(p.dtype, copy=True)
         optimizer.step()
+
+
+def _compare(
+    rule: Any,
+    what: str,
+    most: float,
+    found: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    before: Sequence[Tensor],
+    advice: str = "",
+) -> None:
+    """Requires that the error of each parameter, relative to its update, is at most ``most``."""
+    for p, error in zip(before, errors(found, expected, before), strict=True):
+        text = f"error {error:.1e} of the update, allowed {most:g}{advice}"
+        _require(error <= most, rule, f"{what}: shape {tuple(p.shape)}, {text}")
 
 
 def _require(holds: bool, rule: Any, what: str) -> None:

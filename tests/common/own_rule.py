@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,8 +34,7 @@ def registered(
         lr: NonNegative = 0.1
 
         def state_spec(self, shard: Shard) -> Parts:
-            part = replace(Part.like(shard), dtype=dtype)
-            return {"m": part, "v": part}
+            return {"m": Part.like(shard, dtype), "v": Part.like(shard, dtype)}
 
     Own.step = step
     rules.register(paper="", state="", rounds="", is_batched=is_batched, **how)(Own)
