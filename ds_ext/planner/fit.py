@@ -97,8 +97,8 @@ def cheapest_reductions(options: PlanOptions) -> tuple[MemoryPlan, list[Resource
     if least.use.total > card:
         raise ValueError(
             f"--fit: nothing fits {options.cards[0]:g} GiB. The smallest total is "
-            f"{least.use.total / GIB:.3g} GiB per rank: give more --ranks, --stage 3, a smaller "
-            "--model or --seq, or fewer --batch rows."
+            f"{least.use.total / GIB:.3g} GiB per rank: give more --ranks, "
+            f"{'--stage 3, ' * (stage != 3)}a smaller --model or --seq, or fewer --batch rows."
         )
     for name in reversed(taken[:-1]):
         fewer = tuple(other for other in taken if other != name)

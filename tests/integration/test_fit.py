@@ -198,6 +198,7 @@ def test_nothing_fits(folder, tmp_path, capsys):
     told = refused(capsys, *given, "--batch", 8)
     assert "nothing fits 0.01 GiB. The smallest total is" in told
     assert "fewer --batch rows" in told and not path.exists()
+    assert "--stage 3" not in told  # which is the default
 
 
 REFUSED = [
