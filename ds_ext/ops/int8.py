@@ -16,7 +16,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -343,29 +343,29 @@ class Freed(Tensor):
         is_property = func.__name__ in ("__get__", "__set__")
         raise _no_values(func.__self__.__name__ if is_property else func.__name__)  # type: ignore[attr-defined]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         """Returns a copy in bf16, which is not stored in 8 bits."""
         return self._in_bf16("__deepcopy__", memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """Pickles the values in bf16."""
         return self._in_bf16("__reduce_ex__", protocol)
 
-    def _in_bf16(self, method: str, *args: Any) -> Any:
+    def _in_bf16(self, method: str, *args: object) -> Any:
         with expanded([self]) as found:
             if not found:  # a view, or a partition
                 raise _no_values(method)
             return getattr(self, method)(*args)
 
-    def set_(self, *_: Any, **__: Any) -> Any:
+    def set_(self, *_: object, **__: object) -> NoReturn:
         """Raises RuntimeError; torch does not pass ``set_`` to ``__torch_function__``."""
         raise _no_values("set_")
 
-    def as_subclass(self, *_: Any) -> Any:
+    def as_subclass(self, *_: object) -> NoReturn:
         """Raises RuntimeError; torch does not pass it either."""
         raise _no_values("as_subclass")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         """Describes the tensor without its values."""
         return f"{type(self).__name__}({[*self.shape]}, {self.dtype}, stored in 8 bits)"
 

@@ -44,7 +44,7 @@ def _message(operation: str) -> str:
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:
-    def operator(*_: Any) -> NoReturn:
+    def operator(*_: object) -> NoReturn:
         raise TypeError(_message(name))
 
     return operator

@@ -374,7 +374,7 @@ def _patterns(targets: object, where: str) -> Sequence[str]:
     return patterns
 
 
-def _refuse_invalid(pattern: Any, where: str) -> None:
+def _refuse_invalid(pattern: str, where: str) -> None:
     """Raises ValueError if ``pattern`` is no regular expression."""
     try:
         re.compile(pattern)

@@ -15,6 +15,7 @@ from torch import Tensor
 from ds_ext.distributed.lockstep import StepGenerator
 from ds_ext.hyperparams import Count, Dim, Sizes
 from ds_ext.ops import sixteen_bit
+from ds_ext.ops.expressions import Gradient
 from ds_ext.ops.shard import Section, Shard, StridedRange
 from ds_ext.ops.sixteen_bit import Weight
 from ds_ext.ops.state import Part, State
@@ -113,7 +114,7 @@ def _undivided_state(rule: Any, shape: Shape) -> str:
 def steps(
     rule: GroupRule,
     p: Weight,
-    g: Any,
+    g: Gradient,
     s: State,
     t: int,
     whole: Shard,
