@@ -265,7 +265,8 @@ def test_tags_that_differ_by_rank_are_taken_as_tag_validation_says(tmp_path, mod
     worlds.run(2, own_tags, str(tmp_path), mode)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
 def test_each_function_of_a_save_or_load_that_fails_on_one_rank_fails_on_all(tmp_path, stage):
     worlds.run(2, failing_engine, str(tmp_path), stage, limit=300)
 
