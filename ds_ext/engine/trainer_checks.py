@@ -11,6 +11,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import nn
@@ -82,12 +83,13 @@ def warn_unread(
         params: the section optimizer.params of the config.
     """
     args = getattr(_trainer_of(scheduler), "args", None)
-    if args is None:
-        return
+    defaults = {f.name: f.default for f in fields(args)} if is_dataclass(args) else {}
     for key, arguments in _FILLS.items():
+        if not defaults.keys() >= {*arguments}:  # arguments of another program
+            continue
         given = [getattr(args, name) for name in arguments]
         value = given if len(given) > 1 else given[0]
-        is_default = given == [type(args).__dataclass_fields__[name].default for name in arguments]
+        is_default = given == [defaults[name] for name in arguments]
         is_allowed = not hyperparams.checked(rule, {key: value}, "")[1]
         if is_allowed and not is_default and key not in params:
             told = ", ".join(f"{n} = {x:g}" for n, x in zip(arguments, given, strict=True))
