@@ -209,12 +209,10 @@ def changed_hypers(pieces: Pieces, optimizer: RuleOptimizer, is_cycled: bool) ->
     for group, saved in zip(optimizer.param_groups, pieces.saved[0]["groups"], strict=True):
         hypers = optimizer.hypers_of(group)
         new = {**group, **of_this_version(saved, hypers)}
-        for key in hyperparams.names(hypers):
-            if key not in scheduled and new[key] != group[key]:
+        compared = {*hyperparams.names(hypers), "initial_lr"} - scheduled
+        for key in (key for key in group if key in compared):
+            if new[key] != group[key]:
                 found.append(f"{key} = {new[key]!r} instead of {group[key]!r}")
-        first, saved_first = group.get("initial_lr"), saved.get("initial_lr")
-        if None not in (first, saved_first) and first != saved_first:
-            found.append(f"initial_lr = {saved_first!r} instead of {first!r}")
     return list(dict.fromkeys(found))
 
 
