@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import ds_ext
-from benchmarks.gpu.setting import RIGHT, WRONG, Rows, Setting, separately
+from benchmarks.gpu.setting import RIGHT, WRONG, Rows, Setting, separately, using_kernels
 from benchmarks.memory import OURS, llama
 
 STEPS = 4
@@ -55,7 +55,7 @@ def train(on: Setting, indices: tuple[int, ...]) -> list[dict[str, Trained]]:
     found = []
     for index in indices:
         device = torch.device("cpu" if on.is_rehearsal else f"cuda:{index}")
-        with deterministic():
+        with deterministic(), using_kernels(on.trains_by):
             found.append({name: trained(name, on, device) for name in on.some(OPTIMIZERS)})
     return found
 

@@ -60,7 +60,7 @@ STAGES = (
     Stage(
         "training_memory",
         "The memory and speed of fine-tuning a model of 7B on this GPU.",
-        120,
+        180,
     ),
     Stage(
         "planned_memory",

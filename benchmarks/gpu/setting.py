@@ -15,6 +15,7 @@ import torch
 from benchmarks.memory import LLAMAS, Sizes
 from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.triton import devices
+from ds_ext.optimizer import selftest
 
 Row = dict[str, object]
 Rows = Iterator[tuple[str, Row]]  # headings of tables, and their rows
@@ -123,8 +124,12 @@ def here(is_rehearsal: bool) -> Setting:
 
 @contextmanager
 def using_kernels(kind: str | None) -> Iterator[None]:
-    """A context in which kernels step the tensors of a kind of device; None: torch's operations."""
+    """A context in which kernels step the tensors of a kind of device; None: torch's operations.
+
+    They are not checked before the first step, which takes seconds: the self-test's stage does.
+    """
     with (
+        mock.patch.object(selftest, "CHECKED", set()),
         mock.patch.object(devices, "DEVICES", set() if kind is None else {kind}),
         mock.patch.object(native_table, "is_available", lambda: False),
     ):

@@ -179,6 +179,8 @@ PRODUCTS = [
 def test_what_no_kernel_reads_is_applied_by_one_in_slices(
     name, hypers, dtype, world, kernels, launched, monkeypatch
 ):
+    if "nbits" in hypers:
+        pytest.importorskip("bitsandbytes")
     made, limit = [], 512
     original = table_passes.read
 

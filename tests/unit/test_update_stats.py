@@ -49,7 +49,8 @@ def make(name, dtype, mode, shapes=SHAPES):
 def held(optimizer, params):
     """The numbers that weights stand for, with their masters, in fp64."""
     runs = [(p, p.detach().view(-1), Shard.whole(p.shape)) for p in params]
-    return torch.cat([optimizer.weights(*run).double() for run in runs])
+    device = torch.get_default_device()  # those with a master are read to the CPU
+    return torch.cat([optimizer.weights(*run).to(device, torch.float64) for run in runs])
 
 
 @pytest.mark.parametrize("name, dtype, mode, path", choose.params(BY_PATH, QUICK_BY_PATH))
