@@ -196,6 +196,6 @@ def doing_nothing() -> Iterator[Counter[str]]:
         mock.patch.object(torch, "full", empty),  # states, of tens of gigabytes
         mock.patch.object(launch_memory.Memory, "_made", made if DEVICE.type == "cpu" else make),
     ):
-        unbatched._kept.cache_clear()
+        unbatched.forget_tables()
         yield counts
-    unbatched._kept.cache_clear()
+    unbatched.forget_tables()

@@ -4,7 +4,7 @@ The average over ranks, loss scale and clipping are applied when a rule reads.
 """
 
 import abc
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -116,7 +116,7 @@ class GradientReader:
     def squares(self, grads: Sequence[tuple[Tensor, ReducedGrad]]) -> Tensor:
         """Returns the sums of squares of unscaled runs, [n] in fp64."""
         own = [self._own(p, grad) for p, grad in grads if grad.square is None]
-        measured = iter(of_each_dtype(square_sums_of, own))
+        measured = iter(of_each_dtype(square_sums_of, own) if own else ())
         found = [next(measured) if x.square is None else x.square for _, x in grads]
         return torch.stack(found).to(self.layout.device, torch.float64)
 
@@ -139,13 +139,13 @@ class GradientReader:
         return grad.g if grad.g.numel() == n else grad.g[:n]
 
 
-def of_each_dtype(
-    op: Callable[[Sequence[Tensor]], Tensor], flats: Iterable[Tensor]
-) -> list[Tensor]:
-    """Calls ``op`` once per dtype; returns its number for each flat tensor, [] in fp64."""
-    flats = list(flats)
+def of_each_dtype(op: Callable[[Sequence[Tensor]], Tensor], flats: Sequence[Tensor]) -> Tensor:
+    """Calls ``op`` once per dtype; returns its numbers for the flat tensors, [n] in fp64."""
+    dtypes = dict.fromkeys(flat.dtype for flat in flats)
+    if len(dtypes) == 1:
+        return op(flats).double()
     found: dict[int, Tensor] = {}
-    for dtype in dict.fromkeys(flat.dtype for flat in flats):
+    for dtype in dtypes:
         numbers = [i for i, flat in enumerate(flats) if flat.dtype == dtype]
         found |= zip(numbers, op([flats[i] for i in numbers]).double(), strict=True)
-    return [found[i] for i in range(len(flats))]
+    return torch.stack([found[i] for i in range(len(flats))])

@@ -123,8 +123,8 @@ class Reduction:
         votes = torch.ones(len(has), dtype=torch.float32, device=self.layout.device)
         if flats:
             op = largest if self.layout.sums_gradients else square_sums_of
-            found = of_each_dtype(op, flats.values())
-            good = torch.stack(found) <= from_host(bounds, found[0].dtype, found[0].device)
+            found = of_each_dtype(op, [*flats.values()])
+            good = found <= from_host(bounds, found.dtype, found.device)
             votes[: len(flats)].masked_fill_(good.logical_not(), nonfinite.BAD_VOTE)
             if not self.layout.sums_gradients:
                 squares = dict(zip(flats, found, strict=True))

@@ -28,7 +28,7 @@ def use(monkeypatch: pytest.MonkeyPatch, path: str, is_default: bool = True) -> 
     assert not is_native or library.load() is not None, "no C++ compiler"
     monkeypatch.setattr(devices, "DEVICES", {DEVICE.type} if path == "kernels" else set())
     monkeypatch.setattr(native_table, "is_available", lambda: is_native)
-    unbatched._kept.cache_clear()  # batches whose tables another path has made
+    unbatched.forget_tables()  # batches whose tables another path has made
     if is_default and DEVICE != HOST:
         torch.set_default_device(HOST if is_native else DEVICE)
 

@@ -8,8 +8,10 @@ import ds_ext
 from ds_ext.backward.receivers import Stepper
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Replicated
+from ds_ext.ops.executors import unbatched
 from ds_ext.optimizer import plain_step
 from tests.common import needs, paths
+from tests.common.spies import noted
 
 
 def made():
@@ -57,6 +59,17 @@ def test_votes_follow_a_change(change, monkeypatch):
     for bucket in (params, params[:1], params[1:], params[::-1]):
         new = Stepper(optimizer, layout, has_bounds=False)
         assert stepper.voted_params(bucket) == new.voted_params(bucket)
+
+
+@pytest.mark.parametrize("path", paths.EACH[1:])
+def test_the_table_of_a_bucket_of_gradients_is_kept(path, monkeypatch):
+    paths.use(monkeypatch, path)
+    made = []
+    noted(monkeypatch, unbatched, "new_table", lambda *given: made.append(given))
+    for sizes in ((5, 3), (3, 5), (5, 3)):
+        runs = [torch.full((n,), 2.0) for n in sizes]
+        assert unbatched.square_sums_of(runs).tolist() == [4 * n for n in sizes]
+    assert len(made) == 2  # one for each order of sizes
 
 
 def test_a_plan_of_another_rule_never_fits_again(monkeypatch):

@@ -17,7 +17,7 @@ from ds_ext.ops.batch import Batch
 from ds_ext.ops.executors.native import bf16_products, library
 from ds_ext.ops.executors.reference import Reference
 from ds_ext.ops.executors.table_passes import TablePasses
-from ds_ext.ops.executors.tables import each_of, new_table, supports
+from ds_ext.ops.executors.tables import AnyTable, each_of, new_table, supports
 from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.expressions import Gradient, accumulator
 from ds_ext.ops.runs import Call, Columns, Runs
@@ -67,8 +67,15 @@ def reference_only() -> Iterator[None]:
 def _set(switches: dict[str, str]) -> None:
     """Sets environment variables, and forgets what was chosen by their former values."""
     os.environ.update(switches)
-    for chosen in (library.load, bf16_products.is_available, devices.are_available, _kept):
+    for chosen in (library.load, bf16_products.is_available, devices.are_available):
         chosen.cache_clear()
+    forget_tables()
+
+
+def forget_tables() -> None:
+    """Forgets the tables of runs, whose kind follows from what is available."""
+    _kept.cache_clear()
+    _of_flats.cache_clear()
 
 
 def square_sums_of(runs: Sequence[Tensor]) -> Tensor:
@@ -76,12 +83,17 @@ def square_sums_of(runs: Sequence[Tensor]) -> Tensor:
     layout = Runs(runs).layout
     if layout is None or layout.dtype not in schema.DTYPES or not supports(layout.device):
         return torch.stack([_square_sum(x) for x in runs])
-    n = len(runs)
-    table = new_table([(0, len(x), 1, 1, len(x)) for x in runs], [0] * n, layout.device)
-    totals = torch.zeros(n, dtype=torch.float32, device=layout.device)
+    table = _of_flats(layout.sizes, layout.device, threading.get_ident())
+    totals = torch.zeros(len(runs), dtype=torch.float32, device=layout.device)
     columns: Columns = {"x": Runs(runs), "out": each_of(totals)}
     table.run(Call("square_sums", columns, "IS_RUN", layout.dtype))
     return totals
+
+
+@functools.lru_cache(256)
+def _of_flats(sizes: tuple[int, ...], device: torch.device, thread: int) -> AnyTable:
+    """The table of flat tensors, which is the same for a bucket in each step."""
+    return new_table([(0, n, 1, 1, n) for n in sizes], [0] * len(sizes), device)
 
 
 def _square_sum(x: Tensor) -> Tensor:
