@@ -18,7 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stage", nargs="+", choices=[stage.name for stage in session.STAGES], help="only these"
     )
     parser.add_argument("--fresh", action="store_true", help="repeat stages that have passed")
-    parser.add_argument("--minutes", type=float, help="begin no stage that may take longer")
     parser.add_argument("--rehearse", action="store_true", help="tiny, on the CPU as if on a GPU")
     parser.add_argument("--folder", type=Path, help="of the result files")
 
@@ -28,6 +27,6 @@ def main(args: argparse.Namespace) -> None:
     from benchmarks.gpu import session
 
     names = args.stage or [stage.name for stage in session.STAGES]
-    runner = session.Runner(args.rehearse, args.folder, args.fresh, args.minutes)
+    runner = session.Runner(args.rehearse, args.folder, args.fresh)
     if not runner.run(names):
         raise SystemExit(1)

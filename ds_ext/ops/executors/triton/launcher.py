@@ -217,7 +217,7 @@ def _launches(at: Tiles, members: Int64s, kind: KernelConstants, warps: int) -> 
 
 def _words(numbers: NDArray[np.float32]) -> bytes:
     """Numbers as whole words of 8 bytes."""
-    return np.append(numbers, np.zeros(len(numbers) % 2, np.float32)).tobytes()
+    return numbers.tobytes() + bytes(numbers.nbytes % 8)
 
 
 @functools.lru_cache(4096)
