@@ -29,7 +29,7 @@ from ds_ext.rules import entry_of, lowrank
 
 Make = Callable[["Case"], Callable[[], object]]  # prepares a case -> the step
 
-UNIT, ADAMW, PRODUCTS = "torch.SGD", "torch.AdamW", "GaLore.products"
+UNIT, ADAMW = "torch.SGD", "torch.AdamW"
 ADALOMO, CAME = "lomo_optim.AdaLomo", "came_pytorch.CAME"
 ADAFACTOR, GALORE = "transformers.Adafactor", "galore_torch.GaLoreAdamW"
 CPU_ADAM = "deepspeed.CPUAdam"
@@ -37,7 +37,7 @@ CPU_ADAM = "deepspeed.CPUAdam"
 # is too short. This one writes them.
 PLAIN = "torch.SGD, not fused"
 OURS = tuple(f"ds_ext.{cls.__name__}" for cls in OPTIMIZERS.values())
-NAMES = (*OURS, PLAIN, ADAMW, CPU_ADAM, ADALOMO, ADAFACTOR, CAME, GALORE, PRODUCTS)
+NAMES = (*OURS, PLAIN, ADAMW, CPU_ADAM, ADALOMO, ADAFACTOR, CAME, GALORE)
 WAYS = ("stochastic", "nearest")  # to round bf16 weights: ds_ext's default, and that of others
 RANK = 128  # GaLore's rank
 NEVER = 10**6  # steps between renewals of GaLore's basis
@@ -125,10 +125,9 @@ only reads. "torch.SGD, not fused" reads and writes.
 
 Names of ds_ext optimizers contain the rounding of bf16 weights: `stochastic` is the default, and
 `nearest` is what the other packages do. GaLore steps only matrices, with rank 128 and a random
-basis that is not renewed. Its two products are G·Q and N·Qᵀ, computed in the gradient's dtype into
-existing memory. For lomo_optim.AdaLomo only the update is timed: its hook is called once when all
-gradients exist, without a loss scale. In training its hooks also search all parameters at each
-gradient; this time and that of backward are not included.
+basis that is not renewed. For lomo_optim.AdaLomo only the update is timed: its hook is called once
+when all gradients exist, without a loss scale. In training its hooks also search all parameters at
+each gradient; this time and that of backward are not included.
 """
 
 
@@ -165,7 +164,6 @@ def candidates(dtype: str, names: Iterable[str]) -> dict[str, Make]:
         ADAFACTOR: transformers_adafactor,
         CAME: published_came,
         GALORE: published_galore,
-        PRODUCTS: products,
     }
     made: dict[str, Make] = {
         UNIT: lambda case: torch.optim.SGD(case.params, lr=1e-3, fused=True).step
@@ -224,33 +222,6 @@ def basis(shape: tuple[int, ...], like: Tensor) -> tuple[Tensor, bool]:
     random = torch.Generator().manual_seed(0)
     columns = torch.randn(min(shape), min(RANK, *shape), generator=random)
     return torch.linalg.qr(columns)[0].to(like), shape[0] >= shape[1]
-
-
-def products(case: Case) -> Callable[[], object]:
-    """Projects each gradient and multiplies the result back."""
-    scratch = torch.empty(max(map(len, case.size.shards)), dtype=case.dtype)
-    given = []
-    for p, shard in case.matrices:
-        q, right = basis(shard.shape, p)
-        q = q.T.contiguous() if right else q
-        shape = (shard.rows, q.shape[0]) if right else (q.shape[1], shard.cols)
-        given.append((p.grad, q, q.new_empty(shape), scratch[: len(shard)].view(shard.shape)))
-
-    def step() -> None:
-        for given_one in given:
-            project_and_back(*given_one)
-
-    return step
-
-
-def project_and_back(g: Tensor, q: Tensor, r: Tensor, back: Tensor) -> None:
-    """Writes G·Q to ``r`` and R·Qᵀ to ``back``; or Qᵀ·G, if ``q`` has G's rows."""
-    if r.shape[0] == g.shape[0] and q.shape[1] == g.shape[1]:
-        torch.mm(g, q.T, out=r)
-        torch.mm(r, q, out=back)
-    else:
-        torch.mm(q.T, g, out=r)
-        torch.mm(q, r, out=back)
 
 
 def published_adalomo(case: Case) -> Callable[[], object]:
@@ -320,7 +291,7 @@ def able(made: Mapping[str, Make], dtype: str) -> tuple[dict[str, Make], list[di
             why = f"left out: {type(error).__name__}: {error}".splitlines()[0]
         else:
             found[name] = make
-            if name == PRODUCTS or not all(map(torch.equal, before, case.params)):
+            if not all(map(torch.equal, before, case.params)):
                 continue
             why = "timed, but does not change the weights"
         remarks.append({"candidate": name, "dtype": dtype, "remark": why})

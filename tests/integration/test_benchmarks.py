@@ -155,7 +155,7 @@ def stepped(name, dtype="fp32", size=SMALL):
 
 def labels():
     """Candidates but one: torch's fused SGD, which may leave bf16 as it is."""
-    skipped = {step.PRODUCTS, step.CPU_ADAM}  # no step; long to compile
+    skipped = {step.CPU_ADAM}  # long to compile
     for dtype in memory.DTYPES:
         for name in step.candidates(dtype, [n for n in step.NAMES if n not in skipped]):
             if name != step.UNIT:
