@@ -26,6 +26,7 @@ from ds_ext.settings import PLACES
 Keys: TypeAlias = Mapping[str, Any]  # of a group: a "type" and hyper-parameters of that
 T = TypeVar("T")
 SECTION = "optimizer.params"
+OWN_KEYS = ("param_groups", "target_modules", "others")  # which choose parameters by their names
 _NOT_SHOWN = ("params", "name", "type", "weight_decay")
 
 
@@ -98,10 +99,10 @@ def _read(entry: RuleEntry, given: Keys, where: str) -> tuple[Params, list[str]]
     """The checked keys of a config's "params", without those that are wrong; and the errors."""
     rest = dict(given)
     entries = rest.pop("param_groups", None)
-    targets, others, own_keys = "all-linear", None, ["param_groups"]
+    targets, others = "all-linear", None
     if entry.roles:
         targets, others = rest.pop("target_modules", targets), rest.pop("others", None)
-        own_keys += ["target_modules", "others"]
+    own_keys = OWN_KEYS if entry.roles else OWN_KEYS[:1]
     places = PLACES if where else ()
     hypers, problems = hyperparams.checked(hypers_of(entry.rule), rest, where, own_keys, places)
 

@@ -70,6 +70,10 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
             raise TypeError(f"{name} takes hyper-parameters by name: {name}(params, lr=...).")
         if isinstance(params, nn.Module):
             raise TypeError(f"{type(self).__name__}: give model.parameters(), not the model.")
+        for key in param_groups.OWN_KEYS:
+            if key in hypers:
+                name = f"{type(self).__name__}.for_model"
+                raise TypeError(f"{key} needs the names of a model: {name}(model, {key}=...).")
         BucketOptimizer.__init__(self)
         if not isinstance(params, Tensor):  # which torch refuses
             params = list(params)

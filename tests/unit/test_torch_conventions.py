@@ -158,6 +158,12 @@ def test_keys_that_look_like_misspelt_ones_are_refused(name, key):
         made(name, [{"params": [p], key: 0.5}])
 
 
+@pytest.mark.parametrize("key", ["param_groups", "target_modules", "others"])
+def test_keys_that_need_names_are_refused_without_a_model(key):
+    with pytest.raises(TypeError, match=rf"{key} needs .*Muon\.for_model\(model, {key}"):
+        ds_ext.Muon(matrices("x").values(), **{key: None})
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_a_step_count_that_is_a_tensor_is_loaded(name):
     made_of = []
