@@ -89,7 +89,8 @@ WAYS_ON = {
     "other stages": ((2, 2, 1), (1, 1, 0), (3, 3, 1)),
     "other ranks": ((2, 2, 0), (4, 2, 1), (2, 1, 1)),
 }
-RESUMED = [(rule, way) for rule in REGISTRY for way in WAYS_ON]
+RESUMED = [("came", "other stages")]
+RESUMED += [case for case in spread(REGISTRY, [(way,) for way in WAYS_ON]) if case not in RESUMED]
 SCHEDULE = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 6}}
 
 

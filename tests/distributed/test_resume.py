@@ -18,13 +18,17 @@ from tests.distributed.resume_jobs import IN_BITS, KINDS, STAGES, TRAINERS, same
 from tests.tools import old_checkpoints
 
 EXACT = 1e-6  # of the update of the whole model
-ALL = [(kind, stage) for kind in KINDS for stage in STAGES]
-
-
 # What `make test` runs: each kind of state at one stage.
 QUICK = [("came", 3), ("adafactor", 0), ("flash 8-bit", 1), ("galore 8-bit", 2)]
 QUICK += [("muon", 1), ("apollo", 0), ("averaged", 3)]
 QUICK_ELSEWHERE = [("galore 8-bit", 2), ("apollo", 0), ("averaged", 3)]
+# Each kind begins at two stages, 0 and 2 or 1 and 3. A run is saved or loaded at all four.
+ELSEWHERE = QUICK_ELSEWHERE + [
+    (kind, stage)
+    for i, kind in enumerate(KINDS)
+    for stage in STAGES
+    if (i + stage) % 2 == 1 and (kind, stage) not in QUICK_ELSEWHERE
+]
 QUICK_BITS = [("fp32", *case) for case in QUICK]
 QUICK_BITS += [("stochastic", "adalomo", 2), ("master", "galore 8-bit", 2)]
 QUICK_BITS += [("master24", "adalomo", 3)]
@@ -49,8 +53,10 @@ def test_gone_on_from_on_the_same_ranks_bit_for_bit(folder, way, kind, stage):
     worlds.once(2, resume_jobs.write, at, kind, stage, way)
 
 
-@pytest.mark.supports("resume with other ranks and ZeRO stage", stage="stage", optimizer=optimizer)
-@pytest.mark.parametrize("kind, stage", params(ALL, QUICK_ELSEWHERE))
+@pytest.mark.supports(
+    "resume with other ranks and ZeRO stage", stage=lambda stage: [*STAGES], optimizer=optimizer
+)
+@pytest.mark.parametrize("kind, stage", params(ELSEWHERE, QUICK_ELSEWHERE))
 def test_gone_on_from_on_another_number_of_ranks_and_stage(folder, kind, stage):
     """2 -> 3 -> 1 ranks, each at another stage; 2 -> 2."""
     two, three = folder(kind, stage), folder(kind, stage, "on three")
@@ -63,7 +69,7 @@ def test_gone_on_from_on_another_number_of_ranks_and_stage(folder, kind, stage):
 
     first, *others = on(3, two, three, 1, range(3, 5))
     assert all(same(first, other) for other in others)
-    one = on(1, three, folder(kind, stage, "on one"), 3, range(5, 6))
+    one = on(1, three, folder(kind, stage, "on one"), 2, range(5, 6))
     again = on(2, two, folder(kind, stage, "again"), 3, range(3, 6))
     for got in (one, again):
         close = CLOSE.get(kind, 10 * EXACT) / 10
