@@ -33,8 +33,8 @@ MIN_FILL = 1 / 16
 SMALL = 1 / 2**12
 # Events of ``Buckets.note``: an error has ended a pass, or a pass was dropped that had asked other
 # ranks; a pass begins that measures the norm; the norm is read; an engine's step ends; a pass has
-# kept gradients; a pass has stepped by them, or measured them.
-LEFT, MEASURED, READ, ENDED, KEPT, USED = range(6)
+# kept gradients; a pass has stepped by them, or measured them; the optimizer's state was loaded.
+LEFT, MEASURED, READ, ENDED, KEPT, USED, LOADED = range(7)
 
 
 def has_room(elements: int, more: int, size: int) -> bool:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ds_ext import contract, logs
 from ds_ext.backward import error_texts, gradient_config, int8_weights, owners, startup_log
+from ds_ext.backward.buckets import LOADED
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.distributed import consensus, fully_shard
 from ds_ext.distributed.groups import Group, everyone, require_group_of_launcher
@@ -121,6 +122,8 @@ def fuse_into_backward(
     devices = sorted({str(p.device) for p in model.parameters()})
     facts = consensus.facts(model, optimizer)
     facts |= {"optimizer": type(optimizer).__name__, "device count": len(devices)}
+    steps = [int(state.get("step", 0)) for state in optimizer.state.values()]
+    facts["optimizer state"] = {"steps": max(steps, default=0)}
     consensus.require_equal(facts | {"argument": vars(config)}, group)
     param_checks.refuse_all_frozen(optimizer)
     if len(devices) > 1:
@@ -153,6 +156,7 @@ def fuse_into_backward(
     def before_load() -> None:
         if fused.state.used_up and layout.rank == 0:
             logs.logger.warning(error_texts.LOADED)
+        fused.buckets.note(LOADED)
 
     optimizer.attach(layout, end_step, before_load)
     return fused

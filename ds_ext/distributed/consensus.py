@@ -249,11 +249,11 @@ def _difference(a: Any, b: Any, where: str = "") -> str:
 
 DIFFERENT_PASSES = (
     "the ranks are in different backward passes or steps: an error has ended backward at different "
-    "layers, or a rank has left out a backward pass. Gradients of different batches may have been "
-    "added up. Stop all ranks and resume from a checkpoint; or call engine.destroy(), or .remove() "
-    "on the object that fuse_into_backward returned, make the model anew, and load a checkpoint. A "
-    "script that catches errors of backward must raise them on all ranks, for example after an "
-    "all-reduce of a flag."
+    "layers, a rank has left out a backward pass, or only some ranks have called load_state_dict. "
+    "Gradients of different batches may have been added up. Stop all ranks and resume from a "
+    "checkpoint; or call engine.destroy(), or .remove() on the object that fuse_into_backward "
+    "returned, make the model anew, and load a checkpoint. A script that catches errors of "
+    "backward must raise them on all ranks, for example after an all-reduce of a flag."
 )
 DROPPED = -1  # instead of a history
 _told_errors: list[str] = []  # keys of this rank's errors since the last ``require_equal``

@@ -173,9 +173,11 @@ def explained() -> Iterator[None]:
             raise
         raise LostRankError(
             "another rank has ended, or did not respond within the time limit of the process group "
-            "(deepspeed.init_distributed(timeout=...)). The first error in the other ranks' output "
-            "shows the cause. Saved checkpoints are unchanged: restart from the newest complete "
-            f"one. {told('late')}The error of the connection: {str(error).partition(chr(10))[0]}"
+            "(timeout of init_process_group or deepspeed.init_distributed). The first error in the "
+            "other ranks' output shows the cause; if there is none, a rank has made fewer steps or "
+            "left out backward or step(). Saved checkpoints are unchanged: restart from the newest "
+            f"complete one. {told('late')}The error of the connection: "
+            f"{str(error).partition(chr(10))[0]}"
         ) from error
 
 
