@@ -123,6 +123,8 @@ def _unchecked(config: dict[str, Any], model: nn.Module | None, ranks: int | Non
     in_a_run = [k for k in SETTINGS if SETTINGS[k].only_in_run and config_checks.is_on(config, k)]
     for key in in_a_run:
         yield f"{key}: can be checked only in a run"
+    if lookup(config, "ds_ext.weight_storage") == "int8" and not lookup(config, "bf16.enabled"):
+        yield 'ds_ext.weight_storage: whether the weights are bf16; "bf16": {"enabled": true} casts'
     if ranks is None and all(isinstance(config.get(key), int) for key in SIZES[:2]):
         yield f"{SIZES[0]}: whether it fits {SIZES[1]} and the ranks; give --ranks to check it"
     for key in config_checks.group_keys(config):

@@ -185,6 +185,15 @@ def test_only_a_misspelt_optimizer_makes_a_config_ours():
     assert not optimizer_names.concerns_us(noted)
 
 
+@pytest.mark.parametrize("is_cast", [False, True])
+def test_the_dtype_of_weights_in_8_bits_is_not_checked_unless_it_is_set(is_cast, tmp_path, capsys):
+    keys = {"ds_ext": {"weight_storage": "int8"}, "zero_optimization": {"stage": 3}}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(changed(**keys, bf16={"enabled": is_cast})))
+    assert main(["check", str(path)]) == 0
+    assert ("not checked: ds_ext.weight_storage" in capsys.readouterr().out) is not is_cast
+
+
 def test_what_needs_a_model_or_ranks_is_named(tmp_path, capsys):
     zero = {"stage": 3, "zero_hpz_partition_size": 2}
     keys = optimizer(param_groups=[GROUP]) | {"zero_optimization": zero}
