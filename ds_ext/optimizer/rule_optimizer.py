@@ -71,7 +71,7 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         if isinstance(params, nn.Module):
             raise TypeError(f"{type(self).__name__}: give model.parameters(), not the model.")
         for key in param_groups.OWN_KEYS:
-            if key in hypers:
+            if key in hypers and key not in hyperparams.names(self.hypers):
                 name = f"{type(self).__name__}.for_model"
                 raise TypeError(f"{key} needs the names of a model: {name}(model, {key}=...).")
         BucketOptimizer.__init__(self)

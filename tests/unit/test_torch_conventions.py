@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn import Parameter
 
 import ds_ext
-from ds_ext.optimizer import OPTIMIZERS
+from ds_ext import hyperparams
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.rules import REGISTRY
 from tests.common import needs, paths
 from tests.common.hypers import NEEDED
@@ -162,6 +164,16 @@ def test_keys_that_look_like_misspelt_ones_are_refused(name, key):
 def test_keys_that_need_names_are_refused_without_a_model(key):
     with pytest.raises(TypeError, match=rf"{key} needs .*Muon\.for_model\(model, {key}"):
         ds_ext.Muon(matrices("x").values(), **{key: None})
+
+
+def test_a_rule_may_have_a_hyper_parameter_of_such_a_name():
+    @dataclass(frozen=True)
+    class LOMO(REGISTRY["lomo"].rule):  # rules are known by their names
+        others: hyperparams.Positive = 1.0
+
+    made = type("LOMO", (RuleOptimizer,), {"rule": LOMO})
+    (group,) = made(matrices("x").values(), lr=0.1, others=2.0).param_groups
+    assert group["others"] == 2.0
 
 
 @pytest.mark.parametrize("name", RULES)
