@@ -343,12 +343,12 @@ def soak(folder: str, kills: int, seed: int = 0) -> dict[str, Any]:
     while done < kills:
         world = chance.choice((1, 2, 2))
         running = worlds.begin(world, run_on, folder, chance.randrange(4), timeout=60)
-        while not all("joined" in running.told(rank) for rank in range(world)):
-            assert running.is_alive(), "a rank ended before it had joined"
-            time.sleep(0.05)  # of one that has not, torch's store tells
+        while not all("started" in running.told(rank) for rank in range(world)):
+            assert running.is_alive(), "a rank ended before its engine had started"
+            time.sleep(0.05)
         time.sleep(chance.uniform(0, 2.5))
         chance.choice(running.processes).kill()
-        ended = running.end(limit=90)
+        ended = running.end(limit=180)
         done += 1
         found = ds_ext.newest_checkpoint(folder)
         reached.append(found.steps if found else 0)
@@ -365,9 +365,13 @@ SOAKED = 10**6
 
 
 def run_on(folder: str, stage: int) -> None:
-    """Trains from the newest checkpoint on, saving each step and saying so, until it is killed."""
-    print("joined", flush=True)
+    """Trains from the newest checkpoint on, saving each step and saying so, until it is killed.
+
+    Not before its engine has started: a rank that is making a process group waits for torch's half
+    hour (docs/guides/many-hosts.md).
+    """
     engine = start("adalomo", stage)
+    print("started", flush=True)
     if found := ds_ext.newest_checkpoint(folder):
         engine.load_checkpoint(found.folder, found.tag)
     for step in range(engine.global_steps, SOAKED):
