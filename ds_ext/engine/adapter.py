@@ -56,7 +56,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.dp_process_group = self.layout.group  # DeepSpeed uses it in file names
         if isinstance(self.layout, Zero3Layout):  # trainers remove its hooks during generation
             self.parameter_offload = self.layout.offload
-        share_time_limit(self.layout)
+        share_time_limit(engine, self.layout)
         config = engine_settings.effective(engine)
         kept_for, overlap = pipeline.gradients_kept_for(engine), bool(engine.zero_overlap_comm())
         grad_config = parsing.gradients(config, engine.monitor.enabled, kept_for)

@@ -62,8 +62,8 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
     return Zero3Layout(offload, group, names, placement_of, bool(engine.zero_overlap_comm()))
 
 
-def share_time_limit(layout: Layout) -> None:
-    """Sets the timeout of the layout's groups to that of the default process group.
+def share_time_limit(engine: DeepSpeedEngine, layout: Layout) -> None:
+    """Sets the timeout of an engine's process groups to that of the default process group.
 
     DeepSpeed creates its groups with torch's default timeout, half an hour for gloo.
     """
@@ -72,7 +72,9 @@ def share_time_limit(layout: Layout) -> None:
     distributed: Any = dist  # torch 2.15 adds set_timeout, and warns about the older name
     set_timeout = getattr(distributed, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     model_parallel = {*groups._get_expert_parallel_group_dict().values()}  # they exchange tokens
-    model_parallel.add(groups._TENSOR_MODEL_PARALLEL_GROUP)
+    model_parallel |= {groups._TENSOR_MODEL_PARALLEL_GROUP, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP}
+    if engine.sequence_parallel_size > 1:
+        model_parallel.add(groups._get_sequence_parallel_group())
     for group in (layout.groups | model_parallel) - {None}:
         limit = everyone._get_backend(layout.device).options._timeout
         set_timeout(limit, group)

@@ -256,7 +256,7 @@ def error(name: str) -> dict[str, Any]:
             engine = start(case)
             engine.load_checkpoint(folder)
     norms += train(engine, case, range(half, STEPS))
-    layout, shares_sequences = engine.optimizer.layout, case.model == "sequences"
+    layout = engine.optimizer.layout
     held = {
         layout.names[p]: h.split.boxes
         for d in layout.placements
@@ -264,8 +264,9 @@ def error(name: str) -> dict[str, Any]:
     }
     after, alike = weights(engine)
     told = by_role.told(engine.optimizer, engine.module)
+    shares_sequences = case.model == "sequences"
     pair = groups._get_sequence_parallel_group if shares_sequences else _pair
-    waiting = [dist.group.WORLD, *([] if shares_sequences else [pair()])]
+    waiting = [dist.group.WORLD, pair()]
     limits = {g._get_backend(torch.device("cpu")).options._timeout for g in waiting}
     engine.destroy()
     assert dist.get_world_size(pair()) == 2

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from deepspeed.utils import groups
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -69,6 +70,9 @@ def persistent_copies(frozen: int) -> None:
         losses.append(expected.item())
         assert loss.item() == pytest.approx(losses[-1], rel=1e-5)
     assert losses[2] < losses[0] - 0.01
+    host = groups._get_zero_param_intra_parallel_group()
+    waiting = [g._get_backend(x.device).options._timeout for g in (dist.group.WORLD, host)]
+    assert waiting[0] == waiting[1]
 
 
 class Net(nn.Module):

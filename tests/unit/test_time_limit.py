@@ -62,5 +62,6 @@ def test_groups_get_their_time_limit_without_a_warning(monkeypatch):
         distributed_c10d=SimpleNamespace(_set_pg_timeout=None),
     )
     monkeypatch.setattr(layouts, "dist", torch_215)
-    layouts.share_time_limit(SimpleNamespace(groups={"a group"}, device="cpu"))
+    layout = SimpleNamespace(groups={"a group"}, device="cpu")
+    layouts.share_time_limit(SimpleNamespace(sequence_parallel_size=1), layout)
     assert told == [(limit, "a group")]
