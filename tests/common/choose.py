@@ -1,9 +1,12 @@
 """Which cases of a table `make test` runs; the others are marked slow, for `make test-all`."""
 
-from collections.abc import Callable, Container, Iterable
-from typing import Any
+from collections.abc import Callable, Container, Hashable, Iterable
+from itertools import combinations
+from typing import Any, TypeVar
 
 import pytest
+
+T = TypeVar("T")
 
 
 def spread(rules: Iterable[Any], others: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
@@ -14,6 +17,33 @@ def spread(rules: Iterable[Any], others: Iterable[tuple[Any, ...]]) -> list[tupl
     rules, others = list(rules), list(others)
     number = max(len(rules), len(others))
     return [(rules[i % len(rules)], *others[i % len(others)]) for i in range(number)]
+
+
+def pairs(
+    cases: Iterable[T], settings: Callable[[T], tuple[Hashable, ...]], chosen: Iterable[T] = ()
+) -> list[T]:
+    """The cases of a table that show each value of each setting, and each pair of values of two.
+
+    Three settings have no case of their own: a fault that takes three of them is left to the tests
+    that draw settings at random. The choice is greedy, and the same at each run.
+
+    Args:
+        cases: The whole table, which says what pairs of values there are.
+        settings: The values of a case that may interact, always as many.
+        chosen: Cases that are taken anyway.
+    """
+
+    def shown(case: T) -> set[Any]:
+        return {*combinations(enumerate(settings(case)), 2)}
+
+    cases, taken = list(cases), list(chosen)
+    found = [shown(case) for case in cases]
+    left = set().union(*found).difference(*map(shown, taken))
+    while left:
+        best = max(range(len(cases)), key=lambda i: len(found[i] & left))
+        left -= found[best]
+        taken.append(cases[best])
+    return [case for case in cases if case in taken]
 
 
 def params(cases: Iterable[Any], quick: Container[Any] | Callable[[Any], bool]) -> list[Any]:

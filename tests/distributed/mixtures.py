@@ -30,6 +30,12 @@ class Run:
     tensor: int = 1  # ranks that layers beside the experts are divided over
 
     @property
+    def settings(self) -> tuple[Any, ...]:
+        """All that may interact but the rule, for ``choose.pairs``."""
+        ranks = self.world, self.ep, self.tensor, self.then is None
+        return self.kind, self.stage, *ranks, self.max_norm > 0, self.policy, self.json
+
+    @property
     def hypers(self) -> dict[str, Any]:
         made = HYPERS[self.rule] | {"weight_decay": 0.1}
         # Updates of the first two are small beside their rounding. Those of APOLLO-Mini are so

@@ -62,6 +62,12 @@ class Case:
         return HYPERS[self.rule] | own
 
     @property
+    def settings(self) -> tuple[Any, ...]:
+        """All that may interact, for ``choose.pairs``."""
+        kinds = self.model, self.stage, self.max_norm > 0, self.dropout > 0
+        return *kinds, self.saved, self.gas, self.more is SHIPPED
+
+    @property
     def max_norm(self) -> float:
         return self.more.get("gradient_clipping", 0.0)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tests import worlds
 from tests.common import engines, updates
-from tests.common.choose import params
+from tests.common.choose import pairs, params
 from tests.common.ranks import REFUSALS, shared_folder, whole
 from tests.common.states import same, tensors
 from tests.distributed import (
@@ -357,13 +357,12 @@ def test_one_projected_gradient_is_as_good_as_a_whole_one(layout, stage):
         assert error <= 1e-5
 
 
+QUICK_EDITS = [("experts", 1, 1, 0.05), ("sequences", 3, 2, 0.05), ("offload", 3, 1, 0.05)]
 EDITED = [(*at, *how) for at in CASES for how in ((1, 0.0), (1, 0.05), (2, 0.05))]
+EDITED = pairs(EDITED, lambda case: (case[0], case[1], case[2:]), QUICK_EDITS)
 
 
-@pytest.mark.parametrize(
-    "layout, stage, passes, max_norm",
-    params(EDITED, [("experts", 1, 1, 0.05), ("sequences", 3, 2, 0.05), ("offload", 3, 1, 0.05)]),
-)
+@pytest.mark.parametrize("layout, stage, passes, max_norm", params(EDITED, QUICK_EDITS))
 def test_edits_of_groups_are_followed_by_any_loss(layout, stage, passes, max_norm):
     for got in worlds.run(2, edited, layout, stage, passes, max_norm):
         assert got["error"] <= 1e-5 and got["off"] <= 1e-6

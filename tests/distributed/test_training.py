@@ -6,7 +6,7 @@ import pytest
 
 from tests import worlds
 from tests.common.by_role import MATRICES
-from tests.common.choose import params
+from tests.common.choose import pairs, params
 from tests.common.hypers import CLOSE
 from tests.common.states import same
 from tests.common.updates import check, check_each
@@ -31,8 +31,6 @@ def on_ranks(runs, others):
     ]
 
 
-ALL = on_ranks(RUNS, ON_THREE)
-ROUTED = on_ranks(unused_parameters_jobs.RUNS, ROUTED_ON_THREE)
 # What `make test` runs: both policies at all stages and kinds of checkpointing, two by two.
 QUICK = {
     *((2, f"clip-{at}") for at in ("plain-fused-none", "stage1-sharded-none")),
@@ -65,6 +63,18 @@ def shown(name: str) -> str | list[str]:
         return "clipping by the previous step's norm"
     policy = "sharded" if how.policy == "sharded" else "fused"
     return f'clipping by norm, `"{policy}"`' if how.max_norm else []
+
+
+ALL = pairs(
+    on_ranks(RUNS, ON_THREE),
+    lambda case: (case[0], *RUNS[case[1]].settings, str(shown(case[1]))),
+    QUICK,
+)
+ROUTED = pairs(
+    on_ranks(unused_parameters_jobs.RUNS, ROUTED_ON_THREE),
+    lambda case: (case[0], *unused_parameters_jobs.RUNS[case[1]].settings),
+    QUICK_ROUTED,
+)
 
 
 @pytest.mark.supports(shown, **of(RUNS))

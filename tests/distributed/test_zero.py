@@ -15,7 +15,7 @@ from tests import worlds
 from tests.common import models
 from tests.common.authors import INDEPENDENT
 from tests.common.by_role import MATRICES
-from tests.common.choose import params
+from tests.common.choose import pairs, params
 from tests.common.hypers import CLOSE
 from tests.common.states import same
 from tests.common.updates import check
@@ -31,10 +31,9 @@ ON_THREE = re.compile(
 )
 # One rank, of which stages 0 to 2 differ in nothing, has some of them.
 ON_ONE = re.compile(r"^(adalomo|came)-|^[a-z]+(-plain|-stage0)?$")
-ALL = [(2, name) for name in CASES]
-ALL += [(1, name) for name in CASES if ON_ONE.search(name)]
-ALL += [(3, name) for name in CASES if ON_THREE.search(name)]
-EXACT = [c for c in ALL if not CASES[c[1]].extra]
+TABLE = [(2, name) for name in CASES]
+TABLE += [(1, name) for name in CASES if ON_ONE.search(name)]
+TABLE += [(3, name) for name in CASES if ON_THREE.search(name)]
 RANKS = (1, 2, 3)
 FACTORED = ("adalomo", "adafactor", "came")  # rounds of matrices begin with sums of g²
 WITHOUT_SUMS = ("lomo", "adamw", "lamb", "lion")  # states or weights change before, if any travel
@@ -52,6 +51,13 @@ QUICK |= {
     *((2, name) for name in ("apollo-stage3", "muon-stage2", "muon-plain", "muon-zero-init")),
     *((2, "muon-stage1-reentrant"), (3, "apollomini-stage1")),
 }
+# Each rule at each stage, and pairs of all else.
+ALL = pairs(
+    TABLE,
+    lambda case: (case[0], *CASES[case[1]].settings),
+    QUICK | {(2, rule + at) for rule in REGISTRY for at in (*AT, "-stage3") if rule + at in CASES},
+)
+EXACT = [c for c in ALL if not CASES[c[1]].extra]
 
 
 def test_each_rule_is_quick_and_each_stage_with_rules_of_several_kinds():

@@ -44,6 +44,15 @@ class Training:
     persist: int = 30
 
     @property
+    def settings(self) -> tuple[Any, ...]:
+        """All that may interact, for ``choose.pairs``."""
+        clips = self.max_norm > 0, self.clip_value > 0, self.clip_mode
+        passes = self.accumulation, self.checkpointing, self.how
+        built = self.is_json, self.zero_init, self.bucket, self.persist, (*self.extra,)
+        decays = self.hypers["weight_decay"] > 0
+        return self.rule, self.stage, self.policy, decays, *clips, *passes, *built
+
+    @property
     def section(self) -> dict[str, Any]:
         made = {"clip_value": self.clip_value, "clip_mode": self.clip_mode}
         return made | ({"gradient_policy": self.policy} if self.policy else {})

@@ -16,20 +16,19 @@ from safetensors.torch import load_file
 import ds_ext
 from tests import worlds
 from tests.common import authors, by_role, hypers, updates
-from tests.common.choose import params
+from tests.common.choose import pairs, params
 from tests.common.plain import mean_step
 from tests.integration import own_loops, trainer_jobs
 from tests.integration.own_loops import LOOPS
 from tests.integration.trainer_jobs import BATCH, JOBS, STEPS
 
-LORA = [name for name, job in JOBS.items() if job.lora]
 OTHER = [name for name, job in JOBS.items() if job.refused or job.half or job.changes]
-COMPARED = [name for name in JOBS if name not in OTHER]
-
-
-FULL = [name for name in COMPARED if not JOBS[name].lora]
 # What `make test` runs.
 QUICK = ["lomo-both-nonreentrant", "lora-adalomo-stage3"]
+COMPARED = pairs(
+    [name for name in JOBS if name not in OTHER], lambda name: JOBS[name].settings, QUICK
+)
+FULL = [name for name in COMPARED if not JOBS[name].lora]
 
 
 @pytest.fixture(scope="session")
@@ -182,6 +181,9 @@ def test_the_saved_model_is_the_trained_one(folder, name):
 @pytest.mark.parametrize("job", [trainer_jobs.unclipped, trainer_jobs.unread])
 def test_what_only_trainer_is_told_of_is_warned_of(folder, job):
     worlds.run(2, job, folder)
+
+
+LORA = [name for name in COMPARED if JOBS[name].lora]
 
 
 @pytest.mark.parametrize("name", params(LORA, ["lora-adalomo-stage3"]))

@@ -42,6 +42,13 @@ class Job:
         return ARGUMENTS | RATES.get(self.config, {}) | self.arguments
 
     @property
+    def settings(self) -> tuple[Any, ...]:
+        """All that may interact, for ``choose.pairs``."""
+        reentrant = self.arguments.get("gradient_checkpointing_kwargs", {}).get("use_reentrant")
+        passes = self.max_norm > 0, self.accumulation, reentrant
+        return self.config, self.stage, self.lora, *passes, (*self.changes,)
+
+    @property
     def max_norm(self) -> float:
         return self.all_arguments.get("max_grad_norm", 1.0)  # the Trainer's default
 
