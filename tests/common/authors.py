@@ -161,7 +161,7 @@ def by_formula(formula, before, steps, **hypers):
     return params
 
 
-def of_paper(rule, formula, settings, shapes, steps, quick, **more):
+def of_paper(rule, formula, settings, shapes, steps, **more):
     """The ``Formula`` of a rule that a formula of this module computes."""
 
     @functools.cache
@@ -172,7 +172,7 @@ def of_paper(rule, formula, settings, shapes, steps, quick, **more):
     def made(setting):
         return rule(**settings[setting])
 
-    return Formula(made, expected, settings, shapes, steps, quick, **more)
+    return Formula(made, expected, settings, shapes, steps, **more)
 
 
 class InFP64(torch.optim.Optimizer):

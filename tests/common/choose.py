@@ -19,8 +19,15 @@ def spread(rules: Iterable[Any], others: Iterable[tuple[Any, ...]]) -> list[tupl
     return [(rules[i % len(rules)], *others[i % len(others)]) for i in range(number)]
 
 
+def texts(case: Any) -> tuple[str, ...]:
+    """The values of a case, of which some may have no hash."""
+    return tuple(map(str, case))
+
+
 def pairs(
-    cases: Iterable[T], settings: Callable[[T], tuple[Hashable, ...]], chosen: Iterable[T] = ()
+    cases: Iterable[T],
+    settings: Callable[[T], tuple[Hashable, ...]] = texts,
+    chosen: Iterable[T] = (),
 ) -> list[T]:
     """The cases of a table that show each value of each setting, and each pair of values of two.
 

@@ -107,7 +107,6 @@ class Formula:
         settings: Names of hyper-parameters.
         shapes: Shapes of the parameters of a bucket.
         steps: The number of steps.
-        quick: Settings and numbers of ranks that `make test` runs.
         misplaced: A setting, a number of ranks, shapes and the elements by which rank 0 is off.
         blocks: A setting and shapes that are stepped in blocks of any size.
         gradients: Returns the gradients of all steps by their number and the shapes.
@@ -118,7 +117,6 @@ class Formula:
     settings: Sequence[str]
     shapes: tuple[Any, ...]
     steps: int
-    quick: Callable[[tuple[str, int]], bool]
     misplaced: Sequence[tuple[str, int, tuple[Any, ...], int]] = ()
     blocks: Sequence[tuple[str, tuple[Any, ...]]] = ()
     gradients: Callable[[int, tuple[Any, ...]], Any] = table.gradients

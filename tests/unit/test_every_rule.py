@@ -34,12 +34,12 @@ def test_it_has_the_properties_of_every_rule(name):
     check_rule(simulated_rule(name), half_error=0.1 if name == "galoreadamw" else 2e-2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, ranks", [("adalomo", 1024), *((name, 97) for name in OPTIMIZERS if name != "adalomo")]
-)
+MANY = [(name, 23) for name in OPTIMIZERS] + [("adalomo", 1024)]
+
+
+@pytest.mark.parametrize("name, ranks", MANY)
 def test_more_ranks_than_elements(name, ranks):
-    shapes = ((5,), (1, 7), (13, 5), (5, 13))
+    shapes = ((5,), (1, 7), (4, 5), (5, 4))
     assert sharded_error(name, ranks, 2, shapes=shapes)[0] <= EXACT
 
 

@@ -38,19 +38,11 @@ RULES = {
     "came in 8 bits": (all_rules.CAME, authors.came, CAME),
     "adafactor in 8 bits": (all_rules.Adafactor, authors.adafactor, ADAFACTOR),
 }
-QUICK = [(("flashadamw", "decay"), 7), (("flashadamw", "betas-eps"), 2), (("lion", "betas"), 3)]
-QUICK += [(("flashadamw", "defaults"), 1), (("lion", "8 bits"), 1), (("lion", "8 bits"), 7)]
-QUICK += [(("came in 8 bits", "defaults"), 1), (("came in 8 bits", "decay"), 7)]
-QUICK += [(("adafactor in 8 bits", "defaults"), 3)]
 
 
 def formula(name):
     rule, by_paper, settings = RULES[name]
-
-    def is_quick(case):
-        return ((name, case[0]), case[1]) in QUICK
-
-    return authors.of_paper(rule, by_paper, settings, (*SHAPES, *WIDE), STEPS, is_quick)
+    return authors.of_paper(rule, by_paper, settings, (*SHAPES, *WIDE), STEPS)
 
 
 @functools.cache
@@ -68,7 +60,6 @@ FORMULAS["adamw"] = Formula(
     TORCHS,
     SHAPES,
     2 * STEPS,
-    lambda case: case[1] == 3 or case[0] == "decay",
 )
 
 

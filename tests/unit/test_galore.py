@@ -80,7 +80,6 @@ FORMULA = Formula(
     SETTINGS,
     SHAPES,
     STEPS,
-    lambda case: case[1] == 3 or case == ("decay", 7),
     misplaced=[("std", world, TALL + FLAT, 1) for world in (2, 3)],
     blocks=[("decay", (*FLAT, *TALL, (5,)))],
     gradients=gradients,

@@ -23,7 +23,7 @@ from ds_ext.planner import models as known
 from ds_ext.planner.live_memory import LiveMemory
 from ds_ext.planner.memory import shapes_of
 from tests.common import int8_model, models, optimizer_ranks
-from tests.common.choose import params, spread
+from tests.common.choose import pairs
 from tests.common.hypers import FOR_ALL
 from tests.common.simulated import fake_rank
 from tests.common.states import tensors
@@ -71,10 +71,12 @@ def close(planned, measured):
     return abs(planned - measured) <= 0.02 * measured
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name, hypers", SETTINGS)
-def test_a_plain_step_holds_what_is_planned(name, hypers, model, dtype):
+PLAIN = pairs(itertools.product(SETTINGS, MODELS, DTYPES))
+
+
+@pytest.mark.parametrize("setting, model, dtype", PLAIN, ids=str)
+def test_a_plain_step_holds_what_is_planned(setting, model, dtype):
+    name, hypers = setting
     module = MODELS[model]().to(DTYPES[dtype])
     params = list(module.parameters())
     optimizer = OPTIMIZERS[name](params, **hypers).separate_experts(module)
@@ -120,14 +122,10 @@ def test_an_8b_model_in_8_bits_fits_16_gb():
     assert 2 * 2 * most < plan.gradients < 4 * 2 * most
 
 
-ON_RANKS = list(itertools.product(MODELS, DTYPES, [1, 2, 3, 8]))
+ON_RANKS = pairs(itertools.product(SETTINGS, MODELS, DTYPES, [1, 2, 3, 8]))
 
 
-@pytest.mark.parametrize(
-    "setting, model, dtype, ranks",
-    params([(s, *way) for s in SETTINGS for way in ON_RANKS], spread(SETTINGS, ON_RANKS)),
-    ids=str,
-)
+@pytest.mark.parametrize("setting, model, dtype, ranks", ON_RANKS, ids=str)
 def test_simulated_ranks_hold_what_is_planned(setting, model, dtype, ranks):
     name, hypers = setting
     module = MODELS[model]().to(DTYPES[dtype])

@@ -24,7 +24,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.nonfinite import BAD_VOTE, GradCheck
 from ds_ext.rules import REGISTRY
 from tests.common import needs, optimizer_ranks, paths, table
-from tests.common.choose import params, spread
+from tests.common.choose import pairs, params, spread
 from tests.common.hypers import SIMULATED, changed
 from tests.unit.test_native import BATCHED
 
@@ -148,7 +148,8 @@ def shapes_for(name, path):
 JUDGED = ("adalomo", "adafactor", "came", "sinkgd")
 LATE = [name for name in OPTIMIZERS if name not in JUDGED and REGISTRY[name].is_batched]
 WAYS = [(torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, {"weight_update": "master"})]
-CASES = [("native", *case) for case in itertools.product((*JUDGED, *LATE), (1, 2, 5), WAYS)]
+EVERY = itertools.product((*JUDGED, *LATE), (1, 2, 5), WAYS)
+CASES = [("native", *case) for case in pairs(EVERY)]
 CASES = [case for case in CASES if case[1] != "flashadamw" or case[2] == 1]  # groups are whole
 QUICK = [("native", "adalomo", 1, WAYS[0]), ("native", "adalomo", 2, WAYS[2])]
 QUICK += [("native", "adafactor", 5, WAYS[1]), ("native", "came", 2, WAYS[0])]

@@ -8,6 +8,7 @@ from ds_ext import ops
 from ds_ext.ops.shard import Shard
 from ds_ext.rules import all_rules
 from tests.common import authors, needs, paths, plain, table
+from tests.common.choose import params
 from tests.common.simulated import Ranks, errors
 
 SHAPES = ((5,), (1, 7), (7, 1), (3, 5), (16, 16), (13, 29), (64, 33), (4, 3, 5), (6, 2, 3, 3))
@@ -41,11 +42,7 @@ def formula(name, misplaced):
     rule, by_paper = PAPERS[name]
     settings = {case: hypers for case, (hypers, *_) in SETTINGS.items() if case.startswith(name)}
     misplaced = [(case, 3, ((13, 29),), 5) for case in misplaced]
-
-    def is_quick(case):
-        return case[1] == 3 or case == ("sinkgd decay", 7)
-
-    return authors.of_paper(rule, by_paper, settings, SHAPES, STEPS, is_quick, misplaced=misplaced)
+    return authors.of_paper(rule, by_paper, settings, SHAPES, STEPS, misplaced=misplaced)
 
 
 FORMULAS = {"sinkgd": formula("sinkgd", ("sinkgd decay",))}
@@ -62,10 +59,15 @@ IN_FP32 = [(f"{name} defaults", factor) for name in PAPERS for factor in (1.0, 1
 IN_FP32 += [(case, 1.0) for case in ("sinkgd width", "sinkgd unit", "sinkgd muon", "scale width")]
 
 
+BY_PATH = [(*case, path) for case in IN_FP32 for path in ("native", "ops")]
+if needs.TRITON:  # the smallest and largest factors, and what each kernel is asked for
+    BY_PATH += [(*IN_FP32[i], "kernels") for i in (0, 2, 3, 4, 6, 8, 10, 11)]
+FOR_KERNELS = ((5,), (1, 7), (13, 29), (40, 17), (4, 3, 5))  # also more rows than a tile has
+
+
 @pytest.mark.parametrize(
-    "path", ["native", "ops", pytest.param("kernels", marks=[needs.triton, pytest.mark.slow])]
+    "case, factor, path", params(BY_PATH, lambda case: case[-1] != "kernels" or case[1] == 1e12)
 )
-@pytest.mark.parametrize("case, factor", IN_FP32)
 def test_fp32_equals_the_paper(case, factor, path, monkeypatch):
     """Also of gradients far below ``eps``, as long means without a loss scale give them.
 
@@ -74,8 +76,9 @@ def test_fp32_equals_the_paper(case, factor, path, monkeypatch):
     paths.use(monkeypatch, path)
     name = case.split()[0]
     hypers = LARGE[name] | SETTINGS[case][0]
-    before = table.weights(SHAPES, torch.float32)
-    steps = [[g * factor for g in gs] for gs in table.gradients(3, SHAPES, torch.float32)]
+    shapes, number = (FOR_KERNELS, 2) if path == "kernels" else (SHAPES, 3)
+    before = table.weights(shapes, torch.float32)
+    steps = [[g * factor for g in gs] for gs in table.gradients(number, shapes, torch.float32)]
     ours = getattr(ds_ext, PAPERS[name][0].__name__)
     weights, _ = plain.stepped(lambda params: ours(params, **hypers), before, steps)
     doubles = [p.double() for p in before], [[g.double() for g in gs] for gs in steps]

@@ -42,22 +42,17 @@ def formula(name):
         RULES[name],
         SHAPES,
         STEPS,
-        # all settings on three ranks, some on one and on many
-        lambda case: case[1] == 3 or (name, *case) in QUICK,
         blocks=[("decay", SMALL)],
     )
 
 
 SMALL = tuple(shape for shape in SHAPES if math.prod(shape) <= 400)
-QUICK = (("adalomo", "decay", 1), ("came", "decay", 16))
 FORMULAS = {name: formula(name) for name in RULES}
 OF_LAMB = {"defaults": {}, "decay": {"lr": 0.02, "weight_decay": 0.3}}
 OF_LAMB |= {"betas-eps": {"betas": (0.8, 0.95), "eps": 0.3}, "capped": {"max_coeff": 1.0}}
 OF_LAMB |= {"uncorrected": {"bias_correction": False}}
 OF_LAMB |= {"clamped": {"min_coeff": 0.5, "max_coeff": 1.5}}
-FORMULAS["lamb"] = of_paper(
-    all_rules.LAMB, lamb, OF_LAMB, SHAPES, 10, lambda case: case[1] == 3 or case[0] == "decay"
-)
+FORMULAS["lamb"] = of_paper(all_rules.LAMB, lamb, OF_LAMB, SHAPES, 10)
 
 
 @pytest.mark.parametrize("name", RULES)
