@@ -201,10 +201,10 @@ def test_steps_without_gradients_leave_the_weights(kind, policy):
     before = {name: each.values().clone() for name, each in held(model).items()}
     optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.0)
     ds_ext.fuse_into_backward(model, optimizer, gradient_policy=policy)
-    for step in range(100):
+    for step in range(20):
         (model(batch(step)) * 0).backward()
         optimizer.step()
-    assert optimizer.state[model.embed.weight]["step"] == 100
+    assert optimizer.state[model.embed.weight]["step"] == 20
     for name, each in held(model).items():
         assert torch.equal(each.values(), before[name]), name
 

@@ -108,7 +108,9 @@ def lomo():
 
 
 @needs.triton
-def test_an_optimizer_is_checked_once_and_the_result_kept(child, kernels, caplog, tmp_path):
+def test_an_optimizer_is_checked_once_and_the_result_kept(
+    child, kernels, caplog, monkeypatch, tmp_path
+):
     child()
     with caplog.at_level(logging.INFO, logger="ds_ext"):
         for _ in range(2):
@@ -119,6 +121,7 @@ def test_an_optimizer_is_checked_once_and_the_result_kept(child, kernels, caplog
     (file,) = (tmp_path / "cache" / "ds_ext").iterdir()
     assert line.startswith("kernels of lomo checked on cpu in ") and line.endswith(str(file))
     file.write_bytes(file.read_bytes()[:-1])  # cut short: checked again
+    monkeypatch.setattr(selftest, "in_child", lambda *of: [{"verdict": RIGHT}] * 2)
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="ds_ext"):
         lomo()[0].step()
@@ -128,6 +131,7 @@ def test_an_optimizer_is_checked_once_and_the_result_kept(child, kernels, caplog
 @needs.triton
 def test_a_full_disk_keeps_no_result(child, kernels, caplog, monkeypatch, tmp_path):
     child()
+    monkeypatch.setattr(selftest, "in_child", lambda *of: [{"verdict": RIGHT}] * 2)
 
     def full(path):
         raise OSError(28, "No space left on device")
@@ -166,7 +170,7 @@ def test_a_crash_or_hang_leaves_the_reference(
 
 
 @needs.triton
-@pytest.mark.parametrize("why", UNAVAILABLE)
+@pytest.mark.parametrize("why", params(UNAVAILABLE, lambda why: "differs" not in why))
 def test_where_a_second_process_cannot_step_nothing_is_checked(
     why, child, kernels, caplog, monkeypatch
 ):
@@ -236,10 +240,13 @@ def fall_back(failing):
     return found
 
 
+def fall_back_if_one_fails():
+    return [fall_back(failing) for failing in (1, None)]
+
+
 @needs.triton
-@pytest.mark.parametrize("failing, uses_kernels", [(1, False), (None, True)])
-def test_ranks_fall_back_together(failing, uses_kernels):
-    assert worlds.run(2, fall_back, failing) == [uses_kernels] * 2
+def test_ranks_fall_back_together():
+    assert worlds.run(2, fall_back_if_one_fails) == [[False, True]] * 2
 
 
 def test_switches_select_the_reference(monkeypatch):
@@ -334,10 +341,13 @@ def test_a_model_that_kernels_have_stepped_goes_on_without_them(kernels, monkeyp
 
 @pytest.mark.parametrize("name", params(OPTIMIZERS, ["lomo"]))
 def test_tensors_of_a_device_do_not_meet_those_of_the_host(name):
-    """Weights with masters are read on the host. Nothing steps batches on the pretended device."""
+    """Weights with masters are read on the host. Nothing steps batches on the pretended device.
+
+    Each rule with every third case, for the same code stores the weights of all.
+    """
     kind = OPTIMIZERS[name]
     with pretend.device():
-        for case in selftest.all_cases(kind):
+        for case in selftest.all_cases(kind)[[*OPTIMIZERS].index(name) % 3 :: 3]:
             verdict = selftest.check(kind, case, selftest.RANKS[1], pretend.DEVICE)["verdict"]
             assert verdict == f"{selftest.WRONG}: native code and kernels are disabled or missing"
 

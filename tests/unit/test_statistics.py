@@ -14,7 +14,9 @@ from tests.common import needs, paths, table
 SMALL = [(6, 4, 1, 1), (3, 2, 7, 7), (4, 6, 5), (2, 3, 1, 4), (2, 1, 16, 16), (8, 5, 3, 3)]
 LARGE = [(3, 33, 40), (130, 300), (50, 700), (42, 1040)]
 CASES = [(shape, path) for shape in (*SMALL, *LARGE) for path in ("ops", "native")]
-CASES += [(shape, "kernels") for shape in (SMALL[-1], *LARGE)] if needs.TRITON else []
+# More than a tile or strip of each size, in Triton's interpreter, whose time is that of programs.
+FOR_KERNELS = [SMALL[-1], (3, 33, 40), (70, 140), (20, 1040)]
+CASES += [(shape, "kernels") for shape in FOR_KERNELS] if needs.TRITON else []
 
 
 def runs(shape):
@@ -44,7 +46,7 @@ def test_sums_of_a_run(shape, path, monkeypatch):
     paths.use(monkeypatch, path)
     ran = paths.passes(monkeypatch)
     monkeypatch.setattr("ds_ext.ops.shard.BLOCK", max(60, math.prod(shape) // 8))
-    if shape == (130, 300):
+    if shape == (70, 140):
         monkeypatch.setattr(sizes, "PROGRAMS", 2)
     ((whole,),) = table.gradients(1, [shape])
     for shard in runs(shape):
@@ -78,7 +80,7 @@ def test_long_sums_keep_their_digits(path, shape, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "shape, factor", [((5, 7), 3.0), ((3, 33, 40), -0.5), ((5, 700), 3.0), ((9, 1040), -0.5)]
+    "shape, factor", [((5, 7), 3.0), ((2, 33, 40), -0.5), ((3, 700), 3.0), ((3, 1040), -0.5)]
 )
 @pytest.mark.parametrize("path", paths.EACH)
 def test_rows_of_a_run_are_normalized(path, shape, factor, monkeypatch):

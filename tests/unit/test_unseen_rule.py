@@ -58,7 +58,7 @@ def test_it_steps_as_its_paper_says(path, monkeypatch):
 def test_it_has_the_properties_of_every_rule(path, monkeypatch):
     """On any number of ranks, resumed, in a batch, in each dtype."""
     paths.use(monkeypatch, path)
-    few = {"shapes": ((13, 29), (5,), (4, 3, 5))}  # Triton's interpreter is slow
+    few = {"shapes": ((13, 29), (5,))}  # Triton's interpreter is slow
     check_rule(REGISTRY[adan.NAME].rule, **few if path == "kernels" else {})
 
 
