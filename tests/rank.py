@@ -43,6 +43,9 @@ from tests.distributed import zero_jobs  # noqa: E402, F401  which most jobs imp
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
 
+# Generators of devices that are not here would each note a stack for when they come.
+torch.manual_seed = torch.random.manual_seed = torch.default_generator.manual_seed
+
 ROOT = Path(__file__).parent.parent
 _save, _ftruncate = torch.save, os.ftruncate  # a job may replace them
 

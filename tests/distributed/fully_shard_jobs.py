@@ -178,11 +178,11 @@ def numbers(
     return found
 
 
-def failing(rule: str) -> None:
+def failing(rule: str, every: int) -> None:
     model = shard(zoo())
     optimizer = OPTIMIZERS[rule].for_model(model)
     ds_ext.fuse_into_backward(model, optimizer, bucket_size=300)
     model(models.batch(0, 2)[dist.get_rank()]).backward()
     optimizer.step()
     load = functools.partial(optimizer.load_state_dict, optimizer.state_dict())
-    test_storing.failing_one_by_one({"save": optimizer.state_dict, "load": load}, 50)
+    test_storing.failing_one_by_one({"save": optimizer.state_dict, "load": load}, 50, every)

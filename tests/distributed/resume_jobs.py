@@ -134,7 +134,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def write(folder: str, kind: str, stage: int, way: str = "fp32") -> dict[str, Any]:
-    """6 steps without a break and, gone on from a checkpoint of step 3, the same bit for bit.
+    """5 steps without a break and, gone on from a checkpoint of step 3, the same bit for bit.
 
     Returns the weights before and after.
     """
@@ -150,14 +150,14 @@ def write(folder: str, kind: str, stage: int, way: str = "fp32") -> dict[str, An
     _, client = other.load_checkpoint(folder)
     assert states.same(held, fp32_of(other)) and client == {"told": stage}
     for made in engines:
-        steps(made, range(3, 6))
+        steps(made, range(3, 5))
     after = whole(engine)
     assert same(after, whole(other))
-    assert engine.get_lr() == other.get_lr() and engine.global_steps == other.global_steps == 6
+    assert engine.get_lr() == other.get_lr() and engine.global_steps == other.global_steps == 5
     metrics, resumed = (made.optimizer.metrics() for made in engines)
     assert all(metrics[key] == resumed[key] for key in ("grad_norm", "clip_coefficient"))
     if "8-bit" in kind:  # a buffer that counts
-        assert next(other.module.buffers())[0] == 6
+        assert next(other.module.buffers())[0] == 5
     if way == "clipped by the step before":
         assert metrics["clip_coefficient"] < 1
     if way.startswith("master"):  # what is held is more than bf16
@@ -240,11 +240,14 @@ BITS = {
 }
 
 
-IN_BITS = [("fp32", kind, stage) for kind in KINDS for stage in STAGES]
-for way, kinds in {"stochastic": ("adalomo", "lomo"), "master": ("came", "galore 8-bit")}.items():
-    IN_BITS += [(way, kind, stage) for kind in kinds for stage in (0, 2, 3)]
-IN_BITS += [("master24", "came", 0), ("master24", "lomo", 2), ("master24", "adalomo", 3)]
-IN_BITS += [("clipped by the step before", "lamb", 3), ("loss scale", "lamb", 3)]
+OTHER_BITS = [
+    (way, kind, stage)
+    for way, kind in (("stochastic", "adalomo"), ("master", "came"))
+    for stage in (0, 2, 3)
+]
+OTHER_BITS += [("stochastic", "lomo", 3), ("master", "galore 8-bit", 2)]
+OTHER_BITS += [("master24", "came", 0), ("master24", "lomo", 2), ("master24", "adalomo", 3)]
+OTHER_BITS += [("clipped by the step before", "lamb", 3), ("loss scale", "lamb", 3)]
 
 
 def fp32_of(engine: deepspeed.DeepSpeedEngine) -> list[torch.Tensor]:

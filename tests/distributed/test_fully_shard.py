@@ -172,5 +172,6 @@ def test_a_run_goes_on_on_other_ranks_from_torchs_checkpoints(rule, fused, tmp_p
     assert updates.error(got["after"], expected["after"], expected["before"]) <= close
 
 
-def test_each_function_of_a_state_dict_that_fails_on_one_rank_fails_on_all():
-    worlds.run(2, fully_shard_jobs.failing, "flashadamw")
+@pytest.mark.parametrize("every", params([1, 5], [5]))
+def test_a_function_of_a_state_dict_that_fails_on_one_rank_fails_on_all(every):
+    worlds.run(2, fully_shard_jobs.failing, "flashadamw", every)

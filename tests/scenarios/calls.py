@@ -66,6 +66,7 @@ def steps(pair, draw):
         pair.train(draw)
 
 
+steps_with(0, "one_step")  # which no sequence draws
 steps_with(5, "two_forward_passes", forwards=2)
 
 
