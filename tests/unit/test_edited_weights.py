@@ -16,9 +16,9 @@ from tests.unit.test_precision import number as held
 SHAPES = ((600,), (13, 290), (3, 40, 30))
 by_path = pytest.mark.parametrize("path", paths.EACH)
 EVERY = torch.arange(-(2**15), 2**15).to(torch.int16)  # the bits of all 16-bit weights
-CODES = {
-    torch.int8: torch.arange(-128, 128),
-    torch.int16: torch.cat([torch.arange(-(2**15), 2**15, 1031), torch.tensor([-1, 0, 2**15 - 1])]),
+CODES = {  # the ends, those about zero, and some between
+    torch.int8: torch.cat([torch.arange(-128, 128, 11), torch.tensor([-1, 0, 1, 127])]),
+    torch.int16: torch.cat([torch.arange(-(2**15), 2**15, 4093), torch.tensor([-1, 0, 2**15 - 1])]),
 }
 FEW = {torch.int8: torch.tensor([-128, -64, 64, 127]), torch.int16: torch.tensor([-32768, 32767])}
 
