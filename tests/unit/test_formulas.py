@@ -48,7 +48,7 @@ FORMULAS = {
 ALL = [
     (name, *case)
     for name, formula in FORMULAS.items()
-    for case in spread(formula.settings, [(3,), (2,), (7,), (16,), (3,)])
+    for case in spread(formula.settings, [(3,), (2,), (7,), (16,)])
 ]
 
 
