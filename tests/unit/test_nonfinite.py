@@ -148,12 +148,12 @@ def shapes_for(name, path):
 JUDGED = ("adalomo", "adafactor", "came", "sinkgd")
 LATE = [name for name in OPTIMIZERS if name not in JUDGED and REGISTRY[name].is_batched]
 WAYS = [(torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, {"weight_update": "master"})]
-EVERY = itertools.product((*JUDGED, *LATE), (1, 2, 5), WAYS)
-CASES = [("native", *case) for case in pairs(EVERY)]
-CASES = [case for case in CASES if case[1] != "flashadamw" or case[2] == 1]  # groups are whole
 QUICK = [("native", "adalomo", 1, WAYS[0]), ("native", "adalomo", 2, WAYS[2])]
 QUICK += [("native", "adafactor", 5, WAYS[1]), ("native", "came", 2, WAYS[0])]
 QUICK += [("native", "sinkgd", 5, WAYS[0]), ("native", "lomo", 2, WAYS[1])]
+EVERY = list(itertools.product(["native"], (*JUDGED, *LATE), (1, 2, 5), WAYS))
+EVERY = [case for case in EVERY if case[1] != "flashadamw" or case[2] == 1]  # groups are whole
+CASES = pairs(EVERY, chosen=QUICK)
 if needs.TRITON:
     on_device = spread(BATCHED, [(world, way) for world in (1, 2, 5) for way in WAYS])
     # a group of 8-bit moments that a cut goes through is stepped alone
@@ -164,7 +164,7 @@ if needs.TRITON:
     QUICK += [("kernels", *case) for case in quick]
 
 
-@pytest.mark.parametrize("path, name, world, way", params(CASES, QUICK.__contains__))
+@pytest.mark.parametrize("path, name, world, way", params(CASES, QUICK))
 def test_a_bad_gradient_is_as_if_it_had_not_come(path, name, world, way, monkeypatch):
     """Of any rank, in a first step and in later ones, to the last bit and step number.
 
