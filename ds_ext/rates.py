@@ -12,6 +12,7 @@ A rate is the peak of a schedule with warm-up. There are three kinds:
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +49,8 @@ class Rate:
 MODEL = "135M"  # parameters of the model in the measurements
 TOLERANCE = 0.025  # fraction of the gain from fine-tuning
 LARGE = 10**9  # parameters of a model from which on published rates are used
+PUBLISHED = 7 * 10**9  # parameters of most models of published rates
+UNUSUAL = 100  # times the largest known rate: above this a warning is given
 LORA = "lora"  # adapters trained by AdamW: the only entry that is not an optimizer
 
 
@@ -81,8 +84,18 @@ def for_size(optimizer: str, parameters: int) -> tuple[float, str] | None:
         return rate.start, f"measured on a model of {MODEL} parameters"
     published = rate.published
     if published is not None and published.is_start:
-        return published.lr[0], f"published for {published.run}: {published.source}"
+        larger = "; yours is larger, and may need a lower one" * (parameters > 2 * PUBLISHED)
+        return published.lr[0], f"published for {published.run}: {published.source}{larger}"
     return rate.start, f"measured on a model of {MODEL} parameters; larger ones need lower rates"
+
+
+def largest_usual(optimizer: str) -> float:
+    """Returns the rate above which a user is warned; infinite for an unknown optimizer."""
+    rate = RATES.get(optimizer.lower())
+    if rate is None:
+        return math.inf
+    known = [rate.start, *(rate.published.lr if rate.published else ())]
+    return UNUSUAL * max(known)
 
 
 def advice(optimizer: str) -> str:

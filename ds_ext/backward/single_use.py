@@ -2,7 +2,8 @@
 
 Selective checkpointing frees each kept tensor when backward reads it, whatever ``retain_graph``
 says. TRL's activation offloading deletes what it unpacks. Of other hooks of saved tensors, only
-torch's own are known to be repeatable.
+torch's own are known to be repeatable. A compiled backward pass overwrites the buffers that its
+forward pass donates, unless it is compiled inside a pass that keeps its graph.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch._functorch.config
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -27,12 +29,23 @@ def single_use(loss: Tensor) -> str | None:
     for node in nodes(loss):
         if getattr(getattr(node, "_forward_cls", None), "__module__", "") == FORGETFUL:
             return "deepspeed.checkpointing"
+        if _donates(getattr(node, "_forward_cls", None)):
+            return "torch.compile, unless torch._functorch.config.donated_buffer was False,"
         for hook in _unpack_hooks(_saved(node)):
             if id(hook) not in seen:
                 seen.add(id(hook))
                 if found := _single_use(hook):
                     return found
     return None
+
+
+def _donates(compiled: Any) -> bool:
+    """Whether a function's backward is compiled already, and overwrites buffers; as torch tests."""
+    if not getattr(torch._functorch.config, "donated_buffer", False):
+        return False
+    if getattr(compiled, "compiled_bw", None) is None:
+        return False
+    return bool(compiled.metadata.bw_donated_idxs != [])
 
 
 def _single_use(hook: Callable[..., Any]) -> str | None:

@@ -60,7 +60,7 @@ def warnings(optimizer: RuleOptimizer, layout: Layout, is_config: bool = True) -
 
     All ranks of the model call it. ``is_config`` says whether a DeepSpeed config has set it up.
     """
-    yield from small_rates(optimizer, is_config)
+    yield from unusual_rates(optimizer, is_config)
     relative = [p for p in optimizer.group_of if p.requires_grad and optimizer.is_relative(p)]
     matrices = [p for p in relative if len(layout.shards[p].shape) > 1]
     if zeros := _zeros(matrices, layout):
@@ -68,24 +68,29 @@ def warnings(optimizer: RuleOptimizer, layout: Layout, is_config: bool = True) -
         yield at_zero(type(optimizer.rule_of(zeros[0])).__name__, names, is_config)
 
 
-def small_rates(optimizer: RuleOptimizer, is_config: bool = True) -> Iterator[str]:
-    """Yields a warning for each rule whose learning rate is too small; see ``warnings``."""
+def unusual_rates(optimizer: RuleOptimizer, is_config: bool = True) -> Iterator[str]:
+    """Yields a warning for each rule whose learning rate is far too small or large."""
     auto = (
         ' Where the config says "auto" it is learning_rate of TrainingArguments, by default 5e-5.'
     )
-    relative = [p for p in optimizer.group_of if p.requires_grad and optimizer.is_relative(p)]
-    for rule, lr in dict.fromkeys(_rate(optimizer, p) for p in relative):
-        if lr is not None and 0 < lr < LEAST_RATE:
+    trained = [p for p in optimizer.group_of if p.requires_grad]
+    for rule, lr, is_relative in dict.fromkeys(_rate(optimizer, p) for p in trained):
+        if lr is None:
+            continue
+        if lr > rates.largest_usual(rule):
+            yield f"lr = {lr:g} is large for {rule}: {rates.advice(rule)}."
+        if is_relative and 0 < lr < LEAST_RATE:
             yield (
                 f"lr = {lr:g} is small for {rule}, whose lr is relative to the weights: "
                 f"{rates.advice(rule) or 'try larger ones'}.{auto * is_config}"
             )
 
 
-def _rate(optimizer: RuleOptimizer, param: Tensor) -> tuple[str, Any]:
-    """The name of a parameter's rule, and its learning rate, before any schedule."""
-    group = optimizer.group_of[param]
-    return type(optimizer.rule_of(param)).__name__, group.get("initial_lr", group["lr"])
+def _rate(optimizer: RuleOptimizer, param: Tensor) -> tuple[str, Any, bool]:
+    """A parameter's rule, its learning rate before any schedule, and ``is_relative``."""
+    group, rule = optimizer.group_of[param], optimizer.rule_of(param)
+    lr = group.get("initial_lr", group["lr"])
+    return type(rule).__name__, lr, optimizer.is_relative(param)
 
 
 def _zeros(params: list[Tensor], layout: Layout) -> list[Tensor]:

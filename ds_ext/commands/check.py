@@ -69,7 +69,7 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
     notes, unchecked = list[str](), list[str]()
     config, autos = parsing.filled(config)
     if "optimizer" not in config:
-        without = '; without one, the section "ds_ext" has no effect' * ("ds_ext" in config)
+        without = '. Without one, a run refuses the section "ds_ext"' * ("ds_ext" in config)
         notes.append(
             "no optimizer is named: name one of ds_ext in optimizer.type, or pass one in the "
             f"script{without}"
@@ -86,7 +86,7 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
         names = {p: name for p, (name, _) in view.owners.items()}
         notes += param_groups.described(read.groups, type(read.ours).__name__, names)
     if read.ours is not None and "optimizer.params.lr" not in autos:
-        notes += startup_log.small_rates(read.ours)
+        notes += startup_log.unusual_rates(read.ours)
     found = read.problems
     if read.other:
         found += config_checks.unread(read.values, read.other)

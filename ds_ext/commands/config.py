@@ -55,7 +55,10 @@ def rate_source(optimizer: str, parameters: int) -> str:
     default = f" Weight decay {decay:g} is {kind.__name__}'s default." if decay else ""
     if found is None:
         return ""
-    return f"Learning rate {rates.shown(found[0])}, after a warm-up: {found[1]}.{default}"
+    return (
+        f"Learning rate {rates.shown(found[0])}: {found[1]}.{default} It is the peak of a schedule "
+        'with warm-up, which you add: "scheduler" in the config, or --warmup_steps of HF Trainer.'
+    )
 
 
 def make(optimizer: str, stage: int, numbers: bool = False, parameters: int = 0) -> dict[str, Any]:

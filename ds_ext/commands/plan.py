@@ -61,10 +61,10 @@ def _fit(given: argparse.Namespace, path: Path, options: PlanOptions) -> None:
     if on_host := taken[-1].use.host / table.UNITS[unit]:
         print(f"\nIn the memory of the host: {on_host:.2f} {unit} per rank.")
     print("\n" + table.not_counted(last, plan.n, unit))
-    left = last.cards[0] - taken[-1].use.total / table.UNITS["GiB"]
+    used = taken[-1].use.total / table.UNITS[unit]
     print(
-        f"\nThe counted memory fits in {last.cards[0]:g} GiB, and leaves {left:.2f} GiB for the "
-        f"rest: a smaller --memory leaves more. Config: {path}"
+        f"\nThe counted memory is {used:.2f} {unit} of {last.cards[0]:g} GiB; what is not counted "
+        f"has the rest. If that needs more, give a smaller --memory. Config: {path}"
     )
     if last.own.batch_splits > 1 and last.batch is not None and last.batch.rows == 1:
         print('"batch_splits" in it means checkpointing: a row is not split, and layers run again.')

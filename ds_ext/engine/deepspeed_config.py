@@ -20,7 +20,7 @@ from ds_ext.config.parsing import filled, lookup, normalized
 from ds_ext.engine import rank_logging
 from ds_ext.errors import raise_all
 from ds_ext.hyperparams import did_you_mean, meant, wrong_call
-from ds_ext.settings import SETTINGS, SIZES
+from ds_ext.settings import PLACES, SETTINGS, SIZES
 
 # Top-level keys that neither ``SETTINGS`` nor constants of DeepSpeed's modules name.
 _SECTIONS = {
@@ -31,6 +31,11 @@ _SECTIONS = {
 }
 # Sections whose keys DeepSpeed looks up one by one, so that it ignores others.
 _DICTIONARIES = ("scheduler", "data_types", "activation_checkpointing", "checkpoint")
+# The sections that DeepSpeed's models read.
+_SECTION_OF = {
+    **{"DeepSpeedZeroConfig": "zero_optimization", "CommsLoggerConfig": "comms_logger"},
+    **{"DeepSpeedBF16Config": "bf16", "DeepSpeedFP16Config": "fp16", "CompileConfig": "compile"},
+}
 # Keys that a client fills in before DeepSpeed reads a config, by what to write without a client.
 _NEVER_AUTO = {
     "a number": (*SIZES, "zero_optimization.stage"),
@@ -142,11 +147,11 @@ def translated() -> Iterator[None]:
         known.update(*(section.model_fields for section in DeepSpeedConfigModel.__subclasses__()))
         wrong = []
         for one in error.errors():
-            key = ".".join(map(str, one["loc"]))
-            guess = meant(key, known) if one["type"] == "extra_forbidden" else ""
-            wrong.append(f"{key}: {one['msg']}{guess}")
-        what = f"{error.title}: {'; '.join(wrong)}"
-        raise ValueError(f"DeepSpeed refuses the config: {what}") from None
+            key = ".".join(map(str, (_SECTION_OF.get(error.title, error.title), *one["loc"])))
+            is_unknown = one["type"] == "extra_forbidden"
+            guess = meant(key, known - {one["loc"][-1]}, PLACES) if is_unknown else ""
+            wrong.append(f"{key}: {one['msg']}.{guess}")
+        raise ValueError(f"DeepSpeed refuses the config: {' '.join(wrong)}") from None
     except (DeepSpeedConfigError, AssertionError, AttributeError, KeyError, TypeError) as error:
         what = str(error) or type(error).__name__
         raise ValueError(f"DeepSpeed refuses the config: {what}") from error

@@ -326,7 +326,10 @@ def named(name: Any, key: str = "optimizer.type", theirs: Iterable[str] | None =
     if wanted in REGISTRY:
         return REGISTRY[wanted]
     known = [entry.spelling for entry in REGISTRY.values()]
-    guess = did_you_mean(wanted, [*known, *(theirs or ())])
+    if wanted and wanted != name.lower():  # it has the prefix, without which DeepSpeed's are meant
+        guess = did_you_mean(name, [f"ds_ext.{spelling}" for spelling in known])
+    else:
+        guess = did_you_mean(wanted, [*known, *(theirs or ())])
     kind = "a ds_ext optimizer" if theirs is None else "one of ds_ext, DeepSpeed or torch.optim"
     raise ValueError(
         f"{key} is {name!r}, which is not {kind}.{guess} Optimizers of ds_ext: "

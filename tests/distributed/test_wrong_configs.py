@@ -21,7 +21,7 @@ from tests.distributed.wrong_configs_jobs import RIGHT, SIZES, Run, ours, own, z
 WRONG: dict[str, dict[str, Any]] = {
     "optimizer.type is 'AdaLom'": {"optimizer": {"type": "AdaLom"}},
     "optimizer.params.lrr": ours({"lrr": 1}),
-    "DeepSpeedZeroConfig: stge": RIGHT | {"zero_optimization": {"stge": 3}},
+    "zero_optimization.stge: Extra": RIGHT | {"zero_optimization": {"stge": 3}},
     'unknown key optimzer. Did you mean "optimizer"': {"optimzer": RIGHT["optimizer"]},
 }
 

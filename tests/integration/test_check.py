@@ -152,6 +152,8 @@ def test_check_and_a_run_judge_alike(number, tmp_path, capsys):
         assert said <= {*runs[number].log}
         is_small = lookup(changes, "optimizer.params.lr") == 1e-5
         assert any("is small for AdaLomo" in note for note in said) == is_small
+        is_large = lookup(changes, "optimizer.params.lr") == 10.0
+        assert any("is large for AdaLomo: start at" in note for note in said) == is_large
         assert any("has no effect" in line for line in runs[number].log) == any(
             "has no effect" in note for note in said
         )
@@ -223,7 +225,7 @@ def test_a_missing_optimizer_is_said_first(tmp_path, capsys):
     config = configs.make("adalomo", 3) | {"ds_ext": {"clip_mode": "previous"}}
     del config["optimizer"]
     notes = checked(config, tmp_path, capsys)[1]
-    assert "no optimizer is named" in notes[0] and '"ds_ext" has no effect' in notes[0]
+    assert "no optimizer is named" in notes[0] and 'refuses the section "ds_ext"' in notes[0]
 
 
 def test_batch_sizes_that_need_the_ranks_are_named(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """``plan --fit``: the steps to a config that fits, and the config that it writes."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -153,7 +154,7 @@ def test_what_the_plan_leaves_of_the_card_is_told(folder, tmp_path, capsys):
     given = ("plan", "--model", folder, "--seq", 8, "--memory", 10, "--optimizer", "lomo", "--fit")
     assert main([*map(str, given), str(tmp_path / "ds.json")]) == 0
     told = capsys.readouterr().out
-    assert "The counted memory fits in 10 GiB, and leaves 9.9" in told
+    assert re.search(r"The counted memory is [\d.]+ MiB of 10 GiB; what is not", told)
 
 
 def test_only_another_rule_has_another_rate():
@@ -281,7 +282,8 @@ def test_rates_are_those_of_the_models_size(model, rate, whose, tmp_path, capsys
     path = tmp_path / "ds.json"
     given = ["--model", model, "--optimizer", "adalomo", "--memory", "900", "--seq", "8"]
     assert main(["plan", *given, "--fit", str(path)]) == 0
-    assert whose in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert whose in said and "with warm-up, which you add: " in said
     assert json.loads(path.read_text())["optimizer"]["params"]["lr"] == rate
     assert main(["config", "adalomo", "--numbers", "--model", model]) == 0
     printed = capsys.readouterr()
@@ -292,6 +294,9 @@ def test_rates_from_scratch_are_not_written_for_large_models():
     for name in ("galoreadamw", "apollo", "scale", "lamb", "lomo"):
         assert rates.for_size(name, 8 * 10**9)[0] == rates.RATES[name].start
     assert "larger ones need lower rates" in rates.for_size("galoreadamw", 10**9)[1]
+    for parameters, is_larger in ((8 * 10**9, False), (70 * 10**9, True)):
+        lr, source = rates.for_size("adalomo", parameters)
+        assert lr == 5e-4 and ("yours is larger" in source) == is_larger
 
 
 def test_arguments_for_hf_trainer_name_the_weight_decay(folder, tmp_path, capsys):

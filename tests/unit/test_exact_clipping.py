@@ -4,6 +4,7 @@ Gradients of others see one pass, and a graph that runs backward once keeps its 
 """
 
 import contextlib
+import copy
 import functools
 from unittest import mock
 
@@ -317,6 +318,29 @@ def test_a_graph_that_runs_backward_once_is_clipped_exactly_by_kept_gradients(ki
     updates.check_each(weights(model), weights(plain), before)
     told = [line for line in caplog.messages if "gradients are kept" in line]
     assert len(told) == (named is not None) and all(named in line for line in told)
+
+
+@pytest.mark.parametrize("case", ["fresh", "other sizes", "an ordinary pass before"])
+def test_a_compiled_model_is_clipped_exactly_whatever_was_compiled_before(case, caplog):
+    """Its backward overwrites donated buffers, unless its first pass keeps the graph."""
+    torch._dynamo.reset()
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), nn.GELU(), nn.Linear(9, 4))
+    plain, run = copy.deepcopy(model), torch.compile(model, backend="aot_eager")
+    before = weights(plain)
+    if case == "an ordinary pass before":
+        run(torch.randn(8, 6)).sum().backward()
+        model.zero_grad()
+    fused, optimizer = fuse(model, bucket_size=1)
+    for step in range(3):
+        x = torch.randn(8 - step * (case == "other sizes"), 6)
+        with caplog.at_level("INFO", "ds_ext"):
+            fused.backward(run(x).square().sum())
+        optimizer.step()
+        ordinary_step(plain, plain(x).square().sum())
+    updates.check_each(weights(model), weights(plain), before)
+    told = [line for line in caplog.messages if "gradients are kept" in line]
+    assert len(told) == (case != "fresh") and all("torch.compile" in line for line in told)
 
 
 @pytest.mark.parametrize("context_fn", [noop_context_fn, SELECTIVE])

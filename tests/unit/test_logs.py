@@ -190,6 +190,14 @@ def test_a_rate_that_suits_adamw_is_told_of(lr, is_told):
     assert all(f"lr = {lr:g} " in line and rates.advice("AdaLomo") in line for line in told)
 
 
+@pytest.mark.parametrize("name, lr", [("adalomo", 0.2), ("came", 0.01), ("lomo", 4.0)])
+def test_a_rate_far_above_those_that_are_known_is_told_of(name, lr):
+    model = nn.Linear(4, 4)
+    for given, is_told in ((lr, True), (lr / 10, False)):
+        told = said(OPTIMIZERS[name].for_model(model, lr=given), model)
+        assert any(f"lr = {given:g} is large for" in line for line in told) == is_told
+
+
 def test_a_rule_without_a_tabled_rate_is_told_of_in_a_whole_sentence(monkeypatch):
     monkeypatch.setattr(rates, "RATES", {})
     model = nn.Linear(4, 4)
