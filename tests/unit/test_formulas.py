@@ -9,6 +9,7 @@ import itertools
 import pytest
 
 from ds_ext.ops import block_sizes
+from ds_ext.ops.executors import unbatched
 from ds_ext.ops.shard import Shard
 from ds_ext.rules.all_rules import (
     APOLLO,
@@ -78,7 +79,8 @@ def test_a_run_in_the_wrong_place_is_seen(name, setting, world, shapes, shift):
 @pytest.mark.parametrize("limit", [1, 4, 40])
 @pytest.mark.parametrize("name, setting, shapes", cases("blocks"))
 def test_blocks_of_any_size_give_the_same(name, setting, shapes, limit, monkeypatch):
-    def forget():  # shards that are kept know the limit
+    def forget():  # shards and passes that are kept know the limit
+        unbatched.forget_tables()
         Shard.whole.cache_clear()
         Shard.of_rank.cache_clear()
 

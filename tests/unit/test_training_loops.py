@@ -213,7 +213,7 @@ def test_a_state_that_is_loaded_before_the_step_steps_kept_gradients_and_warns_o
     stepped = []
     for how in (None, {"gradient_policy": "sharded"}, {"bucket_size": 1}):
         model = make()
-        optimizer = ds_ext.AdamW(model.parameters(), lr=0.1)
+        optimizer = ds_ext.AdamW(model.parameters(), lr=0.01)
         if how is not None:
             ds_ext.fuse_into_backward(model, optimizer, **how)
         train(model, optimizer, 0)
