@@ -185,4 +185,5 @@ def failing(rule: str, every: int) -> None:
     model(models.batch(0, 2)[dist.get_rank()]).backward()
     optimizer.step()
     load = functools.partial(optimizer.load_state_dict, optimizer.state_dict())
-    test_storing.failing_one_by_one({"save": optimizer.state_dict, "load": load}, 50, every)
+    actions = {"_local_state_dict": optimizer.state_dict, "_load_state_dict": load}
+    test_storing.failing_one_by_one(actions, 50, every)

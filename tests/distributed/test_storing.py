@@ -168,12 +168,14 @@ def failing_one_by_one(actions: dict[str, Callable[[], Any]], least: int, every:
     """Makes functions that actions call, at least so many, raise on one rank.
 
     Every rank must raise the same error at once. Of the functions, each ``every``-th is tried.
+    Actions are by the name of a function that must be among them.
     """
     wrong, number = [], 0
     for name, action in actions.items():
         action()  # what is made once is made
         with Calls() as calls:
             action()
+        assert name in calls.seen.values(), f"{name} itself is not surrounded"
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, calls.seen)
         for victim, seen in enumerate(everyone):
@@ -197,7 +199,7 @@ def failing_engine(folder: str, stage: int, every: int) -> None:
     engine = engine_of(stage, Quantized(seed=1))
     save = functools.partial(engine.save_checkpoint, folder, client_state={"a": 1})
     load = functools.partial(engine.load_checkpoint, folder)
-    failing_one_by_one({"save": save, "load": load}, 100, every)
+    failing_one_by_one({"save_checkpoint": save, "load_checkpoint": load}, 100, every)
 
 
 def interrupted(folder: str) -> None:
