@@ -27,6 +27,8 @@ DESCRIPTION = (
 )
 # The lines of a report, by their kind.
 NOTE, UNCHECKED, ERROR = "note", "not checked", "error"
+_RATES = {"optimizer.params.lr", "scheduler.params.warmup_max_lr"}
+_STAGE = "zero_optimization.stage"
 Report: TypeAlias = dict[str, list[str]]
 
 
@@ -49,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
             print(f"{kind}: {line}")
     n = len(report[ERROR])
     right = "nothing is wrong" + " in what was checked" * bool(report[UNCHECKED])
-    if parsing.filled(given)[1]:
+    autos = parsing.filled(given)[1]
+    if any(key == _STAGE or not key.startswith("zero_optimization.") for key in autos):
         right += (
             " for HF Trainer and accelerate; deepspeed.initialize needs numbers "
             "(python -m ds_ext config OPTIMIZER --numbers)"
@@ -103,6 +106,9 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
         from ds_ext.engine import deepspeed_config
 
         found += deepspeed_config.scheduler_problems(read.values)
+        if read.ours is not None and _RATES.isdisjoint(autos):
+            lrs = [group["lr"] for group in read.ours.param_groups]
+            notes += deepspeed_config.replaced_rates(read.values, lrs)
         found += deepspeed_config.unknown(config)
         if found:
             unchecked.append("DeepSpeed's own errors; mend the others first")

@@ -56,8 +56,9 @@ def rate_source(optimizer: str, parameters: int) -> str:
     if found is None:
         return ""
     return (
-        f"Learning rate {rates.shown(found[0])}: {found[1]}.{default} It is the peak of a schedule "
-        'with warm-up, which you add: "scheduler" in the config, or --warmup_steps of HF Trainer.'
+        f"Learning rate {rates.shown(found[0])}: {found[1]}. It is the peak of a schedule with "
+        'warm-up, which you add: "scheduler" in the config, such as WarmupCosineLR; --warmup_steps '
+        f"and --lr_scheduler_type cosine of HF Trainer.{default}"
     )
 
 

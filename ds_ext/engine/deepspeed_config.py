@@ -137,6 +137,24 @@ def scheduler_problems(config: dict[str, Any]) -> Iterator[str]:
         yield f"scheduler.params: {name} {wrong}"
 
 
+def replaced_rates(config: dict[str, Any], lrs: Iterable[Any]) -> Iterator[str]:
+    """Yields a warning if a config's scheduler replaces ``lrs``, the rates of its optimizer."""
+    name, params = (lookup(config, f"scheduler.{key}") for key in ("type", "params"))
+    if name not in ("WarmupLR", "WarmupDecayLR"):
+        return
+    default = inspect.signature(getattr(lr_schedules, name)).parameters["warmup_max_lr"].default
+    peak, found = (params or {}).get("warmup_max_lr", default), dict.fromkeys(lrs)
+    is_only_one = len(found) == 1 and lookup(config, "optimizer.params.lr") is None
+    if peak in (None, "auto") or isinstance(peak, list) or (is_only_one and peak is not default):
+        return
+    if others := [str(lr) for lr in found if lr != peak]:
+        yield (
+            f"scheduler.params.warmup_max_lr = {peak}{' (the default)' * (peak is default)} "
+            f"replaces the learning rates of the optimizer, {', '.join(others)}: set it to that "
+            "rate, or to a list with a rate for each parameter group."
+        )
+
+
 @contextmanager
 def translated() -> Iterator[None]:
     """Context in which DeepSpeed reads a config: its errors become a ValueError that says so."""

@@ -21,7 +21,7 @@ from ds_ext.config.parsing import lookup, normalized
 from ds_ext.distributed import consensus
 from ds_ext.distributed.unsupported_wrappers import refuse_dtensors, refuse_wrapped
 from ds_ext.engine import expert_parallel, hook_cleanup, parameters, pipeline, trainer_checks
-from ds_ext.engine.deepspeed_config import left_auto
+from ds_ext.engine.deepspeed_config import left_auto, replaced_rates
 from ds_ext.engine.engine_settings import effective
 from ds_ext.engine.rank_logging import warn
 from ds_ext.errors import raise_all
@@ -114,7 +114,8 @@ def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     if engine.client_lr_scheduler is None:
         keys = (f"scheduler.params.{key}" for key in lookup(given, "scheduler.params") or ())
         raise_all(left_auto(given, keys, "a number"))
-        _warn_of_one_rate(engine, optimizer)
+        for line in replaced_rates(given, [group["lr"] for group in optimizer.param_groups]):
+            warn(line)
     compiled = any(isinstance(m, OptimizedModule) for m in engine.module.modules())
     if compiled and engine.zero_optimization_stage() == 3:
         raise ValueError(
@@ -130,19 +131,6 @@ def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
             'is no lr for a scheduler to set. Set "relative_step": false and an "lr" (HF Trainer '
             "always has a scheduler), or remove the scheduler."
         )
-
-
-def _warn_of_one_rate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
-    """Warns if the config's scheduler sets one rate for groups that have several."""
-    rates = {group["lr"]: None for group in optimizer.param_groups}
-    params = engine.scheduler_params() or {}
-    one = params.get("warmup_max_lr", 0.001)  # DeepSpeed's default
-    if engine.scheduler_name() in ("WarmupLR", "WarmupDecayLR") and len(rates) > 1:
-        if not isinstance(one, list):
-            warn(
-                f"scheduler.params.warmup_max_lr = {one} replaces the rates of all parameter "
-                f"groups, {', '.join(map(str, rates))}: give it a list, with a rate for each group."
-            )
 
 
 def _refuse_experts(engine: DeepSpeedEngine) -> None:

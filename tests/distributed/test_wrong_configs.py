@@ -204,7 +204,7 @@ WARNED: list[tuple[Callable[[], Any], str]] = [
     (lambda: by_object(ds_ext.Lion, RIGHT), f"{BESIDE} Lion to deepspeed.initialize"),
     (
         lambda: engine(linear(), RATES | ours({"param_groups": [{"match": "bias", "lr": 0.5}]})),
-        "scheduler.params.warmup_max_lr = 0.1 replaces the rates of all parameter groups, ",
+        "scheduler.params.warmup_max_lr = 0.1 replaces the learning rates of the optimizer, ",
     ),
     (init_with_auto, ""),
     # An engine that is not ours.

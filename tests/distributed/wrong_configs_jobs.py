@@ -14,6 +14,7 @@ RIGHT = {"optimizer": {"type": "AdaLomo", "params": {"lr": 1e-3}}}
 SUPER = {"device": "cpu", "super_offload": True}
 NVME = {"device": "nvme", "nvme_path": "/x"}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
+DECAY = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}
 CLIPPED = {"gradient_clipping": 1.0}
 FUSED = {"ds_ext": {"gradient_policy": "fused"}}
 PROJECTED = {"ds_ext": {"gradient_policy": "projected"}}
@@ -113,6 +114,12 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
     ('permitted. Did you mean "gradient_clipping"?', zero(3, gradient_clipping=1.0)),
     ('Did you mean "ds_ext.AdamW"?', {"optimizer": {"type": "ds_ext.AdmW"}}),
     (None, ours({"lr": 10.0})),
+    (None, ours({"lr": 1e-2}) | {"scheduler": DECAY}),
+    (
+        None,
+        ours({"lr": 5e-3}) | {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}},
+    ),
+    (None, ours({"lr": 1e-2}) | {"scheduler": WARMUP}),
     ('Did you mean "offload_optimizer"?', zero(3, offload_optimiser={"device": "cpu"})),
     ('Did you mean "device"?', zero(3, offload_optimizer={"devic": "cpu"})),
     ('Did you mean "loss_scale"?', {"fp16": {"loss_scael": 128}}),
