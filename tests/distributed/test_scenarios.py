@@ -15,7 +15,7 @@ from tests.scenarios.ways import WAYS
 
 QUICK = 25  # sequences of a way in one process
 MANY = 400  # the same ones on every machine, so that a failure can be repeated
-SECONDS = 10.0  # for each way: a slow machine tries fewer
+SECONDS = 30.0  # for each way: a slow machine tries fewer
 LEAST = 5
 
 
