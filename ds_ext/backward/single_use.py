@@ -27,9 +27,10 @@ def single_use(loss: Tensor) -> str | None:
     """Returns what allows one backward pass only in the graph of ``loss``; None if nothing does."""
     seen: set[int] = set()  # ids of hooks, which the graph keeps alive
     for node in nodes(loss):
-        if getattr(getattr(node, "_forward_cls", None), "__module__", "") == FORGETFUL:
+        function = getattr(node, "_forward_cls", None)  # if it is written in Python
+        if getattr(function, "__module__", "") == FORGETFUL:
             return "deepspeed.checkpointing"
-        if _donates(getattr(node, "_forward_cls", None)):
+        if _donates(function):
             return "torch.compile, unless torch._functorch.config.donated_buffer was False,"
         for hook in _unpack_hooks(_saved(node)):
             if id(hook) not in seen:
@@ -39,13 +40,13 @@ def single_use(loss: Tensor) -> str | None:
     return None
 
 
-def _donates(compiled: Any) -> bool:
+def _donates(function: Any) -> bool:
     """Whether a function's backward is compiled already, and overwrites buffers; as torch tests."""
     if not getattr(torch._functorch.config, "donated_buffer", False):
         return False
-    if getattr(compiled, "compiled_bw", None) is None:
+    if getattr(function, "compiled_bw", None) is None:
         return False
-    return bool(compiled.metadata.bw_donated_idxs != [])
+    return bool(function.metadata.bw_donated_idxs != [])
 
 
 def _single_use(hook: Callable[..., Any]) -> str | None:
