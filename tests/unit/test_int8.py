@@ -161,6 +161,24 @@ def test_kernels_encode_as_torchs_operations(key, monkeypatch):
     assert all(map(torch.equal, *encoded))
 
 
+@pytest.mark.parametrize("groups", [40, 33])  # whose runs begin at multiples of 16 bytes, or not
+def test_kernels_decode_runs_as_torchs_operations(groups, monkeypatch):
+    """Of ranks, one after another. Every code, the least scale, and groups that are NaN."""
+    torch.manual_seed(0)
+    weights = torch.randn(3, groups, int8.SIZE) * torch.logspace(-38, 37, groups).unsqueeze(1)
+    weights[0, 0] = torch.arange(int8.SIZE) - 128
+    weights[1, 1], weights[2, 0, 7] = 63 * 2.0**-126, torch.inf
+    runs = weights.bfloat16().flatten(1)
+    stored = torch.stack([int8.Int8Weight(run).stored for run in runs]).to(paths.DEVICE)
+    decoded = []
+    for path in ("ops", "kernels"):
+        paths.use(monkeypatch, path)
+        values = torch.zeros_like(runs, device=paths.DEVICE)
+        decoded.append(int8.decode(stored, values).cpu())
+    assert decoded[0][2, : int8.SIZE].isnan().all() and not decoded[0][:2].isnan().any()
+    torch.testing.assert_close(*decoded, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 def test_a_step_is_that_of_a_bf16_model_rounded_once_more(checkpointing):
     plain, model = made(checkpointing), made(checkpointing)

@@ -100,10 +100,21 @@ def encode_int8(values: Tensor, codes: Tensor, scales: Tensor, start: int, key: 
     noise = rounding.noise_table(values.device)
     grid = (-(-n // sizes.ENCODED_GROUPS),)
     constants = {"IS_RANDOM": key is not None, "SIZE": size, "GROUPS": sizes.ENCODED_GROUPS}
+    constants["num_warps"] = sizes.ENCODE_WARPS
     with current(values.device):
         _kernels().encode[grid](
             values, codes, scales.view(torch.int16), noise, n, start, key or 0, **constants
         )
+
+
+def decode_int8(stored: Tensor, values: Tensor, size: int) -> None:
+    """Launches ``int8.decode`` of contiguous runs, [runs, bytes], whose groups have ``size``."""
+    runs, length = stored.shape
+    groups = values.numel() // (runs * size)
+    grid = (-(-groups // sizes.DECODED_GROUPS), runs)
+    constants = {"SIZE": size, "GROUPS": sizes.DECODED_GROUPS}
+    with current(values.device):
+        _kernels().decode[grid](stored, values, groups, length, **constants)
 
 
 def options(warps: int) -> Named:

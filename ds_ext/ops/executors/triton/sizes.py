@@ -25,7 +25,8 @@ FOLD_ROWS, FOLD_COLS = 128, 32  # partial sums per iteration
 # Passes with one program per parameter, which waits for memory: the more warps, the shorter.
 LONG = 2**12  # ``factors``: rows or columns per iteration; ``cached_norm``: tiles
 LONG_WARPS = 32
-ENCODED_GROUPS = 16  # of weights that a program stores in int8
+# Groups of int8 weights that a program stores or expands. A warp alone waits for no other.
+ENCODED_GROUPS, ENCODE_WARPS, DECODED_GROUPS = 4, 1, 16
 
 Constants: TypeAlias = tuple[tuple[str, Any], ...]  # of a kernel: names and values
 Named: TypeAlias = Mapping[str, Any]  # the same by name

@@ -1,4 +1,4 @@
-"""Encodes weights like ops/int8.py on a GPU, with the same codes, scales and random numbers."""
+"""Encodes and decodes weights like ops/int8.py on a GPU, with the same codes and random numbers."""
 
 import triton
 import triton.language as tl
@@ -31,9 +31,10 @@ def encode(
     exponent = tl.where(most == 0, 120, exponent)
     x = x * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
     if IS_RANDOM:
-        element = start + at
-        first = place(key, element // CHUNK) + element.to(tl.uint32)
-        size = (tl.abs(x) * 65536.0).to(tl.int32) + tl.load(noise + first % CHUNK)
+        first = start + group.to(tl.int64) * SIZE  # a group lies within one chunk
+        first = place(key, first // CHUNK) + first.to(tl.uint32)
+        position = (first[:, None] + tl.arange(0, SIZE)[None, :].to(tl.uint32)) % CHUNK
+        size = (tl.abs(x) * 65536.0).to(tl.int32) + tl.load(noise + position)
         size = size >> 16
         # Stored anew, values below 64 codes would get half the scale: they get it here.
         doubles = ((tl.max(size, axis=1) == 63) & (exponent > 1)).to(tl.int32)
@@ -45,3 +46,23 @@ def encode(
     scale = tl.where(most < FINITE, exponent << 7, 0x7FC0)  # as bits of bf16; NaN
     tl.store(codes + at, code.to(tl.int8), mask=has[:, None])
     tl.store(scales + group, scale.to(tl.int16), mask=has)
+
+
+@triton.jit(do_not_specialize=["groups"])
+def decode(
+    stored, values, groups: tl.int32, length: tl.int64, SIZE: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
+    """values ← codes times scales, of a run of ``length`` bytes for each second index of a program.
+
+    The bits of a scale are the upper half of its fp32 number's. All products are exact.
+    """
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    has = group < groups
+    run = tl.program_id(1).to(tl.int64)
+    codes = stored + run * length
+    scales = (codes + groups.to(tl.int64) * SIZE).to(tl.pointer_type(tl.int16), bitcast=True)
+    bits = tl.load(scales + group, mask=has, other=0).to(tl.int32) << 16
+    scale = bits.to(tl.float32, bitcast=True)[:, None]
+    at = group.to(tl.int64)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    x = tl.load(codes + at, mask=has[:, None], other=0).to(tl.float32) * scale
+    tl.store(values + run * groups * SIZE + at, x.to(tl.bfloat16), mask=has[:, None])
