@@ -14,7 +14,7 @@ from tests.scenarios.calls import CALLS
 from tests.scenarios.ways import WAYS
 
 QUICK = 8  # sequences of a way in one process
-MANY = 60  # the same ones on every machine, so that a failure can be repeated
+MANY = 30  # the same ones on every machine, so that a failure can be repeated
 SECONDS = 30.0  # for each way: a slow machine tries fewer
 LEAST = 5
 
