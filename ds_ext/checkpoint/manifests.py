@@ -134,11 +134,15 @@ def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
     them.
 
     Args:
-        folder: the ``save_dir`` of engine.save_checkpoint, or the ``output_dir`` of HF Trainer. For
-            Trainer, pass the result's ``folder`` to ``resume_from_checkpoint``.
+        folder: the ``save_dir`` of engine.save_checkpoint, or the ``output_dir`` of HF Trainer
+            under DeepSpeed. For Trainer, pass the result's ``folder`` to
+            ``resume_from_checkpoint``.
 
     Returns:
         The checkpoint's location; None if there is no such checkpoint.
+
+    Raises:
+        ValueError: the folder has only checkpoints that HF Trainer has saved without DeepSpeed.
     """
     trainers = [
         c
@@ -148,6 +152,11 @@ def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
     ]
     first = str(folder), latest(Path(folder))
     found = [*_complete(Path(folder)), *trainers]
+    if not found and any(Path(folder).glob("checkpoint-*/optimizer.pt")):
+        raise ValueError(
+            f"HF Trainer has saved the checkpoints in {folder} without DeepSpeed: find the newest "
+            "one by transformers.trainer_utils.get_last_checkpoint(folder)."
+        )
     for candidate in sorted(found, key=lambda c: (c[:2] != first, -c.steps)):
         try:
             path = Path(candidate.folder, candidate.tag)

@@ -175,7 +175,8 @@ def unread_keys(
         key = hyperparams.dotted(where, name)
         if name not in known and key not in SETTINGS:
             guess = hyperparams.meant(key, known, {*PLACES, *places})
-            yield f"unknown key {key}, which DeepSpeed ignores.{guess}"
+            ignored = ", which DeepSpeed ignores" if where != "optimizer" else ""
+            yield f"unknown key {key}{ignored}.{guess}"
 
 
 def unread(config: dict[str, Any], optimizer: str) -> Iterator[str]:

@@ -223,7 +223,9 @@ def gradients(
 
 def log_lines(grad_config: GradientConfig, bucket_size: int, config: dict[str, Any]) -> list[str]:
     """Returns log lines about bucket size and clipping of a ``normalized`` config."""
-    lines = [f"buckets of {bucket_size:,} gradient elements (zero_optimization.reduce_bucket_size)"]
+    by = "the default of " if grad_config.bucket_size is None else ""
+    by += "zero_optimization.reduce_bucket_size"
+    lines = [f"buckets of {bucket_size:,} gradient elements ({by})"]
     if config.get("gradient_clipping") is None:
         lines.append(
             "gradient_clipping is not set: nothing is clipped (DeepSpeed's own optimizers would "

@@ -39,7 +39,8 @@ def _message(operation: str) -> str:
         "no tensors, because a pass scales, unscales and rounds them block by block. Use functions "
         'of ds_ext.ops, such as ops.lerp_(s["m"], g, 1 - beta, shard), whose m, times '
         "1 / (1 - beta), is the m of m = beta * m + g; or write an expression with ops.read(g, b) "
-        "in its method block: docs/adding-an-optimizer.md."
+        "in its method block. A rule that computes with other states, such as a Part.whole, leaves "
+        "is_batched out: docs/adding-an-optimizer.md."
     )
 
 

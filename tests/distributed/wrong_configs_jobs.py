@@ -227,6 +227,10 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
     ),
     ("scheduler is", {"scheduler": {"params": {}}}),
     (
+        'unknown key optimizer.param. Did you mean "params"?',
+        {"optimizer": {"type": "AdaLomo", "param": {"lr": 1e-3}}},
+    ),
+    (
         "not supported together with expert_parallel.enabled",
         {"expert_parallel": {"enabled": True}, "sequence_parallel_size": 2},
     ),

@@ -105,6 +105,7 @@ def test_plain_operations_on_a_gradient_raise_on_every_path(operation, is_batche
         one_step(dtype, is_fused)
     assert "cannot read it: p and g of a rule" in str(raised.value)
     assert "is the m of m = beta * m + g" in str(raised.value)
+    assert "such as a Part.whole, leaves is_batched out" in str(raised.value)
 
 
 def by_joint(self, p, g, s, t, shard):

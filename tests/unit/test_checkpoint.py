@@ -151,6 +151,15 @@ def test_the_newest_checkpoint_is_complete_undamaged_and_trainers_own(tmp_path):
     assert manifests.newest_checkpoint(tmp_path / "global_step9") is None
 
 
+def test_checkpoints_of_trainer_without_deepspeed_are_not_taken_for_none(tmp_path):
+    (tmp_path / "checkpoint-10").mkdir()
+    (tmp_path / "checkpoint-10" / "optimizer.pt").write_text("")
+    with pytest.raises(ValueError, match="get_last_checkpoint"):
+        manifests.newest_checkpoint(tmp_path)
+    save(tmp_path, "global_step9", 9)
+    assert manifests.newest_checkpoint(tmp_path).steps == 9
+
+
 def test_the_first_difference_is_named():
     assert consensus._difference({"a": {"b": [1, 2]}}, {"a": {"b": [1, 3]}}) == "a.b[1]: 2 and 3"
     assert consensus._difference({"a": 1}, {"a": 1, "c": 2}) == "c: None and 2"

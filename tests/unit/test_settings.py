@@ -166,6 +166,12 @@ def test_bucket_size():
     assert parsing.gradients({"zero_optimization": {}}).bucket_size is None
     assert bucket_size(5e8) == 500_000_000 and isinstance(bucket_size(5e8), int)
     assert bucket_size(1) == 1 and bucket_size(0) == 0
+    for config, said in (
+        ({}, "(the default of zero"),
+        ({"zero_optimization": {"reduce_bucket_size": 9}}, "(zero"),
+    ):
+        line = parsing.log_lines(parsing.gradients(config), 9, config)[0]
+        assert line.startswith(f"buckets of 9 gradient elements {said}")
 
 
 def test_a_size_of_a_group_divides_the_ranks_or_holds_all_of_them():
