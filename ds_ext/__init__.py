@@ -52,7 +52,8 @@ def __getattr__(name: str) -> type:
 def __dir__() -> list[str]:
     """Returns the public names, with those that ``__getattr__`` finds."""
     special = {name for name in globals() if name.startswith("__")}
-    return sorted({*special, *__all__, "FuseCallback", "MetricsCallback"})
+    yours = {optimizer.__name__ for optimizer in OPTIMIZERS.values()}
+    return sorted({*special, *__all__, *yours, "FuseCallback", "MetricsCallback"})
 
 
 register()

@@ -59,6 +59,7 @@ def test_its_own_test_passes(page):
 
 def test_deepspeed_and_the_planner_know_it(page):
     assert optimizer_names.concerns_us({"optimizer": {"type": "SignSGD"}})
+    assert "SignSGD" in dir(ds_ext)
     rule = OPTIMIZERS["signsgd"].hypers()
     assert memory.optimizer_memory(rule, {"a": (7, 5)}, None, 1, torch.float32, 1).state == 4 * 35
     with pytest.raises(ValueError, match="momentum is 1.5; allowed: a number in"):
