@@ -50,13 +50,15 @@ compare: .venv/.demo
 	$(BIN)/python examples/compare.py $(ARGS)
 
 # DeepSpeed looks for an accelerator itself, and on a machine without one may not settle on the
-# CPU: name it there, and only there.
+# CPU: name it there, and only there. Files run in their order, which ends with short ones: sorted by
+# their number of tests, a long file of one test would come last, on one core.
 test-all: .venv/.oldest .venv/.ir
 test test-all: .venv/.test
 	if ! $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
 	    export DS_ACCELERATOR=$${DS_ACCELERATOR:-cpu}; \
 	fi; \
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKED)" $(ARGS) tests
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(MARKED)" \
+	    $(ARGS) tests
 
 test: MARKED = not slow
 test-all: MARKED = slow
