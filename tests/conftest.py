@@ -1,5 +1,6 @@
 """What every test needs before ds_ext is imported: an accelerator by name, one thread a process."""
 
+import gc
 import os
 
 import torch
@@ -34,6 +35,15 @@ def pytest_configure(config):
 
             interpreter.quicken()
     config.pluginmanager.register(support.Collector(), "support")
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # what was imported is not looked through again, for a second each time
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # or libraries report that their objects are left
 
 
 def pytest_runtest_teardown():

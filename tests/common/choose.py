@@ -74,3 +74,18 @@ def params(cases: Iterable[Any], quick: Container[Any] | Callable[[Any], bool]) 
         )
         for case in cases
     ]
+
+
+def crossed(rules: Iterable[Any], others: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """The parameters of each rule with each of ``others``, of which a ``spread`` is not slow."""
+    rules, others = list(rules), list(others)
+    return params([(rule, *other) for rule in rules for other in others], spread(rules, others))
+
+
+def paired(rules: Iterable[Any], others: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """As ``crossed``, without cases whose pairs of values other cases show."""
+    rules, others = list(rules), list(others)
+    quick = spread(rules, others)
+    return params(
+        pairs([(rule, *other) for rule in rules for other in others], chosen=quick), quick
+    )

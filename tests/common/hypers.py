@@ -51,7 +51,7 @@ _GIVEN = {"relative_step": False}
 # Of random gradients, and of the losses of small models.
 SIMULATED = Table(
     _GIVEN | {"lr": 0.02, "weight_decay": 0.1, "beta1": 0.9, "rank": 3, "update_proj_gap": 2},
-    {"came": {"lr": 2e-3}, "scale": {"momentum": 0.9}, "sinkgd": {"lr": 0.4}},
+    {"came": {"lr": 2e-3}, "scale": {"momentum": 0.9}, "sinkgd": {"lr": 0.4, "iterations": 2}},
 )
 TRAINED = Table(
     _GIVEN | {"lr": 0.01, "beta1": 0.9, "rank": 3},

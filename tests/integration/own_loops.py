@@ -19,7 +19,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from tests.common.ranks import message, whole
 from tests.integration.trainer_jobs import adapted, config, data, load
 
-EPOCHS = 4
+EPOCHS = 3
 ROWS = 12  # of an epoch: three batches a rank, so that of two at a time one is left over
 WARMUP = {"total_num_steps": 20, "warmup_num_steps": 3}
 

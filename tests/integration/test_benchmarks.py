@@ -223,6 +223,7 @@ def test_a_bucket_of_7b_takes_a_few_launches_and_copies(name, launches, copies, 
 
 
 @needs.triton
+@pytest.mark.slow
 def test_a_step_of_a_matrix_runs_few_functions():
     """The most that a step of one matrix may run of ds_ext: the path that a reader follows."""
     printed = subprocess.check_output([sys.executable, "-m", "benchmarks", "path"], text=True)

@@ -297,7 +297,7 @@ def test_a_wrong_value_of_a_config_is_told_by_its_key(config, words, folder, tmp
 def test_a_reader_that_ends_early_is_no_traceback():
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "ds_ext", "plan", "--model", "smollm2-135m"]
+    command = [sys.executable, "-m", "ds_ext", "config", "adalomo"]
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert ended.returncode == 1 and "BrokenPipe" not in ended.stderr, ended.stderr

@@ -73,7 +73,8 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("rows", params(list(STEPS), [1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", STEPS)
 def test_the_config_fits_and_has_no_needless_step(rows, fit, total, folder, tmp_path, capsys):
     table, _ = fit("--batch", rows, "--memory", 100)
     (start,) = table.values()  # everything fits
@@ -195,9 +196,9 @@ def test_it_says_that_accumulation_is_to_be_set(asked, folder, tmp_path, capsys)
 
 def test_nothing_fits(folder, tmp_path, capsys):
     path = tmp_path / "ds.json"
-    given = ("plan", "--model", folder, "--seq", 256, "--fit", path, "--memory", 0.01)
-    told = refused(capsys, *given, "--batch", 8)
-    assert "nothing fits 0.01 GiB. The smallest total is" in told
+    given = ("plan", "--model", folder, "--seq", 8, "--fit", path, "--memory", 0.001)
+    told = refused(capsys, *given, "--batch", 2)
+    assert "nothing fits 0.001 GiB. The smallest total is" in told
     assert "fewer --batch rows" in told and not path.exists()
     assert "--stage 3" not in told  # which is the default
 
@@ -236,6 +237,7 @@ def test_an_existing_file_stays(folder, tmp_path, capsys):
     assert "the file exists: give another name" in told and path.read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_config_for_hf_trainer_has_auto(fit, folder, tmp_path, capsys):
     path = tmp_path / "hf.json"
     given = ("--model", folder, "--seq", 256, "--batch", 4, "--memory", 30 * MIB, "--bucket", SMALL)
@@ -274,10 +276,10 @@ def by_trainer(folder, path):
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
-@pytest.mark.parametrize(
-    "model, rate, whose",
-    [("smollm2-135m", 1e-3, "measured on a model of 135M"), ("qwen3-8b", 5e-4, "LLaMA 7B")],
-)
+RATES = [("smollm2-135m", 1e-3, "measured on a model of 135M"), ("qwen3-8b", 5e-4, "LLaMA 7B")]
+
+
+@pytest.mark.parametrize("model, rate, whose", params(RATES, RATES[:1]))
 def test_rates_are_those_of_the_models_size(model, rate, whose, tmp_path, capsys):
     path = tmp_path / "ds.json"
     given = ["--model", model, "--optimizer", "adalomo", "--memory", "900", "--seq", "8"]
@@ -305,3 +307,5 @@ def test_arguments_for_hf_trainer_name_the_weight_decay(folder, tmp_path, capsys
     assert main(["plan", *map(str, given), "--fit", str(tmp_path / "hf.json")]) == 0
     decay = OPTIMIZERS["flashadamw"].hypers().weight_decay
     assert f"--weight_decay {decay:g}" in capsys.readouterr().out
+    told = json.loads((tmp_path / "hf.json").read_text())["optimizer"]["params"]
+    assert told["weight_decay"] == told["lr"] == "auto"

@@ -178,6 +178,7 @@ def test_passes_are_timed_beside_a_copy_and_adamw():
     assert all(row["ms"] > 0 and row["ms / copy_"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_optimizers_take_turns_with_one_model():
     rows = rehearsed(training_speed)
     assert [row["optimizer"] for row in rows] == [*training_speed.NAMES] * 2

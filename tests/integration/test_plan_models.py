@@ -76,7 +76,7 @@ def small(**changed):
             ["adalomo", "flashadamw"],
             ["", "--checkpointing", "--batch-splits 2", "--batch-splits 4 --chunked-loss"],
         ),
-        [("adalomo", "--checkpointing"), ("flashadamw", "")],
+        [("flashadamw", "")],
     ),
 )
 def test_the_total_is_that_of_a_real_step(name, how, folder, capsys):
@@ -112,8 +112,8 @@ def test_checkpointing_computes_again_what_it_does_not_keep():
         batch = MicroBatch(1, 64, checkpointing)
         return activations.peak(config, torch.float32, batch, GradientLifetime(0))
 
-    kept, again = of(9, False) - of(5, False), of(9, True) - of(5, True)
-    assert again == 4 * 64 * 64 * 4  # its input alone of each layer
+    kept, again = of(5, False) - of(3, False), of(5, True) - of(3, True)
+    assert again == 2 * 64 * 64 * 4  # its input alone of each layer
     assert kept > 5 * again
 
 
@@ -141,6 +141,7 @@ def test_gradients_that_wait_count():
     )
 
 
+@pytest.mark.slow
 def test_gradients_of_a_leaf_module_wait_for_each_other():
     def of(together):
         lifetime = GradientLifetime(1, together=together)
@@ -151,6 +152,7 @@ def test_gradients_of_a_leaf_module_wait_for_each_other():
     assert of(True) > 4 * layer > 2 * of(False)
 
 
+@pytest.mark.slow
 def test_what_comes_from_the_host_with_a_bucket_meets_activations():
     def of(staged):
         batch = MicroBatch(1, 64, False)
@@ -161,7 +163,7 @@ def test_what_comes_from_the_host_with_a_bucket_meets_activations():
     assert of(0.01) == of(0)
 
 
-@pytest.mark.parametrize("name", params([*KINDS], ["qwen3_moe"]))
+@pytest.mark.parametrize("name", params([*KINDS], []))
 def test_activations_of_other_kinds_of_models(name):
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 301, "intermediate_size": 96}
     config = transformers.AutoConfig.for_model(name, **sizes, **KINDS[name])
@@ -194,6 +196,7 @@ def test_a_plan_with_activations_and_the_largest_batch(folder, capsys):
     assert sizes[0] <= 5.01 and sizes[1] >= 4.99
 
 
+@pytest.mark.slow
 def test_gradients_that_are_kept_live_beside_activations(folder, capsys):
     asked = ["--model", folder, "--optimizer", "lomo", "--stage", 0, "--seq", 256, "--batch", 8]
     used, kept = (plan(capsys, *asked, *more)[1]["LOMO, ZeRO-0"] for more in ([], ["--accumulate"]))

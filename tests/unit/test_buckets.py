@@ -10,6 +10,7 @@ from torch import nn
 
 from ds_ext.backward import buckets, reduction
 from tests import worlds
+from tests.common.choose import params
 from tests.common.plain import fuse
 from tests.common.spies import noted
 
@@ -109,12 +110,13 @@ def is_linear(few: int, many: int) -> bool:
     return many <= few * MANY / FEW * 1.2
 
 
-@pytest.mark.parametrize("bucket_size", [10, 2**20])
+@pytest.mark.parametrize("bucket_size", params([10, 2**20], [10]))
 @pytest.mark.parametrize("policy", ["fused", "sharded"])
 def test_a_step_is_linear_in_the_number_of_parameters(policy, bucket_size):
     assert is_linear(step(FEW, policy, bucket_size), step(MANY, policy, bucket_size))
 
 
+@pytest.mark.slow
 def test_a_step_of_two_ranks_is_linear_in_the_number_of_parameters():
     few, many = (worlds.run(2, step, n, "fused", 20)[0] for n in (FEW, MANY))
     assert is_linear(few, many)

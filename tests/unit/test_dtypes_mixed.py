@@ -7,6 +7,7 @@ from torch import nn
 import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import updates
+from tests.common.choose import crossed
 from tests.common.hypers import FOR_ALL, NEEDED
 
 
@@ -40,8 +41,7 @@ CASES += [*(([F32, F64, F32], how) for how in ({}, CLIPPED, KEPT))]
 CASES += [*(([BF16, F64, F32], how) for how in ({}, KEPT))]
 
 
-@pytest.mark.parametrize("dtypes, how", CASES, ids=str)
-@pytest.mark.parametrize("name", FOR_ALL)
+@pytest.mark.parametrize("name, dtypes, how", crossed(FOR_ALL, CASES), ids=str)
 def test_parameters_of_all_dtypes_step_as_those_of_one_do(name, dtypes, how):
     model, plain = make(dtypes), make(dtypes)
     before = {n: p.detach().clone() for n, p in plain.named_parameters()}

@@ -10,6 +10,7 @@ from torch import nn
 
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import paths, table
+from tests.common.choose import params
 from tests.common.updates import error
 from tests.unit.test_precision import number as held
 
@@ -20,7 +21,7 @@ CODES = {  # the ends, those about zero, and some between
     torch.int8: torch.cat([torch.arange(-128, 128, 11), torch.tensor([-1, 0, 1, 127])]),
     torch.int16: torch.cat([torch.arange(-(2**15), 2**15, 4093), torch.tensor([-1, 0, 2**15 - 1])]),
 }
-FEW = {torch.int8: torch.tensor([-128, -64, 64, 127]), torch.int16: torch.tensor([-32768, 32767])}
+FEW = {torch.int8: torch.tensor([-128, 127]), torch.int16: torch.tensor([-32768, 32767])}
 
 
 def half_spacing(w):
@@ -97,7 +98,7 @@ def trained(weights, edit, **hypers):
 
 @pytest.mark.parametrize("mode, close", [("master", 2e-3), ("master24", 2e-2)])
 @pytest.mark.parametrize("edit", [mask, clamp])
-@pytest.mark.parametrize("path", ["ops", "native"])
+@pytest.mark.parametrize("path", params(["ops", "native"], ["native"]))
 def test_100_edited_steps_are_those_of_fp32(path, edit, mode, close, monkeypatch):
     """With the format's error. Dropped residuals would lose most of the update."""
     paths.use(monkeypatch, path)
@@ -113,10 +114,10 @@ def test_fp16_weights_leave_zero_by_small_steps(path, monkeypatch):
     paths.use(monkeypatch, path)
     p = nn.Parameter(torch.zeros(300, dtype=torch.float16))
     optimizer = OPTIMIZERS["lomo"]([p], lr=1e-8, weight_update="master24")
-    for _ in range(100):
+    for _ in range(40):
         p.grad = -torch.ones_like(p)
         optimizer.step()
-    assert torch.allclose(held(optimizer, p).cpu(), torch.tensor(1e-6, device="cpu"), rtol=0.02)
+    assert torch.allclose(held(optimizer, p).cpu(), torch.tensor(4e-7, device="cpu"), rtol=0.02)
 
 
 @pytest.mark.parametrize("mode", ["master", "master24"])

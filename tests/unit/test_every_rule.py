@@ -27,7 +27,11 @@ def simulated_rule(name):
     return OPTIMIZERS[name].hypers(**hypers.SIMULATED[name])
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# Rules that keep what others keep, or whose steps take longest.
+LONG = ("sinkgd", "muon", "apollo", "apollomini", "came", "flashadamw")
+
+
+@pytest.mark.parametrize("name", params(OPTIMIZERS, lambda name: name not in LONG))
 def test_it_has_the_properties_of_every_rule(name):
     """The bases of GaLore, rank 3 here, follow the last bits of 16-bit gradients."""
     check_rule(simulated_rule(name), half_error=0.1 if name == "galoreadamw" else 2e-2)
@@ -36,7 +40,7 @@ def test_it_has_the_properties_of_every_rule(name):
 MANY = [(name, 23) for name in OPTIMIZERS] + [("adalomo", 1024)]
 
 
-@pytest.mark.parametrize("name, ranks", MANY)
+@pytest.mark.parametrize("name, ranks", params(MANY, MANY[:-1]))
 def test_more_ranks_than_elements(name, ranks):
     shapes = ((5,), (1, 7), (4, 5), (5, 4))
     assert sharded_error(name, ranks, 2, shapes=shapes)[0] <= EXACT
@@ -85,8 +89,8 @@ BY_PATH = itertools.product(OPTIMIZERS, ["ops", "native", *["kernels"][: needs.T
 
 
 def is_quick(case):
-    """The kernels of factors, of normalized rows and of moments are the ones that divide."""
-    return case[1] != "kernels" or case[0] in ("adalomo", "came", "scale", "flashadamw")
+    """Of the kernels that divide, those of factors and of moments."""
+    return case[1] != "kernels" or case[0] in ("adalomo", "flashadamw")
 
 
 @pytest.mark.parametrize("name, path", params(BY_PATH, is_quick))

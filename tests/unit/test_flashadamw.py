@@ -19,6 +19,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.rules import REGISTRY, all_rules
 from tests.common import authors, needs, paths, plain, table
+from tests.common.choose import params
 from tests.common.companded import scale_of
 from tests.common.simulated import Formula, errors, ranks_after
 from tests.common.table import SHAPES
@@ -76,7 +77,7 @@ def test_scales_are_those_of_fp16_where_that_is_normal_and_reach_further():
     assert scales.diff().min() > 0 and scales[0] == schema.MIN_SCALE == 2.0**-44
     assert scales[-1] == schema.MAX_SCALE
     assert companding.scale_codes(scales).equal(bits)
-    x = torch.rand(10**5, generator=torch.Generator().manual_seed(0)) * 60 - 40
+    x = torch.rand(10**4, generator=torch.Generator().manual_seed(0)) * 60 - 40
     x = torch.cat([x.exp2(), scales[1:] - scales.diff() / 2]).clamp(2.0**-44, 2.0**20 - 2.0**9)
     found = companding.scales(companding.scale_codes(x))
     assert found.tolist() == [float(scale_of(y)) for y in x]
@@ -201,7 +202,7 @@ def after_a_step(name, hypers, path, monkeypatch):
 
 
 @needs.triton
-@pytest.mark.parametrize("name, hypers", CASES)
+@pytest.mark.parametrize("name, hypers", params(CASES, [CASES[0], CASES[-1]]))
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 def test_any_number_has_the_bits_of_the_ops(name, hypers, monkeypatch):
     expected = after_a_step(name, hypers, "ops", monkeypatch)

@@ -12,7 +12,7 @@ import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import REGISTRY
 from tests.common import by_role, models, updates
-from tests.common.choose import params, spread
+from tests.common.choose import paired, spread
 from tests.common.hypers import FOR_ALL, NEEDED, changed
 from tests.common.plain import mean_step, weights
 from tests.common.states import same
@@ -34,10 +34,7 @@ def optimizer_of(name, model):
     stage=None,
     optimizer="name",
 )
-@pytest.mark.parametrize(
-    "name, checkpointing, bucket",
-    params([(name, *way) for name in REGISTRY for way in WAYS], [*spread(REGISTRY, WAYS)]),
-)
+@pytest.mark.parametrize("name, checkpointing, bucket", paired(REGISTRY, WAYS))
 def test_the_weights_have_the_bits_of_an_ordinary_step(name, checkpointing, bucket):
     plain, model = models.make(checkpointing), models.make(checkpointing)
     ordinary, optimizer = optimizer_of(name, plain), optimizer_of(name, model)
@@ -134,8 +131,9 @@ def test_backward_that_was_not_measured_is_an_error_before_anything_moves():
     assert fused.norm is None
 
 
-@pytest.mark.parametrize("how", [{"max_grad_norm": 0.1}, {"gradient_policy": "sharded"}])
-@pytest.mark.parametrize("name", FOR_ALL)
+@pytest.mark.parametrize(
+    "name, how", spread(FOR_ALL, [({"max_grad_norm": 0.1},), ({"gradient_policy": "sharded"},)])
+)
 def test_a_step_that_is_measured_or_kept_is_skipped_whole(name, how, caplog):
     model, twin = models.make(), models.make()
     optimizer, other = optimizer_of(name, model), optimizer_of(name, twin)

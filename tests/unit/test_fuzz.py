@@ -163,8 +163,8 @@ def simple(kind, shape, worlds):
     return run | {"dtype": torch.float64, "way": "stochastic"}
 
 
-# A fortieth of the examples in `make test`, an eighth in `make test-all`.
-SHARES = [(60, []), (8, [pytest.mark.slow])]
+# Shares of the examples in `make test` and in `make test-all`.
+SHARES = [(150, []), (16, [pytest.mark.slow])]
 
 
 def tried(count):

@@ -1,5 +1,6 @@
 """Joint operations: matrices that are stepped together get the weights of each stepped alone."""
 
+import itertools
 import weakref
 from unittest import mock
 
@@ -19,6 +20,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import lowrank
 from tests.common import paths, table
+from tests.common.choose import paired
 from tests.common.simulated import errors, ranks_after
 from tests.common.spies import noted
 
@@ -42,10 +44,12 @@ def rule_of(setting):
 
 
 # Torch's batched products may add up odd sizes in another order, as they do at other addresses.
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("shape, bound", [((32, 48), 0), ((48, 32), 0), ((13, 29), 5e-6)])
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_bucket_of_equal_matrices_gets_the_weights_of_each_alone(setting, shape, bound, world):
+BUCKETS = itertools.product([((32, 48), 0), ((48, 32), 0), ((13, 29), 5e-6)], [1, 2, 3])
+
+
+@pytest.mark.parametrize("setting, matrices, world", paired(SETTINGS, BUCKETS))
+def test_a_bucket_of_equal_matrices_gets_the_weights_of_each_alone(setting, matrices, world):
+    shape, bound = matrices
     shapes = [shape] * MATRICES
     before = table.weights(shapes, torch.float32)
     steps = table.gradients(STEPS, shapes, torch.float32)

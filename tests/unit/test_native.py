@@ -49,8 +49,10 @@ WAYS += [(torch.bfloat16, "master"), (torch.float16, "stochastic"), (torch.float
 WAYS += [(torch.float16, "master"), (torch.bfloat16, "master24"), (torch.float16, "master24")]
 ALONE = sorted({*REGISTRY} - {*BATCHED})
 ALONE_SHAPES = ((40, 150), (150, 40), (70, 1100), (600, 400))
-CASES = pairs(itertools.product(REGISTRY, WAYS, [3, 1]))
-QUICK = spread(REGISTRY, [(way,) for way in WAYS])  # of any number of ranks
+QUICK = [(*case, 3) for case in spread(REGISTRY, [(way,) for way in WAYS])]
+CASES = pairs(
+    itertools.product(REGISTRY, WAYS, [3, 1]), lambda case: (case[0], *case[1], case[2]), QUICK
+)
 
 
 def test_the_rules_of_the_table_are_batched():
@@ -58,7 +60,7 @@ def test_the_rules_of_the_table_are_batched():
     assert set(BATCHED) == expected
 
 
-@pytest.mark.parametrize("name, way, world", params(CASES, lambda case: case[:2] in QUICK))
+@pytest.mark.parametrize("name, way, world", params(CASES, QUICK))
 def test_equals_the_torch_ops(name, way, world, monkeypatch):
     dtype, mode = way
     monkeypatch.setattr(bf16_products, "is_available", lambda: False)  # their operands are rounded
@@ -213,7 +215,7 @@ EXPERTS = list(
 EXPERTS += [(name, WAYS[0], "kernels") for name in ("adalomo", "came", "lamb")]
 
 
-@pytest.mark.parametrize("name, way, path", params(EXPERTS, EXPERTS[:-2]))
+@pytest.mark.parametrize("name, way, path", params(EXPERTS, EXPERTS[:-3]))
 def test_experts_are_stepped_as_the_ops_do(name, way, path, monkeypatch):
     if path == "kernels" and not needs.TRITON:
         pytest.skip("there is no Triton")

@@ -76,7 +76,9 @@ def test_fp32_equals_the_paper(case, factor, path, monkeypatch):
     paths.use(monkeypatch, path)
     name = case.split()[0]
     hypers = LARGE[name] | SETTINGS[case][0]
-    shapes, number = (FOR_KERNELS, 2) if path == "kernels" else (SHAPES, 3)
+    shapes, number = SHAPES, 3
+    if path == "kernels":  # SinkGD keeps nothing for its next step
+        shapes, number = FOR_KERNELS, 1 if case == "sinkgd defaults" else 2
     before = table.weights(shapes, torch.float32)
     steps = [[g * factor for g in gs] for gs in table.gradients(number, shapes, torch.float32)]
     ours = getattr(ds_ext, PAPERS[name][0].__name__)
@@ -104,11 +106,11 @@ def test_rows_and_columns_of_zeros_stay_as_they_are(name, path, monkeypatch):
 def test_the_largest_singular_value_comes_to_the_target():
     """By many iterations at once, or by one in each of many steps with the same gradient."""
     g = torch.randn(48, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    for many in ({"spectral_iterations": 200}, {}):
+    for many in ({"spectral_iterations": 60}, {}):
         for spectral, target in (("unit", 1.0), ("muon", (48 / 20) ** 0.5)):
             rule = all_rules.SinkGD(lr=1.0, alpha=1.0, spectral=spectral, **many)
             ranks = Ranks(rule, [torch.zeros_like(g)], 3)
-            for _ in range(1 if many else 200):
+            for _ in range(1 if many else 60):
                 before = ranks.params[0].clone()
                 ranks.step([g])
             update = before - ranks.params[0]

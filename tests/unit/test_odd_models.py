@@ -9,6 +9,7 @@ from torch.nn import functional as F
 import ds_ext
 from ds_ext.distributed import dtensors
 from ds_ext.optimizer import OPTIMIZERS, param_checks
+from tests.common.choose import spread
 from tests.common.hypers import FOR_ALL, NEEDED
 
 HOW = {"fused": {}, "sharded": {"gradient_policy": "sharded"}}
@@ -39,8 +40,7 @@ class Words(nn.Module):
         return self.out(self.words(x).mean(1) + self.words(x + 0).sum(1) + self.bags(x))
 
 
-@pytest.mark.parametrize("how", ["plain", *HOW])
-@pytest.mark.parametrize("name", FOR_ALL)
+@pytest.mark.parametrize("name, how", spread(FOR_ALL, [("plain",), *((how,) for how in HOW)]))
 def test_sparse_gradients_are_made_dense(name, how):
     def trained(sparse):
         model = Words(sparse)

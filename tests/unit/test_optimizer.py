@@ -16,6 +16,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 from tests.common import authors, table
+from tests.common.choose import crossed
 from tests.common.hypers import FOR_ALL, SIMULATED
 from tests.common.plain import steps
 from tests.common.simulated import errors
@@ -112,8 +113,7 @@ WRITTEN = [(dtype, "stochastic") for dtype in (torch.float32, torch.bfloat16, to
 WRITTEN += [(torch.bfloat16, "nearest"), (torch.bfloat16, "master"), (torch.float16, "master24")]
 
 
-@pytest.mark.parametrize("dtype, mode", WRITTEN)
-@pytest.mark.parametrize("name", FOR_ALL)
+@pytest.mark.parametrize("name, dtype, mode", crossed(FOR_ALL, WRITTEN))
 def test_resumed_equals_uninterrupted(name, dtype, mode):
     gradients = table.gradients(6)
     through = parameters(dtype)

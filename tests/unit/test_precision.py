@@ -244,10 +244,7 @@ def number(optimizer, param):
 CUTS = list(itertools.product(MODES, HALVES.values(), [1, 2, 3, 7]))
 
 
-@pytest.mark.parametrize(
-    "name, mode, half, world",
-    choose.params([(name, *cut) for name in FOR_ALL for cut in CUTS], choose.spread(FOR_ALL, CUTS)),
-)
+@pytest.mark.parametrize("name, mode, half, world", choose.paired(FOR_ALL, CUTS))
 def test_a_sharded_step_has_the_bits_of_a_whole_one(name, mode, half, world, monkeypatch):
     """Given the same totals: sums in another order may differ in their last bit."""
     monkeypatch.setattr(Shard, "holds_rows", property(lambda _: False))  # as many rounds

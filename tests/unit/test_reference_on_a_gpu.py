@@ -14,6 +14,7 @@ from ds_ext.ops import block_sizes
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner.live_memory import LiveMemory
 from ds_ext.rules import REGISTRY
+from tests.common.choose import crossed
 from tests.common.states import tensors
 from tests.worlds import ROOT
 
@@ -72,8 +73,7 @@ def test_a_parameter_takes_about_the_documented_number_of_operations(name):
         assert abs(found - expected) <= 2 + expected / 20, dtype
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", [*OPTIMIZERS])
+@pytest.mark.parametrize("name, dtype", crossed(OPTIMIZERS, zip(DTYPES)))
 def test_a_step_reads_no_number_of_the_device_and_needs_little_memory(name, dtype):
     optimizer, kept = stepped(name, (4 * 4096, 6144), dtype)  # twelve blocks
     assert kept[0].numel() == 12 * block_sizes.SLICE

@@ -12,6 +12,7 @@ import pytest
 
 from ds_ext.checkpoint import folder, locks, manifests
 from ds_ext.errors import CheckpointError
+from tests.common.choose import params
 from tests.common.manifests import manifest
 from tests.unit.test_saving_over import KEPT, leftovers, save, start, steps_of, texts
 
@@ -132,7 +133,7 @@ def kill(pid: int, reading: int) -> list[int]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", ["folder", "link"])
+@pytest.mark.parametrize("kind", params(["folder", "link"], ["link"]))
 def test_two_jobs_killed_at_random_moments_lose_nothing(tmp_path, kind, request):
     chance = random.Random(0)
     start(tmp_path, kind)

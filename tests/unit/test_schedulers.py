@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler as torch_schedules
 
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import authors, models
+from tests.common.choose import params
 from tests.common.plain import mean_step
 
 STEPS = 12
@@ -137,10 +138,11 @@ HUGGING_FACE = {"linear": {}, "cosine_with_restarts": {"num_cycles": 2}, "invers
 HUGGING_FACE |= {"warmup_stable_decay": {"num_decay_steps": 4}}
 GIVEN = [("torch", name, how) for name in TORCH for how in ("config", "callable", "object")]
 GIVEN += [("Hugging Face", name, how) for name in HUGGING_FACE for how in ("callable", "object")]
+QUICK = [*GIVEN[::2], ("Hugging Face", "linear", "callable")]
 
 
 @pytest.mark.supports(lambda library: f"schedulers of {library}", stage=3, optimizer="LOMO")
-@pytest.mark.parametrize("library, name, given", GIVEN)
+@pytest.mark.parametrize("library, name, given", params(GIVEN, QUICK))
 def test_a_scheduler_is_followed_however_it_is_given(library, name, given):
     def make(optimizer):
         if library == "torch":

@@ -13,7 +13,7 @@ from ds_ext.ops import sixteen_bit
 from ds_ext.ops.shard import Box, Shard, TensorParallelSplit
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import needs, optimizer_ranks, paths, table
-from tests.common.choose import pairs, params
+from tests.common.choose import paired, params
 from tests.common.hypers import FOR_ALL, SIMULATED, changed
 
 SHAPE = (12, 20)
@@ -81,10 +81,9 @@ def whole_and_split(name, hypers, boxes, world, shape=SHAPE, dtype=torch.float64
     return error**0.5 / float(size), states, taken
 
 
-SPLIT = pairs(itertools.product(OPTIMIZERS, DIVIDED, [3, 2, 1]))
-
-
-@pytest.mark.parametrize("name, how, world", SPLIT)
+@pytest.mark.parametrize(
+    "name, how, world", paired(OPTIMIZERS, itertools.product(DIVIDED, [3, 2, 1]))
+)
 def test_a_split_matrix_takes_the_step_of_the_whole(name, how, world):
     error, states, _ = whole_and_split(name, SETTINGS[name], DIVIDED[how], world)
     if name == "flashadamw" and how.startswith(("cols", "qkv")):  # other elements share a scale

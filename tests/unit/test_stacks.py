@@ -22,7 +22,7 @@ from ds_ext.ops.state import zeros
 from ds_ext.optimizer import OPTIMIZERS, expert_stacks, param_groups
 from ds_ext.optimizer.model_view import ModelView
 from tests.common import optimizer_ranks, plain, table
-from tests.common.choose import params
+from tests.common.choose import params, spread
 from tests.common.hypers import FOR_ALL, SIMULATED, changed
 from tests.common.optimizer_ranks import of_rule, step, whole
 from tests.common.simulated import EXACT, errors
@@ -59,10 +59,10 @@ def worst(got, expected, before):
     return max(max(errors(*stacks)) for stacks in zip(got, expected, before, strict=True))
 
 
-BY_RANKS = [*itertools.product(HYPERS, (1, 2, 3, 7)), ("adafactor", 40)]
+BY_RANKS = [*itertools.product(HYPERS, (1, 2, 3, 7)), ("adafactor", 20)]
 
 
-@pytest.mark.parametrize("name, world", params(BY_RANKS, lambda case: case[1] == 3))
+@pytest.mark.parametrize("name, world", params(BY_RANKS, spread(HYPERS, [(2,), (3,)])))
 def test_an_expert_is_stepped_as_a_parameter_of_its_own(name, world):
     before, steps = table.weights(SHAPES), gradients()
     ranks = of_rule(name, before, world, HYPERS[name], 0)
@@ -83,14 +83,14 @@ def test_8_bit_moments_are_rounded_in_an_experts_own_blocks():
         assert worst(whole(ranks), expected, before) <= 1e-6
 
 
-@pytest.mark.parametrize("name", params(HYPERS, ["adafactor", "lamb", "scale"]))
+@pytest.mark.parametrize("name", params(HYPERS, ["scale"]))
 def test_idle_experts_stay_finite_and_move_as_their_decay_says(name):
     before, steps = table.weights(SHAPES, torch.float32), gradients(idle=(0, 2))
     steps = [[g.float() for g in grads] for grads in steps]
     for decay in (0.0, 0.1):
         hypers = HYPERS[name] | {"weight_decay": decay}
         ranks = of_rule(name, before, 3, hypers, 0)
-        step(ranks, *steps * 3)
+        step(ranks, *steps * 2)
         for got, p in zip(whole(ranks), before, strict=True):
             assert got.isfinite().all()
             for i in range(len(p)):
@@ -141,7 +141,7 @@ def test_experts_that_other_ranks_do_not_have_keep_their_noise():
     assert list(state["experts"]) == ["2", "3"]
 
 
-@pytest.mark.parametrize("name", HYPERS)
+@pytest.mark.parametrize("name", params(HYPERS, ["adafactor", "flashadamw", "lomo"]))
 def test_a_checkpoint_of_experts_is_gone_on_from_by_other_ranks(name):
     before, steps = table.weights(SHAPES), gradients()
     straight = of_rule(name, before, 2, HYPERS[name], 0)

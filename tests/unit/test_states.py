@@ -17,7 +17,7 @@ from ds_ext.ops.state import mapped
 from ds_ext.optimizer import OPTIMIZERS, plain_step
 from ds_ext.rules import REGISTRY
 from tests.common import table
-from tests.common.choose import params, spread
+from tests.common.choose import crossed, params, spread
 from tests.common.hypers import SIMULATED, changed
 from tests.common.states import entries, same
 
@@ -83,8 +83,7 @@ def refuses(optimizer, params, saved, match):
     return refused(params, optimizer, lambda: optimizer.load_state_dict(saved), match)
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form, steps", crossed(FORMS, [(0,), (2,)]))
 def test_a_state_of_another_optimizer_is_refused(form, steps):
     """All ordered pairs. Those of one rule with other hyper-parameters load, for these come too:
 
@@ -256,8 +255,7 @@ def test_an_edited_state_is_refused_before_another_bucket_is_stepped(monkeypatch
     assert refused(params, optimizer, lambda: step(params, optimizer), "layers.1 .*v.row")
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("form", KEEPING)
+@pytest.mark.parametrize("form, in_place", crossed(KEEPING, [(False,), (True,)]))
 def test_a_state_that_lies_otherwise_in_memory_or_was_cast_is_followed(form, in_place):
     def strided(x):
         return torch.stack([x, x], dim=-1)[..., 0]

@@ -9,6 +9,7 @@ from ds_ext import ops
 from ds_ext.ops.executors.triton import sizes
 from ds_ext.ops.shard import Shard
 from tests.common import needs, paths, table
+from tests.common.choose import params
 
 # Stacks of small matrices, as weights of convolutions are, and larger matrices.
 SMALL = [(6, 4, 1, 1), (3, 2, 7, 7), (4, 6, 5), (2, 3, 1, 4), (2, 1, 16, 16), (8, 5, 3, 3)]
@@ -17,6 +18,7 @@ CASES = [(shape, path) for shape in (*SMALL, *LARGE) for path in ("ops", "native
 # More than a tile or strip of each size, in Triton's interpreter, whose time is that of programs.
 FOR_KERNELS = [SMALL[-1], (3, 33, 40), (70, 140), (20, 1040)]
 CASES += [(shape, "kernels") for shape in FOR_KERNELS] if needs.TRITON else []
+LONG = [(shape, "kernels") for shape in (FOR_KERNELS[0], FOR_KERNELS[-1])]
 
 
 def runs(shape):
@@ -40,7 +42,7 @@ def exact(x, before, share, shard):
     return row, square.sum(-2), (square / (before.double() + share * row).unsqueeze(-1)).sum(-2)
 
 
-@pytest.mark.parametrize("shape, path", CASES)
+@pytest.mark.parametrize("shape, path", params(CASES, lambda case: case not in LONG))
 def test_sums_of_a_run(shape, path, monkeypatch):
     """In several blocks, some of parts of a matrix, or in strips of one height or another."""
     paths.use(monkeypatch, path)
@@ -79,10 +81,11 @@ def test_long_sums_keep_their_digits(path, shape, monkeypatch):
         assert ((a - b).abs() / b).max() <= 1e-5
 
 
-@pytest.mark.parametrize(
-    "shape, factor", [((5, 7), 3.0), ((2, 33, 40), -0.5), ((3, 700), 3.0), ((3, 1040), -0.5)]
-)
-@pytest.mark.parametrize("path", paths.EACH)
+ROWS = [((5, 7), 3.0), ((2, 33, 40), -0.5), ((3, 700), 3.0), ((3, 1040), -0.5)]
+ROWS = [(path, *rows) for path in ("ops", "native", *["kernels"][: needs.TRITON]) for rows in ROWS]
+
+
+@pytest.mark.parametrize("path, shape, factor", params(ROWS, ROWS[:-2]))
 def test_rows_of_a_run_are_normalized(path, shape, factor, monkeypatch):
     """Those of a quotient with a factor; norms below a bound count as the bound."""
     paths.use(monkeypatch, path)

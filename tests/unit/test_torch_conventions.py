@@ -14,6 +14,7 @@ from ds_ext import hyperparams
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.rules import REGISTRY
 from tests.common import needs, paths
+from tests.common.choose import crossed
 from tests.common.hypers import NEEDED
 from tests.common.simulated import shapes_of
 from tests.common.states import tensors
@@ -197,12 +198,11 @@ def test_a_step_count_that_is_a_tensor_is_loaded(name):
 
 
 EMPTY = ((0,), (0, 3), (3, 0), (2, 0, 3))
-WAYS = [("ops", None), ("native", None), pytest.param("kernels", None, marks=needs.triton)]
+WAYS = [(path, None) for path in ("ops", "native", *["kernels"][: needs.TRITON])]
 WAYS += [("native", how) for how in ({}, {"gradient_policy": "sharded"}, {"max_grad_norm": 1.0})]
 
 
-@pytest.mark.parametrize("path, how", WAYS)
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name, path, how", crossed(RULES, WAYS))
 def test_parameters_without_elements_are_stepped(name, path, how, monkeypatch):
     paths.use(monkeypatch, path)
     model = torch.nn.Linear(3, 4, bias=False)

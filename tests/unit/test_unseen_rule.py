@@ -15,6 +15,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import REGISTRY
 from ds_ext.testing import check_rule
 from tests.common import adan, needs, paths, table
+from tests.common.choose import params
 from tests.common.own_rule import registered
 from tests.common.plain import steps
 
@@ -54,7 +55,7 @@ def test_it_steps_as_its_paper_says(path, monkeypatch):
     assert error(params, grads) < 2e-6
 
 
-@pytest.mark.parametrize("path", paths.EACH)
+@pytest.mark.parametrize("path", params(["ops", "native", "kernels"], ["ops", "native"]))
 def test_it_has_the_properties_of_every_rule(path, monkeypatch):
     """On any number of ranks, resumed, in a batch, in each dtype."""
     paths.use(monkeypatch, path)

@@ -30,13 +30,13 @@ KINDS += [
 ]
 # Native code: how weights are written by each rule, of small shapes. Blocks, and what kernels add
 # up, are the same whatever the rule: each rule and each kind once.
+QUICK = [(*case, "native", (*SHAPES, BLOCKS)) for case in choose.spread(FOR_ALL, KINDS)]
 CASES = [(name, *kind, "native", SHAPES) for name in FOR_ALL for kind in KINDS]
-CASES += [(*case, "native", (*SHAPES, BLOCKS)) for case in choose.spread(FOR_ALL, KINDS)]
-QUICK = list(CASES)
+CASES = choose.pairs(CASES) + QUICK
 if needs.TRITON:
     of_kernels = choose.spread(("adalomo", "lamb", "flashadamw"), [KINDS[0], *KINDS[2:]])
     CASES += [(*case, "kernels", FOR_KERNELS) for case in of_kernels]
-    QUICK += CASES[-1:] + CASES[-len(of_kernels) :][:1]
+    QUICK += CASES[-len(of_kernels) :][:1]
 
 
 def make(name, dtype, mode, shapes=SHAPES):
