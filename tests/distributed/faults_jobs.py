@@ -296,9 +296,9 @@ def late(folder: str) -> dict[str, list[str]]:
             dist.barrier()
 
     try:
-        logged("late", 2.0 * rank, lambda: engine.save_checkpoint(folder, tag="a"))
-        logged("weights", 2.0 * rank, lambda: engine.save_16bit_model(folder))
-        logged("reading", 2.0 * rank, lambda: read(param))
+        logged("late", 1.0 * rank, lambda: engine.save_checkpoint(folder, tag="a"))
+        logged("weights", 1.0 * rank, lambda: engine.save_16bit_model(folder))
+        logged("reading", 1.0 * rank, lambda: read(param))
         logged("together", 0.0, slow)
     finally:
         consensus.PATIENCE = patience

@@ -204,12 +204,13 @@ def compared(case: Case, pretended: bool) -> dict[str, dict[str, Any]]:
         return {k: trained(optimizer, stage, KINDS[k], how, memory) for k in ("none", *kinds)}
 
 
-def resumed(optimizer: str, how: str) -> dict[str, Any]:
-    """Weights of a run without a break, and of runs saved and gone on from with other offload.
+def resumed(optimizer: str, how: str, way: str) -> dict[str, Any]:
+    """Weights of a run without a break, and of one saved and gone on from with other offload.
 
     They are saved between the micro-batches of a step if it has several.
     """
-    found, passes = {}, HOW[how].get("gradient_accumulation_steps", 1)
+    passes = HOW[how].get("gradient_accumulation_steps", 1)
+    before, after = {"to": ({}, BOTH), "from": (BOTH, {}), "param": (PARAM, PARAM)}[way]
     saved, last = passes + passes // 2, STEPS * passes
 
     def train(engine: deepspeed.DeepSpeedEngine, first: int, last: int) -> None:
@@ -218,20 +219,15 @@ def resumed(optimizer: str, how: str) -> dict[str, Any]:
             engine.step()
 
     with shared_folder() as folder, place(pretended=True):
-        for kind, before, after in (("to", {}, BOTH), ("from", BOTH, {}), ("param", PARAM, PARAM)):
-            first = start(optimizer, 3, before, HOW[how])
-            train(first, 0, saved)
-            first.save_checkpoint(folder, tag=kind)
-            if kind == "to":
-                train(first, saved, last)
-                found["none"] = weights(first)
-            second = start(optimizer, 3, after, HOW[how])
-            second.load_checkpoint(folder, tag=kind)
-            found[f"where {kind}"] = where(second)
-            train(second, saved, last)
-            found[kind] = weights(second)
-            for engine in (first, second):
-                engine.destroy()
+        first, second = (start(optimizer, 3, offload, HOW[how]) for offload in (before, after))
+        train(first, 0, saved)
+        first.save_checkpoint(folder)
+        second.load_checkpoint(folder)
+        found: dict[str, Any] = {"where": where(second)}
+        for name, engine in (("unbroken", first), ("resumed", second)):
+            train(engine, saved, last)
+            found[name] = weights(engine)
+            engine.destroy()
     return found
 
 

@@ -1,6 +1,7 @@
 """Runs that are saved and gone on from: as they were, elsewhere, by DeepSpeed's tools."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,13 +48,6 @@ KINDS |= {rule: (rule, hypers) for rule, hypers in TRAINED.items() if rule in {*
 STAGES = (0, 1, 2, 3)
 
 
-class Rows(models.Zoo):
-    """Its rows do not see each other, so that they may be divided among any number of ranks."""
-
-    def forward(self, tokens: torch.Tensor, step: int) -> torch.Tensor:
-        return torch.stack([super(Rows, self).forward(row, step) for row in tokens.split(1)]).mean()
-
-
 class Wide(torch.nn.Module):
     """Weights whose 8-bit moments have several blocks, which cuts go through.
 
@@ -81,7 +75,7 @@ class Wide(torch.nn.Module):
 
 def model_of(kind: str) -> torch.nn.Module:
     torch.manual_seed(7)
-    return Wide() if "8-bit" in kind else Rows(tensors=kind != "flat")
+    return Wide() if "8-bit" in kind else models.Rows(tensors=kind != "flat")
 
 
 def start(
@@ -247,7 +241,7 @@ OTHER_BITS = [
 ]
 OTHER_BITS += [("stochastic", "lomo", 3), ("master", "galore 8-bit", 2)]
 OTHER_BITS += [("master24", "came", 0), ("master24", "lomo", 2), ("master24", "adalomo", 3)]
-OTHER_BITS += [("clipped by the step before", "lamb", 3), ("loss scale", "lamb", 3)]
+OTHER_BITS += [(way, "flash 8-bit", 3) for way in ("clipped by the step before", "loss scale")]
 
 
 def fp32_of(engine: deepspeed.DeepSpeedEngine) -> list[torch.Tensor]:
@@ -305,7 +299,7 @@ def load_over(stage: int) -> None:
     """Loads between the micro-batches of a step, and trains: as if they had not been."""
     whole_step = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
     for module_only in (False, True):
-        engines = [start("came", stage, 7, **whole_step) for _ in range(2)]
+        engines = [start("flash 8-bit", stage, 7, **whole_step) for _ in range(2)]
         with shared_folder() as folder, logged() as said:
             engines[0].save_checkpoint(folder)
             pass_by_pass(engines[0], [9])
@@ -314,7 +308,7 @@ def load_over(stage: int) -> None:
         for engine in engines:
             pass_by_pass(engine, range(2))
         weights = list(map(whole, engines))
-        assert same(*weights) and not same(weights[0], whole(start("came", stage, 7)))
+        assert same(*weights) and not same(weights[0], whole(start("flash 8-bit", stage, 7)))
         lines = [line for line in said if "unfinished step" in line]
         assert len(lines) == (dist.get_rank() == 0)
 
@@ -322,10 +316,11 @@ def load_over(stage: int) -> None:
 def weights_of_an_unfinished_step(stage: int) -> None:
     """Loads only the weights of a checkpoint that was saved between the micro-batches of a step."""
     clip = {"gradient_clipping": 0.5}
-    loading = [start("came", stage, 8, gradient_accumulation_steps=2, **clip) for _ in range(2)]
-    saving = start("came", stage, 7, gradient_accumulation_steps=2, **clip)
+    begin = partial(start, "flash 8-bit", stage, **clip)
+    loading = [begin(8, gradient_accumulation_steps=2) for _ in range(2)]
+    saving = begin(7, gradient_accumulation_steps=2)
     pass_by_pass(saving, range(1))
-    trained = start("came", stage, 7, **clip, ds_ext={"clip_mode": "previous"})
+    trained = begin(7, ds_ext={"clip_mode": "previous"})
     pass_by_pass(trained, range(1))
     clipping = trained.optimizer.fused.clipping
     assert clipping.previous_norm

@@ -123,11 +123,8 @@ def compiled(stage: int | None, how: str, backend: str, max_norm: float) -> dict
 HPZ = {"adalomo": 4, "came": 2} | dict.fromkeys(MATRICES, 2)
 
 
-QUICK = [(case,) for case in COMPILED if case[0] is None]  # at stage 3 it takes 12 s
-
-
 @pytest.mark.supports("ZeRO++ hpZ", stage=3, optimizer="rule")
-@pytest.mark.parametrize("rule", params(HPZ, ["adalomo"]))
+@pytest.mark.parametrize("rule", params(HPZ, []))
 def test_second_copies_of_the_weights_never_go_stale(rule):
     world, run = HPZ[rule], training_jobs.Training(rule, 3)
     found = worlds.once(world, second_copies, run)
@@ -143,7 +140,8 @@ def test_second_copies_of_persistent_parameters_never_go_stale(frozen):
 
 
 @pytest.mark.supports("`torch.compile`", stage=lambda case: case[0], optimizer="AdaLomo")
-@pytest.mark.parametrize("case", params([(case,) for case in COMPILED], QUICK), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COMPILED, ids=str)
 def test_a_compiled_model_is_trained_exactly(case):
     model, max_norm = net(), case[3]
     optimizer = transformers.Adafactor(model.parameters(), lr=0.01, relative_step=False)

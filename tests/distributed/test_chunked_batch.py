@@ -25,7 +25,7 @@ from tests.common.choose import params
 from tests.common.ranks import whole
 from tests.distributed.fully_shard_jobs import whole as whole_dtensors
 
-STEPS, ROWS, LENGTH, VOCAB = 3, 4, 11, 31
+STEPS, ROWS, LENGTH, VOCAB = 2, 4, 11, 31
 SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
@@ -134,10 +134,9 @@ CASES = [
     *(Case(3, rule=rule) for rule in ("lomo", "came")),
     *(Case(stage, chunks=5, given="object") for stage in (0, 3)),
 ]
-QUICK = [Case(2), *CASES[-1:], *(Case(stage, max_norm=0.3, chunks=5) for stage in (3, "fsdp2"))]
 
 
-@pytest.mark.parametrize("case", params(CASES, QUICK))
+@pytest.mark.parametrize("case", params(CASES, [Case(2)]))
 def test_pieces_update_as_the_whole_batch(case):
     before, expected, _ = reference(case, world=2)
     for after, _ in worlds.run(2, train, case):

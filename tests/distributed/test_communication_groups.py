@@ -19,6 +19,7 @@ from ds_ext.distributed import groups
 from ds_ext.distributed.placement import Sharded
 from tests import worlds
 from tests.common import engines
+from tests.common.choose import params
 from tests.common.states import same
 from tests.common.streams import simulated
 from tests.distributed.test_faults import LOST
@@ -129,7 +130,7 @@ def killed(has_own_groups: bool) -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("job", [twice, on_streams, limits])
+@pytest.mark.parametrize("job", params([twice, on_streams, limits], [limits]))
 def test_groups_and_streams_of_their_own_change_no_bit_and_no_time_limit(job):
     worlds.run(2, job)
 

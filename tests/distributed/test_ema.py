@@ -182,7 +182,7 @@ WAYS = [(0, "AdamW"), (1, "AdaLomo"), (2, "AdamW"), (3, "AdamW"), (3, "AdaLomo")
 WAYS += [(2, "Muon"), (3, "Muon"), (None, "AdamW"), ("fsdp2", "AdamW")]
 EMA = "moving averages of the weights (`ema_decay`)"
 ALL = [(ranks, *way) for ranks in (2, 3) for way in WAYS]
-QUICK = [(2, way, rule) for way, rule in WAYS if rule == "AdamW"] + [(3, 3, "AdamW")]
+QUICK = [(2, way, rule) for way, rule in WAYS if rule == "AdamW"]
 
 
 def torchs(start, steps):
@@ -223,7 +223,7 @@ def test_bf16_weights_are_exchanged_with_fp32_averages(stage):
 DIVIDED = [(2, "experts"), (2, "pipeline"), (2, "tensor"), (4, "pipeline"), (4, "tensor")]
 
 
-@pytest.mark.parametrize("ranks, kind", params(DIVIDED, DIVIDED[:3]))
+@pytest.mark.parametrize("ranks, kind", params(DIVIDED, DIVIDED[1:2]))
 def test_ranks_with_different_weights_average_their_own(ranks, kind):
     for got in worlds.once(ranks, divided, kind):
         wanted = torchs(got["start"], got["steps"])

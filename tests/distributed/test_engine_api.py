@@ -179,11 +179,10 @@ def test_each_call_does_what_deepspeed_says_or_tells_what_to_use(job, stage):
 
 RANKS = (1, 2, 3)
 METRICS = [(n, s) for n in RANKS for s in range(4) if n < 3 or s in (1, 3)]
-QUICK_METRICS = [(1, 0), (2, 2), (3, 3)]
 
 
 @pytest.mark.supports("metrics and monitors", stage="stage", optimizer="AdaLomo")
-@pytest.mark.parametrize("ranks, stage", params(METRICS, QUICK_METRICS))
+@pytest.mark.parametrize("ranks, stage", params(METRICS, [(1, 0), (2, 2)]))
 def test_metrics_tell_what_the_step_did(ranks, stage):
     got = worlds.once(ranks, metrics, stage)[0]
     for told, groups in zip(got["told"], got["expected"], strict=True):
@@ -204,7 +203,9 @@ def test_metrics_tell_what_the_step_did(ranks, stage):
         assert [int(samples) for samples, _ in rows] == [4 * ranks * n for n in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("stage, accumulation", [(0, 2), (1, 2), (2, 4), (3, 2)])
+@pytest.mark.parametrize(
+    "stage, accumulation", params([(0, 2), (1, 2), (2, 4), (3, 2)], [(1, 2), (2, 4)])
+)
 def test_steps_and_schedules_of_several_forward_passes_are_deepspeeds(stage, accumulation):
     ours, theirs = (worlds.run(2, counted, stage, how, accumulation)[0] for how in ("sharded", ""))
     assert ours == theirs and len({lr for _, lr, _, _ in ours}) > 1

@@ -13,9 +13,8 @@ from tests.tools.support import of
 RUNS = expert_parallel_jobs.RUNS | experts_jobs.RUNS
 # What `make test` runs.
 QUICK = [
-    *("mixtral-clip-sharded", "mixtral-resumed", "gpt-oss-stage3", "qwen3-muon-stage3"),
-    *("autoep-lomo", "autoep-tensor-adalomo", "autoep-resumed", "moe-clip-sharded-stage2"),
-    *("moe-json-muon", "moe-resumed-ep4", "moe-tensor-came-stage1-ep2"),
+    *("mixtral-clip-sharded", "autoep-tensor-adalomo", "moe-clip-sharded-stage2"),
+    *("moe-json-muon-resumed", "moe-tensor-came-stage1-ep2"),
 ]
 # A basis of GaLore's is as exact as the gap between singular values allows (3e-5 on Intel, 6e-5 on
 # AMD EPYC).

@@ -33,11 +33,9 @@ for kind in ("reentrant", "non-reentrant"):
     CASES[f"muon-{kind}"] = case("muon", checkpointing=kind)
 ALL = [(2, name) for name in CASES]
 ALL += [(3, "adalomo-fused"), (3, "came-plain"), (3, "adalomo-sharded")]
-# Some rules on two ranks, in turn inside backward and after it; cuts that are odd on three.
-QUICK = {(2, f"{rule}-{('fused', 'plain')[i % 2]}") for i, rule in enumerate(FOR_ALL[::2])}
-QUICK |= {(2, "adalomo-sharded"), (3, "adalomo-fused")}
-QUICK |= {(2, "came-reentrant"), (2, "lomo-non-reentrant")}
-QUICK |= {(2, "apollomini-plain"), (2, "muon-fused")}
+# What `make test` runs: each policy, and rules of several kinds.
+QUICK = {(2, name) for name in ("adamw-plain", "lomo-fused", "adalomo-sharded")}
+QUICK |= {(2, name) for name in ("came-reentrant", "muon-fused")}
 AUTHORS = "fp32, each optimizer against its authors' code"
 
 
@@ -111,11 +109,7 @@ def means(name: str, micro: int, checkpointing: str | None) -> list[str]:
     "name, by_fsdp, micro, checkpointing, rule",
     params(
         SEGMENTS,
-        {
-            ("sharded", False, 2, None, "lomo"),
-            ("clipped", False, 1, "reentrant", "lomo"),
-            ("clipped", True, 2, None, "muon"),
-        },
+        {("clipped", False, 1, "reentrant", "lomo"), ("clipped", True, 2, None, "muon")},
     ),
 )
 def test_micro_batches_are_one_step_and_clipped_exactly(name, by_fsdp, micro, checkpointing, rule):
@@ -172,6 +166,6 @@ def test_a_run_goes_on_on_other_ranks_from_torchs_checkpoints(rule, fused, tmp_p
     assert updates.error(got["after"], expected["after"], expected["before"]) <= close
 
 
-@pytest.mark.parametrize("every", params([1, 5], [5]))
+@pytest.mark.parametrize("every", params([1, 20], [20]))
 def test_a_function_of_a_state_dict_that_fails_on_one_rank_fails_on_all(every):
     worlds.run(2, fully_shard_jobs.failing, "flashadamw", every)

@@ -250,7 +250,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.supports("weights stored in int8", stage="stage", optimizer="LOMO")
 @pytest.mark.parametrize(
-    "world, stage", params([(w, s) for w in (2, 1) for s in (0, 1, 2, 3)], [(2, 2), (2, 3)])
+    "world, stage", params([(w, s) for w in (2, 1) for s in (0, 1, 2, 3)], [(2, 3)])
 )
 def test_ranks_store_the_same_codes_and_go_on_from_a_checkpoint(folder, world, stage):
     after, of_stage_0 = (worlds.once(world, run, s, folder(world, s))[0] for s in (stage, 0))
@@ -258,7 +258,7 @@ def test_ranks_store_the_same_codes_and_go_on_from_a_checkpoint(folder, world, s
 
 
 @pytest.mark.parametrize(
-    "world, stage", params([(w, s) for w in (1, 2, 4) for s in (0, 3)], [(1, 3), (4, 3)])
+    "world, stage", params([(w, s) for w in (1, 2, 4) for s in (0, 3)], [(1, 3)])
 )
 def test_any_ranks_load_the_same_codes(folder, world, stage):
     worlds.once(2, run, 3, folder(2, 3))
@@ -282,7 +282,7 @@ WAYS = list(dict.fromkeys([*WAYS, (4, "AdamW")]))
     stage=3,
     optimizer=lambda how: how if how.startswith("Ada") else "LOMO",
 )
-@pytest.mark.parametrize("world, how", params(WAYS, QUICK))
+@pytest.mark.parametrize("world, how", params(WAYS, QUICK[2:]))
 def test_stage_3_takes_the_same_steps_as_stage_0(world, how):
     whole, begin = worlds.once(1, alike, 0, how)[0], made()
     for name in STORED:

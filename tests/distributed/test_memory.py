@@ -16,7 +16,7 @@ from ds_ext.ops import rounding
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory as planner
 from tests import worlds
-from tests.common.choose import params
+from tests.common.choose import pairs, params
 from tests.common.plain import mean_step
 from tests.unit.test_memory import close, held, shapes_of
 
@@ -153,9 +153,8 @@ def trained(model):
 
 RANKS = 2
 KINDS = ["adamw", "adalomo", "came", "flashadamw"]  # the first is DeepSpeed's
-CASES = list(itertools.product(KINDS, range(4), DTYPES))
-QUICK = [("adamw", 2, "bf16"), ("adamw", 3, "bf16"), ("adalomo", 0, "fp32"), ("came", 1, "fp32")]
-QUICK += [("flashadamw", 3, "bf16")]
+QUICK = [("adamw", 3, "bf16"), ("adalomo", 0, "fp32")]
+CASES = pairs(itertools.product(KINDS, range(4), DTYPES), chosen=QUICK)
 
 
 @pytest.mark.parametrize("kind, stage, dtype", params(CASES, QUICK))
@@ -170,6 +169,6 @@ def test_deepspeed_holds_what_is_planned(kind, stage, dtype):
     assert close(planned, worlds.once(RANKS, measure, kind, stage, dtype)[0])
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", params([True, False], [True]))
 def test_a_checkpointed_block_releases_its_frozen_weights(reentrant):
     worlds.run(RANKS, frozen_in_backward, reentrant)

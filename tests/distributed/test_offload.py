@@ -52,14 +52,7 @@ WORLDS = {  # ranks, cases, whether the device is pretended
     "cpu": (2, FEW, False),
 }
 CHECKED = [(world, *case) for world, (_, cases, _) in WORLDS.items() for case in cases]
-# Each kind of state, what accumulates and averages, and models built under zero.Init.
-QUICK = [case for case in CASES if case[2] in ("averaged", "accumulated")][:2] + [CASES[0]]
-QUICK += [case for case in CASES if case[0] in ("flash", "galore 8-bit")]
-QUICK += [
-    ("came", 2, "bf16", ("state",)),
-    ("galore", 3, "projected", ("both",)),
-    ("muon", 3, "zero init", ("both",)),
-]
+QUICK = CASES[:1]
 
 
 def is_quick(checked: tuple[Any, ...]) -> bool:
@@ -248,19 +241,19 @@ def test_offload_of_almost_nothing_is_told_of(name):
         assert not told(beta1=0.9)
 
 
-@pytest.mark.parametrize("optimizer, how", params(SAVED, SAVED[:2]))
-@pytest.mark.parametrize("way", ["to", "from", "param"])
+@pytest.mark.parametrize("optimizer, how", params(SAVED, SAVED[1:2]))
+@pytest.mark.parametrize("way", params(["to", "from", "param"], ["to"]))
 def test_runs_are_gone_on_from_with_and_without_offload(optimizer, how, way):
-    for runs in worlds.once(2, offload_jobs.resumed, optimizer, how):
-        assert same_bits(runs["none"], runs[way])
+    for runs in worlds.run(2, offload_jobs.resumed, optimizer, how, way):
+        assert same_bits(runs["unbroken"], runs["resumed"])
         places = {"to": (HOST, HOST), "from": (DEVICE, DEVICE), "param": (HOST, DEVICE)}[way]
-        assert runs[f"where {way}"] == {"runs": {places[0]}, "states": {places[1]}}
+        assert runs["where"] == {"runs": {places[0]}, "states": {places[1]}}
 
 
 LENT = [(stage, how) for stage in (0, 2, 3) for how in ("bf16 master", "accumulated")]
 
 
-@pytest.mark.parametrize("stage, how", params(LENT, [(3, "accumulated")]))
+@pytest.mark.parametrize("stage, how", params(LENT, [(0, "accumulated")]))
 def test_states_are_lent_to_the_host_and_come_back(stage, how):
     for got in worlds.run(2, offload_jobs.lent, stage, how):
         for name, p in got["weights False"].items():

@@ -348,16 +348,16 @@ def piped(zero: int) -> dict[str, Any]:
 
 STAGES = {"tensor parallelism": (0, 3), "sequences": (1, 3), "experts": (1, 2), "offload": (2, 3)}
 CASES = [(layout, stage) for layout, stages in STAGES.items() for stage in stages]
-QUICK = [("tensor parallelism", 0), ("sequences", 3), ("experts", 1), ("offload", 3)]
+ONE_EACH = [("tensor parallelism", 0), ("sequences", 3), ("experts", 2), ("offload", 3)]
 
 
-@pytest.mark.parametrize("layout, stage", params(CASES, QUICK[:3]))
+@pytest.mark.parametrize("layout, stage", params(CASES, [("sequences", 3)]))
 def test_one_projected_gradient_is_as_good_as_a_whole_one(layout, stage):
     for error in worlds.run(2, projected, layout, stage):
         assert error <= 1e-5
 
 
-QUICK_EDITS = [("experts", 1, 1, 0.05), ("sequences", 3, 2, 0.05), ("offload", 3, 1, 0.05)]
+QUICK_EDITS = [("experts", 1, 1, 0.05), ("sequences", 3, 2, 0.05)]
 EDITED = [(*at, *how) for at in CASES for how in ((1, 0.0), (1, 0.05), (2, 0.05))]
 EDITED = pairs(EDITED, lambda case: (case[0], case[1], case[2:]), QUICK_EDITS)
 
@@ -371,7 +371,8 @@ def test_edits_of_groups_are_followed_by_any_loss(layout, stage, passes, max_nor
         assert later == (False, False, False, False, False, True)  # after its group was removed
 
 
-@pytest.mark.parametrize("layout, stage", params(CASES, QUICK[3:]))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout, stage", ONE_EACH)
 def test_states_of_another_dtype_are_loaded_by_other_numbers_of_ranks(layout, stage, tmp_path):
     worlds.run(2, saved, layout, stage, str(tmp_path))
     assert not (tmp_path / "resized").exists()
@@ -379,7 +380,7 @@ def test_states_of_another_dtype_are_loaded_by_other_numbers_of_ranks(layout, st
         worlds.run(world, loaded, layout, stage, str(tmp_path))
 
 
-@pytest.mark.parametrize("world, zero", params([(2, 0), (2, 1), (4, 1)], [(2, 1)]))
+@pytest.mark.parametrize("world, zero", params([(2, 0), (2, 1), (4, 1)], []))
 def test_edits_of_groups_are_followed_by_a_pipeline_and_saved(world, zero):
     ranks = worlds.run(world, piped, zero)
     before = {n: p for rank in ranks for n, p in rank["before"].items()}

@@ -129,7 +129,7 @@ def by_hand(model):
     return by_role.Several(each)
 
 
-@pytest.mark.parametrize("ranks, stage", params(CASES, {(2, 1), (2, 3)}))
+@pytest.mark.parametrize("ranks, stage", params(CASES, {(2, 3)}))
 def test_each_parameter_is_stepped_by_its_own_rule(ranks, stage):
     got = worlds.run(ranks, train, stage)[0]
     torch.manual_seed(0)
@@ -161,7 +161,7 @@ def by_torch(spares_biases):
     return engines.alone(model, optimizer, loss_of, 4)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", params([1, 3], [3]))
 @pytest.mark.parametrize("name", ["ds_ext.AdamW", "DS_EXT.adamw", "AdamW"])
 def test_a_name_that_both_have_is_deepspeeds_without_the_prefix(name, stage):
     ours = name != "AdamW"

@@ -106,17 +106,17 @@ def test_a_run_goes_on_with_other_stages_and_ranks(rule, way, tmp_path):
         run = run_of(rule, stages, zero, scheduler=SCHEDULE)
         return worlds.run(ranks, pipelines_jobs.go_on, run, str(tmp_path / folder), first, last)
 
-    whole = go_on((2, 2, 1), "whole", 0, 6)
+    whole = go_on((2, 2, 1), "whole", 0, 3)
     for i, own in enumerate(WAYS_ON[way]):
-        results = go_on(own, "broken", 2 * i, 2 * i + 2)
+        results = go_on(own, "broken", i, i + 1)
         for result in results:
-            assert result["steps"] == 2 * i + 2
-            assert not i or result["client"] == {"saved after": 2 * i}
+            assert result["steps"] == i + 1
+            assert not i or result["client"] == {"saved after": i}
     before, after = merged(whole, "before"), merged(whole, "after")
     ended = merged(results, "after")
     assert error(ended, after, before) <= CLOSE.get(rule, 1e-6)
     if way == "other stages":  # one pipeline all the time: its buffer counts micro-batches
-        assert [float(b) for got in results for b in got["seen"].values()] == [6 * 4]
+        assert [float(b) for got in results for b in got["seen"].values()] == [3 * 4]
     assert results[0]["lr"] == pytest.approx(whole[0]["lr"])
     layers = [name for name in results[0]["files"] if name.startswith("layer_")]
     every = [f"layer_{i:02d}-model_states.pt" for i in (0, 1, 3, 4, 5, 6)]
@@ -126,9 +126,7 @@ def test_a_run_goes_on_with_other_stages_and_ranks(rule, way, tmp_path):
 POISONED = [(ranks, stages, zero, dtype) for ranks, stages, zero in WAYS[:3] for dtype in DTYPES]
 
 
-@pytest.mark.parametrize(
-    "ranks, stages, zero, dtype", params(POISONED, [(4, 2, 0, "fp32"), (2, 2, 1, "fp16")])
-)
+@pytest.mark.parametrize("ranks, stages, zero, dtype", params(POISONED, [(2, 2, 1, "fp16")]))
 def test_what_is_not_finite_on_one_stage_skips_the_step_on_all(ranks, stages, zero, dtype):
     run = run_of("adalomo", stages, zero, **DTYPES[dtype])
     for bad_stage in range(2 if stages == 2 else 1):
@@ -165,6 +163,7 @@ def test_sixteen_bits_follow_fp32(ranks, stages, zero, dtype):
         assert (p.float() - after[n]).norm() <= 0.3 * update + resolution, n
 
 
+@pytest.mark.slow
 def test_the_noise_of_rounding_does_not_depend_on_stages():
     def trained(stages):
         run = run_of("adalomo", stages, 1, **DTYPES["bf16"], gradient_clipping=0)
@@ -183,7 +182,7 @@ ALIKE |= {"checkpointed non-reentrantly": ("adalomo", {"pipeline": {"use_reentra
 ALIKE |= {"offloaded": ("came", {"zero_optimization": CPU}, 0)}
 
 
-@pytest.mark.parametrize("name", params(ALIKE, ["checkpointed", "offloaded"]))
+@pytest.mark.parametrize("name", params(ALIKE, ["checkpointed"]))
 def test_what_changes_no_bits(name):
     rule, more, checkpointing = ALIKE[name]
     usual = worlds.once(2, pipelines_jobs.train, run_of(rule, 2, 1))
@@ -216,7 +215,7 @@ def test_what_is_told_is_of_the_whole_model():
 
 
 BY_ROLE = [(rule, *way) for rule, *way in spread([r for r in REGISTRY if REGISTRY[r].roles], WAYS)]
-QUICK_BY_ROLE = [c for c in BY_ROLE if c[0] in ("apollo", "muon")]
+QUICK_BY_ROLE = [c for c in BY_ROLE if c[0] == "muon"]
 BY_ROLE += [c for rule in MATRICES for z in (0, 1) if (c := (rule, 2, 2, z)) not in BY_ROLE]
 
 

@@ -19,16 +19,14 @@ from tests.tools import old_checkpoints
 
 EXACT = 1e-6  # of the update of the whole model
 # What `make test` runs: each kind of state at one stage.
-QUICK = [("came", 3), ("adafactor", 0), ("flash 8-bit", 1), ("galore 8-bit", 2)]
-QUICK += [("apollo", 0), ("averaged", 3)]
-QUICK_ELSEWHERE = [("galore 8-bit", 2), ("apollo", 0)]
+QUICK = [("adafactor", 0), ("flash 8-bit", 1), ("galore 8-bit", 2), ("came 8-bit", 3)]
+QUICK_ELSEWHERE = [("galore 8-bit", 2)]
 # A run is saved or loaded at all four stages, wherever it begins. Each kind begins at one.
-ELSEWHERE = QUICK_ELSEWHERE + [
-    (kind, i % 4) for i, kind in enumerate(KINDS) if kind not in dict(QUICK_ELSEWHERE)
-]
+ELSEWHERE = [("galore 8-bit", 2), ("apollo", 0)]
+ELSEWHERE += [(kind, i % 4) for i, kind in enumerate(KINDS) if kind not in dict(ELSEWHERE)]
 QUICK_BITS = [("fp32", *case) for case in QUICK]
-QUICK_BITS += [("stochastic", "adalomo", 2), ("master24", "adalomo", 3)]
-QUICK_BITS += [("clipped by the step before", "lamb", 3), ("loss scale", "lamb", 3)]
+QUICK_BITS += [("master", "galore 8-bit", 2)]
+QUICK_BITS += [(way, "flash 8-bit", 3) for way in ("clipped by the step before", "loss scale")]
 
 
 def optimizer(kind: str) -> str:
@@ -80,7 +78,7 @@ def test_gone_on_from_on_another_number_of_ranks_and_stage(folder, kind, stage):
 
 @pytest.mark.parametrize("stage", params([2, 3], [3]))
 def test_a_rank_opens_the_first_rank_s_files_and_its_own(stage):
-    worlds.run(3, resume_jobs.opened_files, "adamw", stage)
+    worlds.run(3, resume_jobs.opened_files, "flash 8-bit", stage)
 
 
 @pytest.mark.parametrize("kind, stage", params([("came", 3), ("adamw", 2), ("galore", 0)], []))
@@ -98,7 +96,7 @@ WAITING += [("apollo", 1), ("apollomini", 2)]
 
 
 @pytest.mark.supports("resume between micro-batches", stage="stage", optimizer="kind")
-@pytest.mark.parametrize("kind, stage", params(WAITING, [("came", 3)]))
+@pytest.mark.parametrize("kind, stage", params(WAITING, [("came", 1)]))
 def test_gradients_that_wait_are_gone_on_from(folder, kind, stage):
     at = folder("kept", kind, stage)
     whole = worlds.once(2, resume_jobs.accumulate, at, kind, stage, "write")[0]
@@ -106,7 +104,7 @@ def test_gradients_that_wait_are_gone_on_from(folder, kind, stage):
     assert error(one["after"], whole["after"], whole["before"]) <= CLOSE.get(kind, EXACT)
 
 
-@pytest.mark.parametrize("stage", params(STAGES, [2, 3]))
+@pytest.mark.parametrize("stage", params(STAGES, [3]))
 def test_a_load_between_micro_batches_drops_the_step_and_says_so(stage):
     worlds.run(2, resume_jobs.load_over, stage)
 
@@ -115,7 +113,7 @@ def test_a_load_names_the_hyper_parameters_that_it_changes():
     worlds.run(2, resume_jobs.other_hypers, 2)
 
 
-@pytest.mark.parametrize("stage", params(STAGES, [1, 3]))
+@pytest.mark.parametrize("stage", params(STAGES, [1]))
 def test_weights_of_an_unfinished_step_begin_a_new_one(stage):
     worlds.run(2, resume_jobs.weights_of_an_unfinished_step, stage)
 
@@ -167,7 +165,7 @@ def compare(path, found):
 OLD = [(version, *target) for version in VERSIONS for target in TARGETS]
 
 
-@pytest.mark.parametrize("version, ranks, stages", params(OLD, [*spread(VERSIONS, TARGETS)]))
+@pytest.mark.parametrize("version, ranks, stages", params(OLD, [spread(VERSIONS, TARGETS)[1]]))
 def test_engines_load_checkpoints_of_earlier_versions(archive, version, ranks, stages):
     first, *others = worlds.run(ranks, old_checkpoints.load_on_ranks, str(archive(version)), stages)
     assert len(first) == len(list(archive(version).glob("*/zero?.weights.pt")))

@@ -196,11 +196,9 @@ COMPARED = [name for name, run in RUNS.items() if run.planted and run.how == "en
 
 ALL = [(n, name) for n in RANKS for name in COMPARED if n < 3 or ON_THREE in name]
 ALL = [(n, name) for n, name in ALL if n == 2 or RUNS[name].rule == "lomo"]
-# Static and dynamic scales, both policies, all stages.
-QUICK = [(2, "stage0-fused-0.1-dynamic-True"), (2, "stage1-sharded-0.0-64.0-True")]
-QUICK += [(2, "stage1-sharded-0.0-dynamic-True"), (2, "stage2-fused-0.0-64.0-True")]
-QUICK += [(2, "stage2-sharded-0.1-dynamic-True"), (2, "stage3-fused-0.1-64.0-True")]
-QUICK += [(2, "stage3-sharded-0.1-dynamic-True"), (3, "stage3-sharded-0.1-64.0-True")]
+# Static and dynamic scales, both policies.
+QUICK = [(2, "stage1-sharded-0.0-dynamic-True"), (2, "stage2-fused-0.0-64.0-True")]
+QUICK += [(2, "stage3-sharded-0.1-dynamic-True")]
 ALL = pairs(ALL, lambda case: (case[0], *astuple(RUNS[case[1]])), QUICK)
 
 
@@ -252,7 +250,7 @@ def test_a_loss_that_is_not_scaled_is_an_error_before_anything_moves(ranks):
 
 AUTOCAST = [(n, stage, "adalomo") for n in (1, 2) for stage in range(4)] + [(3, 3, "adalomo")]
 AUTOCAST += [(2, stage, "muon") for stage in range(4)]
-QUICK_AUTOCAST = [(2, stage, "adalomo") for stage in range(4)]
+QUICK_AUTOCAST = [(2, stage, "adalomo") for stage in (1, 3)]
 
 
 @pytest.mark.supports("`torch_autocast`", stage="stage", optimizer="rule")

@@ -13,8 +13,8 @@ from tests.scenarios import driver, odd_rule, search
 from tests.scenarios.calls import CALLS
 from tests.scenarios.ways import WAYS
 
-QUICK = 25  # sequences of a way in one process
-MANY = 400  # the same ones on every machine, so that a failure can be repeated
+QUICK = 8  # sequences of a way in one process
+MANY = 30  # the same ones on every machine, so that a failure can be repeated
 SECONDS = 30.0  # for each way: a slow machine tries fewer
 LEAST = 5
 
@@ -44,7 +44,7 @@ FEATURES = ["freezing and unfreezing layers", "hyper-parameters per parameter gr
     stage="stage",
     optimizer="AdaLomo",
 )
-@pytest.mark.parametrize("way, stage, policy, clip", params(EVERY, SOME))
+@pytest.mark.parametrize("way, stage, policy, clip", params(EVERY, [SOME[0], SOME[-1]]))
 def test_every_call_is_right_at_every_stage(way, stage, policy, clip):
     """Each is followed by a step, which shows what it has left behind."""
     setup, _ = driver.made(way, 3)

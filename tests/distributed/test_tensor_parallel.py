@@ -15,9 +15,8 @@ from tests.tools.support import of
 CLOSE = hypers.CLOSE | {"sinkgd": 1e-4}
 # What `make test` runs: each way of dividing, at one stage or another.
 QUICK = [
-    *("llama-came-1", "llama-muon-3", "bert-lamb-3", "fused-0", "tied-1"),
-    *("clip-1", "accumulate-2", "resume-3", "llama-scale-2", "sequences-lomo-1"),
-    *("sequences-came-0", "sequences-adalomo-3-saved", "sequences-muon-3"),
+    *("llama-came-1", "llama-muon-3", "bert-adafactor-1", "fused-0", "tied-1"),
+    "sequences-lomo-1",
 ]
 # Without data parallelism: each stage, with clipping, and with accumulation.
 ALONE = ["llama-came-0", "clip-1", "llama-came-2", "accumulate-3", "clip-muon-3"]
@@ -41,7 +40,7 @@ def test_four_ranks_equal_one_process(name):
     compare(name, 4)
 
 
-@pytest.mark.parametrize("name", params(ALONE, ["llama-came-2"]))
+@pytest.mark.parametrize("name", params(ALONE, ["llama-came-2", "clip-1"]))
 def test_two_ranks_without_data_parallelism_equal_one_process(name):
     compare(name, 2)
 
@@ -62,7 +61,7 @@ def compare(name, ranks):
 def test_the_cases_divide_unevenly_and_in_every_way():
     """Rows, columns, a fused matrix, biases of both kinds, a vocabulary."""
     boxes = {}
-    for name in ("llama-came-1", "bert-lamb-3", "fused-0", "tied-1"):
+    for name in ("llama-came-1", "bert-adafactor-1", "fused-0", "tied-1"):
         boxes |= worlds.once(4, tensor_parallel_jobs.error, name)[0]["held"]
     sizes = {n: [sum(b.numel for b in part) for part in parts] for n, parts in boxes.items()}
     assert any(a != b for a, b in sizes.values())

@@ -103,8 +103,7 @@ CASES = [
     Case(3, 0.0, "sharded", tied=True, accumulation=2),
     *(Case(stage, CLIP, reentrant=reentrant) for stage in (2, 3) for reentrant in (True, False)),
 ]
-# What `make test` runs: some of each kind, at each stage.
-QUICK = [(case,) for case in CASES[::3]]
+QUICK = [(case,) for case in CASES[::5]]
 
 
 @pytest.mark.parametrize("case", params([(case,) for case in CASES], QUICK), ids=str)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests import worlds
+from tests.common.choose import params
 
 
 def total(x: float) -> tuple[int, torch.Tensor, int]:
@@ -72,14 +73,14 @@ def hang(rank: int) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(
-    "job, words",
-    [
-        (fail, ["rank 1 raised", "ValueError: this rank fails", "said before", "in fail"]),
-        (die, ["rank 1 died with exit status 7", "rank 0 "]),
-        (hang, ["rank 1 had not ended after 2 s", "in hang"]),
-    ],
-)
+FAILING = [
+    (fail, ["rank 1 raised", "ValueError: this rank fails", "said before", "in fail"]),
+    (die, ["rank 1 died with exit status 7", "rank 0 "]),
+    (hang, ["rank 1 had not ended after 2 s", "in hang"]),
+]
+
+
+@pytest.mark.parametrize("job, words", params(FAILING, FAILING[:2]))
 def test_a_rank_that_fails_is_told_at_once_and_the_next_job_runs(job, words):
     worlds.run(2, total, 1.0)
     began = time.monotonic()
@@ -90,12 +91,16 @@ def test_a_rank_that_fails_is_told_at_once_and_the_next_job_runs(job, words):
     assert len(worlds.run(2, total, 1.0)) == 2
 
 
+ALONE = [("raises", "ValueError: as asked"), ("dies", "died with -11"), ("hangs", "2 s")]
+
+
 def test_a_failed_run_fails_again_without_a_new_run():
     for _ in range(2):
         with pytest.raises(AssertionError, match="this rank fails"):
             worlds.once(2, fail, 0)
 
 
+@pytest.mark.slow
 def test_a_fresh_world_tells_how_its_ranks_ended():
     ended = worlds.fresh(2, die, 1)
     assert [rank.code for rank in ended] == [1, 7]
@@ -105,9 +110,7 @@ def test_a_fresh_world_tells_how_its_ranks_ended():
     assert [rank.code for rank in worlds.fresh(2, hang, 1, timeout=1, limit=4)] == [1, -9]
 
 
-@pytest.mark.parametrize(
-    "how, words", [("raises", "ValueError: as asked"), ("dies", "died with -11"), ("hangs", "2 s")]
-)
+@pytest.mark.parametrize("how, words", params(ALONE, ALONE[:2]))
 def test_a_process_alone_tells_how_it_ended(how, words):
     assert worlds.alone(lonely, "ends") == (False, "well")
     with pytest.raises(AssertionError, match=words):

@@ -38,24 +38,20 @@ RANKS = (1, 2, 3)
 FACTORED = ("adalomo", "adafactor", "came")  # rounds of matrices begin with sums of g²
 WITHOUT_SUMS = ("lomo", "adamw", "lamb", "lion")  # states or weights change before, if any travel
 
-# What `make test` runs: each rule at a stage, which go round, and each habit once.
-AT = ("", "-stage1", "-plain", "-stage2", "-stage0")
+# What `make test` runs: each rule at a stage, which go round, and some habits.
+AT = ("-stage1", "-plain", "-stage2", "-stage0")
 QUICK = {(2, rule + at) for rule, at in zip(RULES, cycle(AT))}  # noqa: B905
 QUICK |= {
-    *((2, name) for name in ("adalomo-partitioned", "came-decay-json", "adafactor-zero-init")),
-    *((2, name) for name in ("adafactor-reentrant", "lomo-nonreentrant", "came-stage2-reentrant")),
-    (2, "adalomo-plain-reentrant"),
-    *((2, f"adalomo-bf16-stage{stage}") for stage in (1, 3)),
-    *((1, name) for name in ("came", "lomo-stage0")),
-    (3, "came"),
-    *((2, name) for name in ("apollo-stage3", "muon-stage2", "muon-plain", "muon-zero-init")),
-    *((2, "muon-stage1-reentrant"), (3, "apollomini-stage1")),
+    *((2, name) for name in ("adalomo", "adalomo-bf16-stage1", "adafactor-reentrant")),
+    *((2, name) for name in ("apollo-plain", "muon-zero-init", "muon-stage1-reentrant")),
+    *((1, "came"), (3, "apollomini-stage1")),
 }
 # Each rule at each stage, and pairs of all else.
 ALL = pairs(
     TABLE,
     lambda case: (case[0], *CASES[case[1]].settings),
-    QUICK | {(2, rule + at) for rule in REGISTRY for at in (*AT, "-stage3") if rule + at in CASES},
+    QUICK
+    | {(2, rule + at) for rule in REGISTRY for at in ("", *AT, "-stage3") if rule + at in CASES},
 )
 EXACT = [c for c in ALL if not CASES[c[1]].extra]
 
@@ -173,7 +169,7 @@ BF16 = [(n, stage) for n in (1, 2) for stage in range(4)] + [(3, 3)]
 
 
 @pytest.mark.supports("bf16 weights", stage="stage", optimizer="AdaLomo")
-@pytest.mark.parametrize("ranks, stage", params(BF16, [(2, stage) for stage in range(4)]))
+@pytest.mark.parametrize("ranks, stage", params(BF16, [(2, 1)]))
 def test_bf16_follows_fp32(ranks, stage):
     got = worlds.once(ranks, zero_jobs.train, f"adalomo-bf16-stage{stage}")[0]
     exact = worlds.once(ranks, zero_jobs.train, "adalomo")[0]

@@ -71,7 +71,7 @@ def llama(dtype: str) -> nn.Module:
     return model.to(DTYPES[dtype])
 
 
-def curve(rule: str, way: str, dtype: str) -> list[str]:
+def curve(rule: str, way: str, dtype: str, steps: int) -> list[str]:
     """Trains -> the mean loss over all ranks before each step."""
     model = llama(dtype)
     if way == "fsdp2":
@@ -95,7 +95,7 @@ def curve(rule: str, way: str, dtype: str) -> list[str]:
     else:
         ds_ext.fuse_into_backward(model, optimizer, bucket_size=4000)
     losses = []
-    for rows in batches():
+    for rows in batches()[:steps]:
         if way != "plain":
             rows = rows.chunk(dist.get_world_size())[dist.get_rank()]
         loss = engine(input_ids=rows, labels=rows).loss
@@ -109,14 +109,14 @@ def curve(rule: str, way: str, dtype: str) -> list[str]:
     return [str(loss) for loss in found.numpy()]
 
 
-def on_ranks(rules: list[str], ways: tuple[str, ...]) -> dict[str, Curves]:
+def on_ranks(rules: list[str], ways: tuple[str, ...], steps: int) -> dict[str, Curves]:
     """The curves of each rule, on all ranks of this world."""
-    return {r: {f"{w} {d}": curve(r, w, d) for w in ways for d in DTYPES} for r in rules}
+    return {r: {f"{w} {d}": curve(r, w, d, steps) for w in ways for d in DTYPES} for r in rules}
 
 
-def measured(rules: list[str]) -> dict[str, Curves]:
-    one = worlds.run(1, on_ranks, rules, WAYS[:1], limit=1200)[0]
-    two = worlds.run(2, on_ranks, rules, WAYS[1:], limit=1200)[0]
+def measured(rules: list[str], steps: int = STEPS) -> dict[str, Curves]:
+    one = worlds.run(1, on_ranks, rules, WAYS[:1], steps, limit=1200)[0]
+    two = worlds.run(2, on_ranks, rules, WAYS[1:], steps, limit=1200)[0]
     return {rule: one[rule] | two[rule] for rule in rules}
 
 
