@@ -24,7 +24,7 @@ from tests.common.ranks import logged, message, whole
 from tests.common.states import same
 from tests.worlds import ROOT
 
-STEPS = 6
+STEPS = 7
 BATCH = 4  # rows a step, over all ranks and micro-batches
 
 
