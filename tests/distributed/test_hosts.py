@@ -61,7 +61,7 @@ def apart() -> None:
 @pytest.mark.supports(
     "several hosts", stage=lambda name: RUNS[name].stage, optimizer=lambda name: RUNS[name].rule
 )
-@pytest.mark.parametrize("name", params(RUNS, ["stage 1"]))
+@pytest.mark.parametrize("name", params(RUNS, []))
 def test_local_ranks_that_are_not_the_ranks_change_nothing(name):
     got = worlds.once(4, train, name)[0]
     before, expected, _ = training_jobs.alone(RUNS[name], 4, got["told"])

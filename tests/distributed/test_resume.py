@@ -96,7 +96,7 @@ WAITING += [("apollo", 1), ("apollomini", 2)]
 
 
 @pytest.mark.supports("resume between micro-batches", stage="stage", optimizer="kind")
-@pytest.mark.parametrize("kind, stage", params(WAITING, [("came", 1)]))
+@pytest.mark.parametrize("kind, stage", params(WAITING, []))
 def test_gradients_that_wait_are_gone_on_from(folder, kind, stage):
     at = folder("kept", kind, stage)
     whole = worlds.once(2, resume_jobs.accumulate, at, kind, stage, "write")[0]
