@@ -42,9 +42,9 @@ WITHOUT_SUMS = ("lomo", "adamw", "lamb", "lion")  # states or weights change bef
 AT = ("-stage1", "-plain", "-stage2", "-stage0")
 QUICK = {(2, rule + at) for rule, at in zip(RULES, cycle(AT))}  # noqa: B905
 QUICK |= {
-    *((2, name) for name in ("adalomo", "adalomo-bf16-stage1", "adafactor-reentrant")),
+    *((2, name) for name in ("adalomo", "came-decay-json", "adafactor-reentrant")),
     *((2, name) for name in ("apollo-plain", "muon-zero-init", "muon-stage1-reentrant")),
-    *((1, "came"), (3, "apollomini-stage1")),
+    *((1, "came"), (2, "adalomo-bf16-stage1"), (3, "apollomini-stage1")),
 }
 # Each rule at each stage, and pairs of all else.
 ALL = pairs(
