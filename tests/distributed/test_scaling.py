@@ -198,7 +198,8 @@ ALL = [(n, name) for n in RANKS for name in COMPARED if n < 3 or ON_THREE in nam
 ALL = [(n, name) for n, name in ALL if n == 2 or RUNS[name].rule == "lomo"]
 # Static and dynamic scales, both policies.
 QUICK = [(2, "stage1-sharded-0.0-dynamic-True"), (2, "stage2-fused-0.0-64.0-True")]
-QUICK += [(2, "stage3-sharded-0.1-dynamic-True")]
+QUICK += [(2, f"stage{at}-True") for at in ("3-sharded-0.1-dynamic", "3-fused-0.1-64.0")]
+QUICK += [(2, "stage0-fused-0.1-dynamic-True")]
 ALL = pairs(ALL, lambda case: (case[0], *astuple(RUNS[case[1]])), QUICK)
 
 
