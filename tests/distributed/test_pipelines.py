@@ -106,17 +106,17 @@ def test_a_run_goes_on_with_other_stages_and_ranks(rule, way, tmp_path):
         run = run_of(rule, stages, zero, scheduler=SCHEDULE)
         return worlds.run(ranks, pipelines_jobs.go_on, run, str(tmp_path / folder), first, last)
 
-    whole = go_on((2, 2, 1), "whole", 0, 3)
+    whole = go_on((2, 2, 1), "whole", 0, 6)
     for i, own in enumerate(WAYS_ON[way]):
-        results = go_on(own, "broken", i, i + 1)
+        results = go_on(own, "broken", 2 * i, 2 * i + 2)
         for result in results:
-            assert result["steps"] == i + 1
-            assert not i or result["client"] == {"saved after": i}
+            assert result["steps"] == 2 * i + 2
+            assert not i or result["client"] == {"saved after": 2 * i}
     before, after = merged(whole, "before"), merged(whole, "after")
     ended = merged(results, "after")
     assert error(ended, after, before) <= CLOSE.get(rule, 1e-6)
     if way == "other stages":  # one pipeline all the time: its buffer counts micro-batches
-        assert [float(b) for got in results for b in got["seen"].values()] == [3 * 4]
+        assert [float(b) for got in results for b in got["seen"].values()] == [6 * 4]
     assert results[0]["lr"] == pytest.approx(whole[0]["lr"])
     layers = [name for name in results[0]["files"] if name.startswith("layer_")]
     every = [f"layer_{i:02d}-model_states.pt" for i in (0, 1, 3, 4, 5, 6)]
