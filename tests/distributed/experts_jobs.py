@@ -19,7 +19,7 @@ from tests.distributed import mixtures
 from tests.distributed.mixtures import Run
 from tests.distributed.tensor_parallel_jobs import rebuilt
 
-STEPS = 4
+STEPS = 6
 VOCAB = 31
 ALIKE = 20  # tokens from here on go to the experts 2 and 3, all that a rank may have
 SIZES = {"vocab_size": VOCAB, "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -1,6 +1,7 @@
 """accelerate's ``ParallelismConfig(sp_size=2)`` on two real ranks, against one process."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from accelerate.utils import DeepSpeedSequenceParallelConfig, DummyOptim, Parall
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests import worlds
 from tests.common.plain import mean_step
@@ -36,6 +38,7 @@ def data() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": x, "labels": x, "position_ids": places} for x in made]
 
 
+@mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping)  # to which DeepSpeed writes
 def train() -> dict[str, Any]:
     """Weights after training on two ranks, and what of each sequence was this one's."""
     for state in (AcceleratorState, GradientState):
