@@ -6,9 +6,8 @@ value, and encoding a decoded weight again changes nothing. New weights are roun
 by random bits that depend on key and element alone (``rounding``), so that all ranks store the same
 codes.
 
-The codes own the weight. A parameter has bf16 values while somebody holds it (``expanded``). They
-are freed as any tensor is, when nothing refers to them any more. Between uses the parameter is a
-``FreedParameter``: an operation that would read or write values raises an error.
+The codes own the weight. A parameter has bf16 values while somebody holds it (``expanded``). In
+between it is a ``FreedParameter``: an operation that would read or write values raises an error.
 """
 
 import contextlib
@@ -155,8 +154,7 @@ def _scales(x: Tensor) -> Tensor:
 def decode(stored: Tensor, values: Tensor) -> Tensor:
     """Overwrites ``values`` by codes times scales, [bytes] or [runs, bytes]; returns it."""
     if devices.supports(values.device):
-        launches.decode_int8(stored.view(-1, stored.shape[-1]), values.view(-1), SIZE)
-        return values
+        return launches.decode_int8(stored.view(-1, stored.shape[-1]), values, SIZE)
     n = values.numel() * stored.shape[-1] // stored.numel()
     codes = stored[..., :n].unflatten(-1, (-1, SIZE))
     scales = stored[..., n:].view(values.dtype).unsqueeze(-1)
@@ -253,8 +251,7 @@ def write(param: Tensor, values: Tensor) -> None:
 def decoded(param: Tensor) -> Tensor:
     """Returns a copy of a parameter's values in the host's memory, with edits in progress.
 
-    It returns the same tensor again while a caller still holds it, so that a state dict has one
-    copy of tied weights.
+    While a caller holds it, it is the same tensor: a state dict has one copy of tied weights.
     """
     held: Int8Weight = _stored[param]
     with expanded([param] if held.holders else ()) as edited:

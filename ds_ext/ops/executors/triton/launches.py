@@ -107,14 +107,15 @@ def encode_int8(values: Tensor, codes: Tensor, scales: Tensor, start: int, key: 
         )
 
 
-def decode_int8(stored: Tensor, values: Tensor, size: int) -> None:
+def decode_int8(stored: Tensor, values: Tensor, size: int) -> Tensor:
     """Launches ``int8.decode`` of contiguous runs, [runs, bytes], whose groups have ``size``."""
     runs, length = stored.shape
     groups = values.numel() // (runs * size)
     grid = (-(-groups // sizes.DECODED_GROUPS), runs)
     constants = {"SIZE": size, "GROUPS": sizes.DECODED_GROUPS}
     with current(values.device):
-        _kernels().decode[grid](stored, values, groups, length, **constants)
+        _kernels().decode[grid](stored, values.view(-1), groups, length, **constants)
+    return values
 
 
 def options(warps: int) -> Named:
