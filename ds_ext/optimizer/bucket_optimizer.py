@@ -10,10 +10,9 @@ from ds_ext import rules
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import State, mapped
-from ds_ext.optimizer import param_checks, sections, state_checks
+from ds_ext.optimizer import host_offload, param_checks, sections, state_checks
 from ds_ext.optimizer.bucket_step import BucketStep, WeightNorms
 from ds_ext.optimizer.ema import GroupRule
-from ds_ext.optimizer.host_offload import OffloadedBucket
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import GroupIndex, ParamTable
 from ds_ext.optimizer.plans import MAX_PLANS, BucketPlan, are_batched
@@ -149,10 +148,10 @@ class BucketOptimizer(ParamTable):
         """
         states: Sequence[State] = [self.state[u.param] for u in updates]
         device = updates[0].g.device
-        offloaded: OffloadedBucket | None = None
+        write_back: Callable[[], None] | None = None
         if self.offload is not None or any(u.p.device != device for u in updates):
-            offloaded = OffloadedBucket(updates, states, self.offload)
-            updates, states = offloaded.updates, offloaded.states
+            moved = host_offload.on_device_of_gradients(updates, states, self.offload)
+            updates, states, write_back = moved
         plan = self._fitting_plan(updates, states, device)
         if plan is None:
             for u, state in zip(updates, states, strict=True):
@@ -163,7 +162,7 @@ class BucketOptimizer(ParamTable):
             plan = self._plans[_key(updates)] = BucketPlan(self, updates, states)
         for i in plan.batched:
             states[i]["step"] += 1
-        return BucketStep(self, plan, updates, states, offloaded, check, self._norms)
+        return BucketStep(self, plan, updates, states, write_back, check, self._norms)
 
     def _fitting_plan(
         self, updates: Sequence[RunUpdate], states: Sequence[State], device: torch.device | None

@@ -1,6 +1,6 @@
 """The step of a bucket: batches of runs, and runs that are stepped alone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any, cast
@@ -19,7 +19,6 @@ from ds_ext.ops.executors.triton.launch_memory import Memory
 from ds_ext.ops.runs import Runs
 from ds_ext.optimizer import ema, expert_stacks, nonfinite, sections
 from ds_ext.optimizer.ema import GroupRule
-from ds_ext.optimizer.host_offload import OffloadedBucket
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.plans import BatchPlan, BucketPlan
@@ -127,8 +126,8 @@ class BatchedStep:
 class BucketStep:
     """The step of a bucket's runs, on the device of their gradients.
 
-    ``offloaded`` stores weights and states, if those of the step are copies. Without ``check``, all
-    gradients are good. ``end`` adds caches of the norms of stepped weights to ``norms``.
+    If weights and states are copies, ``write_back`` stores them. Without ``check``, all gradients
+    are good. ``end`` adds caches of the norms of stepped weights to ``norms``.
 
     Attributes:
         generators: of partial sums, in the same order on all ranks.
@@ -140,11 +139,11 @@ class BucketStep:
         plan: BucketPlan,
         updates: Sequence[RunUpdate],
         states: Sequence[State],
-        offloaded: OffloadedBucket | None,
+        write_back: Callable[[], None] | None,
         check: GradCheck | None,
         norms: WeightNorms,
     ) -> None:
-        self.table, self.plan, self.offloaded = table, plan, offloaded
+        self.table, self.plan, self.write_back = table, plan, write_back
         self.check, self.norms = check, norms
         self.batches: list[BatchedStep] = []
         self.memory: Memory | None = None
@@ -173,8 +172,8 @@ class BucketStep:
                 assert self.check is not None
                 self.check.flags.add(batch.params, *found)
             batch.end(self.norms)
-        if self.offloaded is not None:
-            self.offloaded.write_back()
+        if self.write_back is not None:
+            self.write_back()
         if self.memory is not None:
             self.plan.memory_sizes = [*map(max, self.plan.memory_sizes, self.memory.used)]
 

@@ -6,15 +6,15 @@ rank is saved as a plain tensor. A tensor that cannot be cut by rows is gathered
 ranks have converted their states without an error.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ds_ext.distributed import consensus, groups
 from ds_ext.distributed.dtensors import is_dtensor, local, lying_as, ranks_of
-from ds_ext.distributed.placement import Placement
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts, State, StateMismatch, leaves, without_caches
 from ds_ext.optimizer import param_checks
@@ -68,7 +68,7 @@ def saved(table: ParamTable, param: Tensor, state: State) -> State:
             return x
         shape = _shape(part, [(i, row.get(path)) for i, row in rows], shard)
         if shape is None:
-            return _Uncut(x, part, placement)
+            return functools.partial(_whole, x, part, placement.statistics_group)
         return lying_as(param, x.view(_of_rank(shape, param)), shape)
 
     return _changed(state, spread)
@@ -76,15 +76,7 @@ def saved(table: ParamTable, param: Tensor, state: State) -> State:
 
 def gathered(state: Mapping[str, Any]) -> State:
     """Returns a state of ``saved`` whose uncut tensors are gathered. All ranks call it."""
-    return _changed(state, lambda _, x: _whole(x) if isinstance(x, _Uncut) else x)
-
-
-class _Uncut(NamedTuple):
-    """This rank's elements of a tensor that cannot be cut like its parameter."""
-
-    values: Tensor
-    part: Part
-    placement: Placement
+    return _changed(state, lambda _, x: x() if isinstance(x, functools.partial) else x)
 
 
 def own(table: ParamTable, param: Tensor, state: State, parts: Parts) -> State:
@@ -145,17 +137,17 @@ def _shape(
 
     All ranks return the same, unless the parameter is cut in other ways than by rows.
     """
-    if part.total == shard.numel and not of_rows:
-        is_like = (part.start, part.stop) == (shard.start, shard.stop)
+    if not of_rows:
+        is_like = (part.start, part.stop, part.total) == (shard.start, shard.stop, shard.numel)
         return shard.shape if is_like else None
-    rows = shard.shape[0] if shard.shape else 1
-    if not of_rows or not part.total or part.total % rows:
+    size, rest = divmod(part.total, shard.shape[0])
+    are_cut = (
+        found is not None and (found.start, found.stop) == (i * size, (i + 1) * size)
+        for i, found in of_rows
+    )
+    if rest or not size or not all(are_cut):
         return None
-    size = part.total // rows
-    for i, found in of_rows:
-        if found is None or (found.start, found.stop) != (i * size, (i + 1) * size):
-            return None
-    return shard.shape if part.total == shard.numel else (rows, size)
+    return shard.shape if part.total == shard.numel else (shard.shape[0], size)
 
 
 def _of_rank(shape: tuple[int, ...], param: Tensor) -> tuple[int, ...]:
@@ -164,9 +156,8 @@ def _of_rank(shape: tuple[int, ...], param: Tensor) -> tuple[int, ...]:
     return own_shape if shape == tuple(param.shape) else (own_shape[0], *shape[1:])
 
 
-def _whole(uncut: _Uncut) -> Tensor:
+def _whole(x: Tensor, part: Part, group: groups.Group) -> Tensor:
     """Gathers all ranks' elements of a tensor, [total]; all ranks call it."""
-    x, part, group = uncut.values, uncut.part, uncut.placement.statistics_group
     if group is None:
         return x.flatten()
     pieces = consensus.gathered((part.start, x.cpu().flatten()), group)

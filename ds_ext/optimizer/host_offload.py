@@ -7,7 +7,7 @@ needs several passes over host memory, and it adds numbers in another order. A s
 overlaps with the copies, and gives the same bits as training without offload.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,37 +64,31 @@ class HostOffload:
                 state[key] = self.to_host(x, state.get(key)) if isinstance(x, Tensor) else x  # type: ignore[arg-type]
 
 
-class OffloadedBucket:
-    """The runs of a bucket and their states, copied to the device of the gradients.
+def on_device_of_gradients(
+    stored: Sequence[RunUpdate], stored_states: Sequence[NestedState], offload: HostOffload | None
+) -> tuple[Sequence[RunUpdate], Sequence[NestedState], Callable[[], None]]:
+    """Copies the runs of a bucket and their states to the device of the gradients, which is one.
 
-    Gradients are on one device. Without ``offload``, so are the states.
+    Without ``offload``, the states are on that device already.
 
-    Attributes:
-        updates: the runs on that device.
-        states: their states there.
+    Returns:
+        The runs, the states, and a function that copies both back to where they are stored.
     """
+    device = stored[0].g.device
+    updates = [u._replace(p=to_device(u.p, device)) for u in stored]
+    states = (
+        stored_states if offload is None else [state_to_device(s, device) for s in stored_states]
+    )
 
-    def __init__(
-        self,
-        stored: Sequence[RunUpdate],
-        stored_states: Sequence[NestedState],
-        offload: HostOffload | None,
-    ) -> None:
-        self.stored, self.stored_states, self.offload = stored, stored_states, offload
-        device = stored[0].g.device
-        self.updates = [u._replace(p=to_device(u.p, device)) for u in stored]
-        self.states = stored_states
+    def write_back() -> None:
+        for old, new in zip(stored, updates, strict=True):
+            if new.p is not old.p:
+                old.p.copy_(new.p, non_blocking=True)
         if offload is not None:
-            self.states = [state_to_device(s, device) for s in stored_states]
+            for state, stepped in zip(stored_states, states, strict=True):
+                offload.store_state(state, stepped)
 
-    def write_back(self) -> None:
-        """Copies weights and states to where they are stored."""
-        runs = zip(self.stored, self.updates, self.stored_states, self.states, strict=True)
-        for stored, update, stored_state, state in runs:
-            if update.p is not stored.p:
-                stored.p.copy_(update.p, non_blocking=True)
-            if self.offload is not None:
-                self.offload.store_state(stored_state, state)
+    return updates, states, write_back
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:

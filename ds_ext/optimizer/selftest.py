@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -118,81 +118,76 @@ class Alone:
         exchanges.deliver(parts)
 
 
-class Stepped:
-    """One rank's optimizer of small parameters. Sums are this rank's own."""
+class Steps(NamedTuple):
+    """Steps of small parameters by one rank's optimizer. Sums are this rank's own."""
 
-    def __init__(
-        self, kind: type[Any], case: Case, ranks: Sequence[int], device: torch.device
-    ) -> None:
-        _, hypers, dtype = case
-        shapes = MATRICES + OTHER_SHAPES if rules.entry_of(kind.rule).any_shape else MATRICES
-        numbers = torch.Generator("cpu").manual_seed(0)
-        like = {"generator": numbers, "dtype": torch.float32, "device": "cpu"}
-        self._normal = functools.partial(torch.randn, **like)
-        weights = [0.1 * self._normal(s) for s in shapes]
-        self.params = [nn.Parameter(w.to(device, DTYPES[dtype])) for w in weights]
-        self.optimizer = kind(self.params, **hypers)
-        self.ranks = ranks
-        self.shards: dict[Tensor, Shard] = {
-            p: dataclasses.replace(Shard.of_rank(tuple(p.shape), *ranks), turn=ranks[0])
-            for p in self.params
-        }
-        # Passes can check the gradients of batches.
-        self.is_checked = self.optimizer.in_batches(self.shards, device) == self.shards.keys()
+    tensors: list[list[dict[str, Tensor]]]  # ``tensors_of`` the parameters before and after steps
+    are_checked: bool  # whether passes check the gradients of all steps but the first
+    bad: list[int]  # positions of the parameters whose last gradients passes found bad
 
-    def run_of(self, p: Tensor, values: Tensor) -> Tensor:
-        """Returns this rank's run of the values of a parameter."""
-        return values.detach().view(-1)[self.shards[p].start :][: len(self.shards[p])]
 
-    def step(self, checked: bool = False, bad: Tensor | None = None) -> list[Tensor]:
-        """Steps all parameters, and returns those whose gradients passes found bad.
+def stepped(
+    kind: type[Any],
+    case: Case,
+    ranks: Sequence[int],
+    device: torch.device,
+    has_nan: bool = False,
+) -> Steps:
+    """Makes STEPS steps, and another one if passes can check the gradients of batches.
 
-        Args:
-            checked: whether passes check the gradients.
-            bad: the parameter whose gradient has a NaN in the middle of its run.
-        """
-        updates = []
-        for p, shard in self.shards.items():
-            g = self._normal(p.shape).to(p.device, p.dtype)
-            if p is bad:
-                g.view(-1)[shard.start + len(shard) // 2] = math.nan
-            updates.append(RunUpdate(p, self.run_of(p, p), self.run_of(p, g), shard))
+    With ``has_nan``, the gradient of the first parameter then has a NaN in the middle of its run.
+    """
+    _, hypers, dtype = case
+    shapes = MATRICES + OTHER_SHAPES if rules.entry_of(kind.rule).any_shape else MATRICES
+    like = {"generator": torch.Generator("cpu").manual_seed(0), "device": "cpu"}
+    normal = functools.partial(torch.randn, **like, dtype=torch.float32)
+    params = [nn.Parameter((0.1 * normal(s)).to(device, DTYPES[dtype])) for s in shapes]
+    optimizer = kind(params, **hypers)
+    shards: dict[Tensor, Shard] = {
+        p: dataclasses.replace(Shard.of_rank(tuple(p.shape), *ranks), turn=ranks[0]) for p in params
+    }
+    are_checked = optimizer.in_batches(shards, device) == shards.keys()
+    tensors = [[tensors_of(optimizer, p, shards[p]) for p in params]]
+    bad: list[Tensor] = []
+    for i in range(STEPS + are_checked):
+        grads = [normal(s).to(device, DTYPES[dtype]) for s in shapes]
+        if has_nan and i == STEPS:
+            shard = shards[params[0]]
+            grads[0].view(-1)[shard.start + len(shard) // 2] = math.nan
+        each = zip(shards.items(), grads, strict=True)
+        updates = [RunUpdate(p, _run(p, own), _run(g, own), own) for (p, own), g in each]
         check = None
-        if checked:  # as backward does on a GPU, with this rank's own votes
-            first = self.optimizer.first_round_checks(self.shards)
+        if are_checked and i > 0:  # as backward does on a GPU, with this rank's own votes
+            first = optimizer.first_round_checks(shards)
             votes = {u.param: torch.where(u.g.sum().isfinite(), 1.0, 2.0**20) for u in updates}
-            votes = {p: vote for p, vote in votes.items() if p not in first}
-            check = GradCheck(first, votes)
-        self.optimizer.update(updates, Alone(*self.ranks), check)
-        self.optimizer.commit_weight_norms()
-        found = check.flags.read()[0] if check is not None else []
-        self.optimizer.rollback_step(found)
-        return found
+            check = GradCheck(first, {p: vote for p, vote in votes.items() if p not in first})
+        optimizer.update(updates, Alone(*ranks), check)
+        optimizer.commit_weight_norms()
+        bad = check.flags.read()[0] if check is not None else []
+        optimizer.rollback_step(bad)
+        tensors.append([tensors_of(optimizer, p, shards[p]) for p in params])
+    return Steps(tensors, are_checked, [i for i, p in enumerate(params) if p in {*bad}])
 
-    def run(self) -> "Stepped":
-        """Makes all steps; passes check the gradients of all but the first, if they can."""
-        for i in range(STEPS):
-            self.step(self.is_checked and i > 0)
-        return self
 
-    def tensors(self, p: Tensor) -> dict[str, Tensor]:
-        """Copies of a parameter's state, of its weights with masters, and of other ranks' ones.
+def _run(values: Tensor, shard: Shard) -> Tensor:
+    """A rank's run of the values of a parameter."""
+    return values.detach().view(-1)[shard.start :][: len(shard)]
 
-        Weights are on the CPU: those with masters are there, those of no step yet are not.
-        """
-        state = {k: v for k, v in self.optimizer.state.get(p, {}).items() if k != "master"}
-        found = dict[str, Tensor]()
-        for keys, x in leaves(state):
-            x = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device="cpu")
-            found[".".join(keys)] = x.clone()
-        held = self.optimizer.weights(p, self.run_of(p, p), self.shards[p])
-        others = p.detach().flatten().clone()
-        self.run_of(p, others).zero_()
-        return found | {"weights": held.to("cpu", copy=True), OF_OTHERS: others}
 
-    def all(self) -> list[dict[str, Tensor]]:
-        """Returns ``tensors`` of all parameters."""
-        return [*map(self.tensors, self.params)]
+def tensors_of(optimizer: ParamTable, p: Tensor, shard: Shard) -> dict[str, Tensor]:
+    """Copies of a parameter's state, of its weights with masters, and of other ranks' ones.
+
+    Weights are on the CPU: those with masters are there, those of no step yet are not.
+    """
+    state = {k: v for k, v in optimizer.state.get(p, {}).items() if k != "master"}
+    found = dict[str, Tensor]()
+    for keys, x in leaves(state):
+        x = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device="cpu")
+        found[".".join(keys)] = x.clone()
+    held = optimizer.weights(p, _run(p, shard), shard)
+    others = p.detach().flatten().clone()
+    _run(others, shard).zero_()
+    return found | {"weights": held.to("cpu", copy=True), OF_OTHERS: others}
 
 
 @torch.no_grad()
@@ -203,17 +198,15 @@ def check(kind: type[Any], case: Case, ranks: Sequence[int], device: torch.devic
     keep no other from its step.
     """
     entry = rules.entry_of(kind.rule)
-    tested, again = (Stepped(kind, case, ranks, device).run() for _ in range(2))
-    found = tested.all()
+    first, again = (stepped(kind, case, ranks, device, has_nan) for has_nan in (False, True))
+    with unbatched.reference_only():
+        before, *_, expected = stepped(kind, case, ranks, device).tensors
+    found = first.tensors[STEPS]
     wrong = {
         "native code and kernels are disabled or missing": not tables.supports(device),
-        "other bits in a second run": not _same(found, again.all()),
-        "a NaN in a gradient": tested.is_checked and not _skips_nan(tested, again),
+        "other bits in a second run": not _same(found, again.tensors[STEPS]),
+        "a NaN in a gradient": first.are_checked and not _skips_nan(first, again),
     }
-    with unbatched.reference_only():
-        judge = Stepped(kind, case, ranks, device)
-        before = judge.all()
-        expected = judge.run().all()
     row, error = row_of(case, ranks), 0.0
     exact = row["dtype"] == "fp32" or row["weight_update"] == "master"
     of_weights = CLOSE if exact else CLOSE_24 if row["weight_update"] == "master24" else None
@@ -238,15 +231,11 @@ def row_of(case: Case, ranks: Sequence[int]) -> Row:
     return row | {"weight_update": hypers.get("weight_update", "stochastic")}
 
 
-def _skips_nan(hit: Stepped, clean: Stepped) -> bool:
-    """Whether passes step all but the parameter whose gradient has a NaN, and report it."""
-    param = hit.params[0]
-    before = hit.tensors(param)
-    clean.step(checked=True)
-    bad = hit.step(checked=True, bad=param)
-    found, expected = hit.all(), clean.all()
-    is_kept = _same([found[0]], [before]) and not _same([expected[0]], [before])
-    return is_kept and _same(found[1:], expected[1:]) and [*map(id, bad)] == [id(param)]
+def _skips_nan(clean: Steps, hit: Steps) -> bool:
+    """Whether passes step all but the parameter whose last gradient has a NaN, and report it."""
+    expected, (*_, before, found) = clean.tensors[-1], hit.tensors
+    is_kept = _same(found[:1], before[:1]) and not _same(expected[:1], before[:1])
+    return is_kept and _same(found[1:], expected[1:]) and hit.bad == [0]
 
 
 def _same(a: Iterable[Mapping[str, Tensor]], b: Iterable[Mapping[str, Tensor]]) -> bool:
@@ -296,31 +285,26 @@ def in_child(cases: Sequence[Case], device: torch.device, imports: Sequence[str]
     options = ["--device", str(device), "--cases", json.dumps(cases, default=str)]
     options += [f"--import={module}" for module in imports]
     command = [sys.executable, "-m", "ds_ext", "selftest", *options]
-    stopped = ""  # why the process did not check all cases, if that says nothing about kernels
+    status = 0
     try:
         done = subprocess.run(command, env=os.environ | env, capture_output=True, timeout=SECONDS)
-        if -done.returncode in STOPPED:
-            stopped = f"its process got {signal.Signals(-done.returncode).name}"
-        out, why = done.stdout, f"the process ended with status {done.returncode}"
+        out, status = done.stdout, done.returncode
         lines = done.stderr.decode(errors="replace").splitlines()
-        why += f": {next((line[:200] for line in lines[::-1] if 'Error' in line), '')}"
+        last = next((line[:200] for line in lines[::-1] if "Error" in line), "")
+        why = f"the process ended with status {status}: {last}"
     except subprocess.TimeoutExpired as error:
         out, why = error.stdout or b"", f"{LATE} {SECONDS} s"
     except OSError as error:
         raise Unavailable(str(error)) from None
-    if "out of memory" in why:
-        stopped = why
     printed = out.decode(errors="replace").splitlines()
     reports = [line.removeprefix(REPORT) for line in printed if line.startswith(REPORT)]
     rows: list[Row] = [json.loads(report) for report in reports[1:]]
-    if len(rows) < len(cases) * len(RANKS):
-        if not reports:  # the GPU serves one process only, or Python's environment differs
-            stopped = stopped or why
-        if stopped and all(row["verdict"] == RIGHT for row in rows):
-            raise Unavailable(stopped)
-        if not stopped:  # else what was found wrong counts
-            case, ranks = [*itertools.product(cases, RANKS)][len(rows)]
-            rows.append(row_of(case, ranks) | {"error": math.inf, "verdict": f"{WRONG}: {why}"})
+    left = [*itertools.product(cases, RANKS)][len(rows) :]
+    # Without reports, the GPU serves one process only, or Python's environment differs.
+    if left and reports and -status not in STOPPED and "out of memory" not in why:
+        rows.append(row_of(*left[0]) | {"error": math.inf, "verdict": f"{WRONG}: {why}"})
+    elif left and all(row["verdict"] == RIGHT for row in rows):  # else what is wrong counts
+        raise Unavailable(why)
     return rows
 
 
