@@ -158,7 +158,7 @@ def fuse_into_backward(
             logs.logger.warning(error_texts.LOADED)
         fused.buckets.note(LOADED)
 
-    optimizer.attach(layout, end_step, before_load)
+    optimizer.end_backward, optimizer.before_load = end_step, before_load
     return fused
 
 

@@ -93,7 +93,7 @@ class FusedBackward:
         self.buckets = Buckets(module, layout, size, comm_dtype, self, grad_config.overlap)
         self.uses = self.buckets.uses
         self.prepass = NormPrepass(module, layout.device)
-        optimizer.attach(layout)
+        optimizer.fused = layout
         self.is_replaced = False  # whether another owner has taken the parameters over
         self._on_replaced = on_replaced or self.buckets.remove
         self._on_discarded, self.rerun_context = on_discarded, rerun_context

@@ -5,7 +5,7 @@ context restores the weights of the last step.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -42,34 +42,30 @@ def exchanged(table: ParamTable, layout: Layout | None) -> Iterator[None]:
         if table.rule_of(p).ema_decay and table.state.get(p, {}).get("step")
     ]
     copies: dict[Tensor, Tensor] = {}  # of the replaced weights
+
+    def average(param: Tensor, run: Tensor) -> None:
+        copies[param] = host_offload.store(run.clone(), param.device, table.offload)
+        for own, _, state in expert_stacks.matrices(table.shard(param), table.state[param]):
+            run[own].copy_(state[ema.EMA])
+
     table.is_exchanged = True
     try:
-        _exchange(table, layout, averaged, copies)
+        _write(layout, averaged, average)
         yield
     finally:
-        _exchange(table, layout, [*copies], copies)
+        _write(layout, [*copies], lambda param, run: run.copy_(copies.pop(param)))
         table.is_exchanged = False
 
 
 @torch.no_grad()
-def _exchange(
-    table: ParamTable,
-    layout: Layout | None,
-    params: Iterable[Tensor],
-    copies: dict[Tensor, Tensor],
+def _write(
+    layout: Layout | None, params: Iterable[Tensor], write: Callable[[Tensor, Tensor], object]
 ) -> None:
-    """Replaces weights by averages, bucket by bucket, or restores those in ``copies``."""
+    """Overwrites weights on all ranks, bucket by bucket; ``write`` gets a parameter and its run."""
     for bucket in plain_step.buckets(params, BUCKET_ELEMENTS):
         for param in bucket:
             run = param.detach().reshape(-1) if layout is None else layout.run(param)
-            copy = copies.pop(param, None)
-            if copy is not None:
-                run.copy_(copy)
-            else:
-                copies[param] = host_offload.store(run.clone(), param.device, table.offload)
-                matrices = expert_stacks.matrices(table.shard(param), table.state[param])
-                for elements, _, state in matrices:
-                    run[elements].copy_(state[ema.EMA])
+            write(param, run)
             if layout is None and not param.is_contiguous():  # the run is a copy
                 param.copy_(run.view_as(param))
         if layout is not None:

@@ -37,13 +37,91 @@ class Grouped(NamedTuple):
     hypers: dict[str, Any]  # all hyper-parameters, the defaults of groups
 
 
-class Params(NamedTuple):
-    """The checked "params" of a config's section "optimizer"."""
+class Params:
+    """The checked "params" of a config's section "optimizer".
 
-    hypers: dict[str, Any]  # all hyper-parameters of the optimizer's rule
-    entries: list[tuple[str, Keys]]  # of ``param_groups``: an expression, and the keys of its group
-    targets: Sequence[str]  # the expressions of ``target_modules``; empty: "all-linear"
-    rest: Keys  # of the parameters that the rule does not step
+    Attributes:
+        problems: errors in the keys; what is wrong is left out of the other attributes.
+        hypers: all hyper-parameters of the optimizer's rule.
+        entries: of ``param_groups``: an expression, and the keys of its group.
+        targets: the expressions of ``target_modules``; empty: "all-linear".
+        rest: the keys of the parameters that the rule does not step.
+    """
+
+    def __init__(self, entry: RuleEntry, given: Keys, where: str) -> None:
+        self.entry, self.where = entry, where
+        rest = dict(given)
+        entries = rest.pop("param_groups", None)
+        targets, others = "all-linear", None
+        if entry.roles:
+            targets, others = rest.pop("target_modules", targets), rest.pop("others", None)
+        own_keys = OWN_KEYS if entry.roles else OWN_KEYS[:1]
+        places = PLACES if where else ()
+        hypers = hypers_of(entry.rule)
+        self.hypers, self.problems = hyperparams.checked(hypers, rest, where, own_keys, places)
+        listed = self._noted(self._entries_of, entries) or ()
+        read = [self._noted(self._entry_of, i, x) for i, x in enumerate(listed)]
+        self.entries: list[tuple[str, Keys]] = [x for x in read if x]
+        self.targets: Sequence[str] = self._noted(_patterns, targets, self.targets_key) or ()
+        self.rest: Keys = (self._noted(self._rest, others) or {}) if entry.roles else {}
+
+    def key(self, name: str) -> str:
+        """Returns a key for messages."""
+        return hyperparams.dotted(self.where, name)
+
+    @property
+    def targets_key(self) -> str:
+        """The key of ``target_modules`` for messages."""
+        return f"{self.entry.rule.__name__}: {self.key('target_modules')}"
+
+    def _noted(self, check: Callable[..., T], *args: object) -> T | None:
+        """Returns what a check returns; None if it raises ValueError, which ``problems`` notes."""
+        try:
+            return check(*args)
+        except ValueError as error:
+            self.problems.extend(str(error).splitlines())
+            return None
+
+    def _entries_of(self, entries: object) -> list[object]:
+        """The entries of ``param_groups``; ValueError if it is given and no list of entries."""
+        if entries is None:
+            return []
+        if not isinstance(entries, list) or not entries:
+            key = self.key("param_groups")
+            raise ValueError(f"{key} is {entries!r}; allowed: a list of {_ENTRY}.")
+        return entries
+
+    def _entry_of(self, i: int, given: object) -> tuple[str, Keys]:
+        """The expression and the keys of entry number ``i``; ValueError if one is wrong."""
+        where = self.key(f"param_groups[{i}]")
+        if not isinstance(given, dict) or not isinstance(given.get("match"), str):
+            raise ValueError(f"{where} is {given!r}; allowed: {_ENTRY}.")
+        if len(given) < 2:
+            raise ValueError(
+                f'{where} has only a "match", which changes nothing; allowed: {_ENTRY}.'
+            )
+        keys = dict(given)
+        pattern = keys.pop("match")
+        _refuse_invalid(pattern, f"{where}.match")
+        return pattern, self._checked(keys, where)
+
+    def _checked(self, given: Keys, where: str) -> Keys:
+        """The checked keys of a group; ValueError for wrong keys."""
+        keys = {k: v for k, v in given.items() if k != "type"}
+        entry = named(given["type"], f"{where}.type") if "type" in given else self.entry
+        checked = hyperparams.check(hypers_of(entry.rule), keys, where, ("type",))
+        return {k: entry.rule.__name__ if k == "type" else checked[k] for k in given}
+
+    def _rest(self, others: object) -> Keys:
+        """The keys of the remaining parameters: those of the registry, and those of the config."""
+        registered = self.entry.roles["other"]
+        if others is None:
+            return registered
+        where = self.key("others")
+        if not isinstance(others, dict) or not others:
+            raise ValueError(f'{where} is {others!r}; allowed: keys such as {{"lr": 1e-4}}.')
+        own = others if "type" in others else {**registered, **others}
+        return self._checked(own, where)
 
 
 def of_config(
@@ -66,17 +144,17 @@ def of_config(
         ValueError: a key is unknown or its value wrong, or it is not clear how to step a
             parameter; the message names the key.
     """
-    read, problems = _read(entry, given, where)
-    raise_all(problems)
+    read = Params(entry, given, where)
+    raise_all(read.problems)
     groups = _as_groups(params)
     decay = read.hypers.get("weight_decay", 0.0)  # a rule may have none
     if decay and not any(isinstance(x, dict) for x in params):
         groups = decay_groups(model, groups[0]["params"], decay)
     if read.entries:
-        groups = _matched_groups(model, groups, read.entries, where)
+        groups = _matched_groups(model, groups, read)
     if entry.roles:
-        groups = _role_groups(entry, model, groups, read, where)
-    groups = _section_groups(entry, model, groups, read, where)
+        groups = _role_groups(model, groups, read)
+    groups = _section_groups(model, groups, read)
     return Grouped(_named(entry, groups, decay), read.hypers)
 
 
@@ -85,39 +163,14 @@ def stand_ins(entry: RuleEntry, given: Keys) -> tuple[list[str], Grouped]:
 
     Both are what can be known without a model: each group has one matrix without storage.
     """
-    read, problems = _read(entry, given, SECTION)
+    read = Params(entry, given, SECTION)
     keys: list[Keys] = [{}, *(own for _, own in read.entries)]
     if entry.roles:
         keys += [read.rest, *entry.roles.values()]
     # Not of one tensor: within zero.Init, torch.empty makes it on a device.
     matrices = [Parameter(torch.empty(8, 8, dtype=torch.float32, device="meta")) for _ in keys]
     groups = [{"params": [p], **own} for p, own in zip(matrices, keys, strict=True)]
-    return problems, Grouped(groups, read.hypers)
-
-
-def _read(entry: RuleEntry, given: Keys, where: str) -> tuple[Params, list[str]]:
-    """The checked keys of a config's "params", without those that are wrong; and the errors."""
-    rest = dict(given)
-    entries = rest.pop("param_groups", None)
-    targets, others = "all-linear", None
-    if entry.roles:
-        targets, others = rest.pop("target_modules", targets), rest.pop("others", None)
-    own_keys = OWN_KEYS if entry.roles else OWN_KEYS[:1]
-    places = PLACES if where else ()
-    hypers, problems = hyperparams.checked(hypers_of(entry.rule), rest, where, own_keys, places)
-
-    def noted(check: Callable[..., T], *args: object) -> T | None:
-        try:
-            return check(*args)
-        except ValueError as error:
-            problems.extend(str(error).splitlines())
-            return None
-
-    listed = noted(_entries_of, entries, where) or ()
-    read = [noted(_entry_of, entry, i, x, where) for i, x in enumerate(listed)]
-    patterns = noted(_patterns, targets, _targets_key(entry, where))
-    keys = noted(_rest, entry, others, where) if entry.roles else None
-    return Params(hypers, [x for x in read if x], patterns or (), keys or {}), problems
+    return read.problems, Grouped(groups, read.hypers)
 
 
 def described(
@@ -160,10 +213,7 @@ def decay_groups(model: ModelView, params: list[Tensor], weight_decay: float) ->
 
 
 def _matched_groups(
-    model: ModelView,
-    groups: Sequence[ParamGroup],
-    entries: Sequence[tuple[str, Keys]],
-    where: str,
+    model: ModelView, groups: Sequence[ParamGroup], read: Params
 ) -> list[ParamGroup]:
     """Splits groups by the entries of ``param_groups``; at most one may match a parameter.
 
@@ -174,8 +224,8 @@ def _matched_groups(
     """
     trained = [p for group in groups for p in group["params"] if p in model.owners]
     chosen: dict[Tensor, int] = {}
-    for i, (pattern, _) in enumerate(entries):
-        match = f"{_entry(i, where)}.match"
+    for i, (pattern, _) in enumerate(read.entries):
+        match = read.key(f"param_groups[{i}].match")
         for p in _matched(pattern, trained, model, match):
             if p in chosen:
                 raise ValueError(
@@ -183,13 +233,11 @@ def _matched_groups(
                     f"param_groups[{chosen[p]}]: one entry at most may match a parameter."
                 )
             chosen[p] = i
-    keys = [{**own, "name": pattern} for pattern, own in entries]
+    keys = [{**own, "name": pattern} for pattern, own in read.entries]
     return _split(groups, lambda p: keys[chosen[p]] if p in chosen else {})
 
 
-def _role_groups(
-    entry: RuleEntry, model: ModelView, groups: Sequence[ParamGroup], read: Params, where: str
-) -> list[ParamGroup]:
+def _role_groups(model: ModelView, groups: Sequence[ParamGroup], read: Params) -> list[ParamGroup]:
     """Splits groups into the rule's own matrices and the rest; groups with a "type" do not change.
 
     The own matrices are those whose names ``target_modules`` matches, or with "all-linear" the
@@ -200,24 +248,20 @@ def _role_groups(
     """
     free = [group for group in groups if "type" not in group]
     matrices = [p for g in free for p in g["params"] if p in model.owners and model.dims(p) == 2]
-    targets = _targets_key(entry, where)
-    chosen = set(_targets(read.targets, matrices, model, targets)) if free else set()
+    chosen = set(_targets(read.targets, matrices, model, read.targets_key)) if free else set()
+    roles = read.entry.roles
 
     def keys(p: Tensor) -> Keys:
         if p in chosen:
             return {}
-        own = entry.roles.get(model.role(p), entry.roles["other"])
-        return read.rest if own == entry.roles["other"] else own
+        own = roles.get(model.role(p), roles["other"])
+        return read.rest if own == roles["other"] else own
 
     return [part for g in groups for part in ([g] if "type" in g else _split([g], keys))]
 
 
 def _section_groups(
-    entry: RuleEntry,
-    model: ModelView,
-    groups: Sequence[ParamGroup],
-    read: Params,
-    where: str,
+    model: ModelView, groups: Sequence[ParamGroup], read: Params
 ) -> list[ParamGroup]:
     """Checks the sections of all groups.
 
@@ -225,7 +269,7 @@ def _section_groups(
     matches together with a matrix.
     """
     keys = hyperparams.names(SectionConfig)
-    is_own = [(named(g["type"]) if "type" in g else entry).has_sections for g in groups]
+    is_own = [(named(g["type"]) if "type" in g else read.entry).has_sections for g in groups]
     groups = [
         group if own else {k: v for k, v in group.items() if k not in keys}
         for own, group in zip(is_own, groups, strict=True)
@@ -238,7 +282,7 @@ def _section_groups(
     of_entries = {pattern: i for i, (pattern, own) in matches if {*keys} & own.keys()}
     for group in groups:
         i = of_entries.get(group.get("name", ""))
-        section = where if i is None else _entry(i, where)
+        section = read.where if i is None else read.key(f"param_groups[{i}]")
         how = SectionConfig(**{key: x for key in keys if (x := value(group, key)) is not None})
         for p in (p for p in group["params"] if p in model.owners):
             shape = model.shape(p)[p in model.stacked :]
@@ -246,8 +290,9 @@ def _section_groups(
     used = {g.get("name") for g in groups if any(key in g for key in keys)}
     for match in of_entries.keys() - used:
         raise ValueError(
-            f"{_entry(of_entries[match], where)}: {match!r} matches no matrix whose optimizer "
-            "splits matrices, so split, heads and split_dim would be ignored: remove them."
+            f"{read.key(f'param_groups[{of_entries[match]}]')}: {match!r} matches no matrix whose "
+            "optimizer splits matrices, so split, heads and split_dim would be ignored: remove "
+            "them."
         )
     return groups
 
@@ -280,53 +325,6 @@ def _split(groups: Sequence[ParamGroup], keys_of: Callable[[Tensor], Keys]) -> l
     return split
 
 
-def _entry(i: int, where: str) -> str:
-    return hyperparams.dotted(where, f"param_groups[{i}]")
-
-
-def _entries_of(entries: object, where: str) -> list[object]:
-    """The entries of ``param_groups``, if it is given; ValueError if it is no list of entries."""
-    if entries is None:
-        return []
-    if not isinstance(entries, list) or not entries:
-        key = hyperparams.dotted(where, "param_groups")
-        raise ValueError(f"{key} is {entries!r}; allowed: a list of {_ENTRY}.")
-    return entries
-
-
-def _entry_of(entry: RuleEntry, i: int, given: object, where: str) -> tuple[str, Keys]:
-    """The expression and the checked keys of entry number ``i``; ValueError if one is wrong."""
-    where = _entry(i, where)
-    if not isinstance(given, dict) or not isinstance(given.get("match"), str):
-        raise ValueError(f"{where} is {given!r}; allowed: {_ENTRY}.")
-    if len(given) < 2:
-        raise ValueError(f'{where} has only a "match", which changes nothing; allowed: {_ENTRY}.')
-    keys = dict(given)
-    pattern = keys.pop("match")
-    _refuse_invalid(pattern, f"{where}.match")
-    return pattern, _checked(entry, keys, where)
-
-
-def _checked(entry: RuleEntry, given: Keys, where: str) -> Keys:
-    """The checked keys of a group; ValueError for wrong keys."""
-    keys = {k: v for k, v in given.items() if k != "type"}
-    rule = named(given["type"], f"{where}.type").rule if "type" in given else entry.rule
-    checked = hyperparams.check(hypers_of(rule), keys, where, ("type",))
-    return {k: rule.__name__ if k == "type" else checked[k] for k in given}
-
-
-def _rest(entry: RuleEntry, others: object, where: str) -> Keys:
-    """The keys of the remaining parameters: those of the registry, and those of the config."""
-    registered = entry.roles["other"]
-    if others is None:
-        return registered
-    where = hyperparams.dotted(where, "others")
-    if not isinstance(others, dict) or not others:
-        raise ValueError(f'{where} is {others!r}; allowed: keys such as {{"lr": 1e-4}}.')
-    own = others if "type" in others else {**registered, **others}
-    return _checked(entry, own, where)
-
-
 def _matched(
     pattern: str, params: list[Tensor], model: ModelView, where: str, what: str = "parameter"
 ) -> list[Tensor]:
@@ -355,10 +353,6 @@ def _targets(
             )
         return linear
     return [p for pattern in patterns for p in _matched(pattern, matrices, model, where, "matrix")]
-
-
-def _targets_key(entry: RuleEntry, where: str) -> str:
-    return f"{entry.rule.__name__}: {hyperparams.dotted(where, 'target_modules')}"
 
 
 def _patterns(targets: object, where: str) -> Sequence[str]:

@@ -48,8 +48,8 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         ValueError: a hyper-parameter is unknown, or has a value that it may not have.
     """
 
-    end_backward: Callable[[], None] | None = None  # see ``attach``
-    before_load: Callable[[], None] | None = None
+    end_backward: Callable[[], None] | None = None  # ends a step in backward; ``step`` calls it
+    before_load: Callable[[], None] | None = None  # ``load_state_dict`` first calls it
     _has_agreed = False  # whether plain steps have agreed on their executor
     instances: ClassVar["weakref.WeakSet[RuleOptimizer]"] = weakref.WeakSet()
     hypers: ClassVar[type]  # the rule, with the fields of ``RoundingConfig`` after its own
@@ -186,22 +186,8 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
             for optimizer in self.instances:
                 optimizer.index_parameters()
 
-    def attach(
-        self,
-        layout: Layout,
-        end_backward: Callable[[], None] | None = None,
-        before_load: Callable[[], None] | None = None,
-    ) -> None:
-        """Lets hooks step the parameters inside backward, on the runs that ``layout`` gives.
-
-        ``step`` then calls ``end_backward``, if given, which ends a step made inside backward;
-        ``load_state_dict`` first calls ``before_load``.
-        """
-        self.fused, self.end_backward = layout, end_backward or self.end_backward
-        self.before_load = before_load or self.before_load
-
     def detach(self, layout: Layout) -> None:
-        """Undoes ``attach``, unless another layout was attached since."""
+        """Lets a plain step step the parameters again, unless ``fused`` is another layout now."""
         if self.fused is layout:
             self.fused = self.end_backward = self.before_load = None
 

@@ -164,14 +164,11 @@ def fit(
     step = _number_of_steps(state)
     if state["step"] is not step:
         state["step"] = step
-    like = dtype, device, copy
-    _fit(parts, state, *like)
     master = state.get("master")
     if isinstance(master, Tensor) and master.dtype == torch.int16 and dtype == torch.float16:
         del state["master"]  # the lower half of a weight that was bf16
     state.pop("marks", None)  # hashes of weights, from version 1.0
-    for key, part in sixteen_bit.master_parts(state, n).items():
-        state[key] = _fitted(part, state[key], *like, key)
+    _fit({**parts, **sixteen_bit.master_parts(state, n)}, state, dtype, device, copy)
 
 
 def _fit(
