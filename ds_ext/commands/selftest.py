@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ds_ext.optimizer import OPTIMIZERS, registry, selftest
+from ds_ext.optimizer import OPTIMIZERS, named, selftest
 
 DESCRIPTION = (
     "Compares kernels (on a GPU) or native code (on a CPU) with PyTorch's operations. Each "
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     if options.cases:
         selftest.check_all(OPTIMIZERS, json.loads(options.cases), device)
         return 0
-    kinds = [registry.named(name, "--optimizer") for name in options.optimizer or OPTIMIZERS]
+    kinds = [named(name, "--optimizer") for name in options.optimizer or OPTIMIZERS]
     print(", ".join(f"{key} {value}" for key, value in selftest.versions(device).items()))
     print("\n| optimizer | dtype | cases | largest error | verdict |\n" + 5 * "| --- " + "|")
     wrong = []

@@ -157,13 +157,11 @@ class BucketStep:
                 self.generators.append(step.begin())
             else:
                 self.generators.append(step.checked(self.memory, check or GradCheck()))
-        self.alone: list[RunUpdate] = []
         for i, shard in zip(plan.alone, plan.turned, strict=True):
             u = updates[i]._replace(shard=shard)
             assert check is None or not any(check.ways([u.param])), "passes check only batches"
             rule = plan.rules[table.group_index_of[u.param]]
             self.generators += begin_rules(table, u, states[i], rule)
-            self.alone.append(u)
 
     def end(self) -> None:
         """Stores weights, states and flags of gradients, after the rules have ended."""

@@ -81,9 +81,10 @@ def cases_of(table: ParamTable) -> list[Case]:
         hypers |= {k: v for k, v in SMALL.items() if hypers.get(k) is not None}
         is_ours = rules.entry_of(type(rule)).is_own
         for dtype in dict.fromkeys(p.dtype for p in group["params"] if is_ours):
-            if dtype in names:
-                found.append([type(rule).__name__.lower(), hypers, names[dtype]])
-    return [case for i, case in enumerate(found) if case not in found[:i]]
+            case = [type(rule).__name__.lower(), hypers, names.get(dtype)]
+            if dtype in names and case not in found:
+                found.append(case)
+    return found
 
 
 def all_cases(kind: type[Any]) -> list[Case]:

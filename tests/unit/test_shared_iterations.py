@@ -70,7 +70,7 @@ def test_ranks_share_a_bucket_of_llama_by_cost(layers, world, is_numbered):
     for rank in range(world):
         turn = numbers.__getitem__ if is_numbered else (lambda i: 0)
         optimizer, updates = begun(shapes, rank, world, turn)
-        shards = [u.shard for u in optimizer.begin(updates).alone]
+        shards = optimizer.begin(updates).plan.turned
         by_cost.append(sum(cost(s.shape) for s in shards if s.has_turn))
     assert sum(by_cost) == sum(by_number)  # one rank has each turn
     found = imbalance(by_number), imbalance(by_cost)
