@@ -69,7 +69,9 @@ def saved(table: ParamTable, param: Tensor, state: State) -> State:
         shape = _shape(part, [(i, row.get(path)) for i, row in rows], shard)
         if shape is None:
             return functools.partial(_whole, x, part, placement.statistics_group)
-        return lying_as(param, x.view(_of_rank(shape, param)), shape)
+        own = tuple(local(param).shape)
+        of_rank = own if shape == shard.shape else (own[0], *shape[1:])
+        return lying_as(param, x.view(of_rank), shape)
 
     return _changed(state, spread)
 
@@ -148,12 +150,6 @@ def _shape(
     if rest or not size or not all(are_cut):
         return None
     return shard.shape if part.total == shard.numel else (shard.shape[0], size)
-
-
-def _of_rank(shape: tuple[int, ...], param: Tensor) -> tuple[int, ...]:
-    """The shape of this rank's part of a DTensor of ``shape`` that is placed like ``param``."""
-    own_shape = tuple(local(param).shape)
-    return own_shape if shape == tuple(param.shape) else (own_shape[0], *shape[1:])
 
 
 def _whole(x: Tensor, part: Part, group: groups.Group) -> Tensor:

@@ -89,9 +89,8 @@ class GroupIndex:
             return False
         for group, known, params in zip(groups, self.groups, self._params, strict=True):
             now = group["params"]
-            if group is not known or len(now) != len(params):
-                return False
-            if not all(map(operator.is_, now, params)):
+            is_same = group is known and len(now) == len(params)
+            if not is_same or not all(map(operator.is_, now, params)):
                 return False
         return True
 

@@ -85,10 +85,13 @@ def _problem(rule: SectionConfig, shape: Shape) -> str:
         return 'set "split" or "heads" too, or remove the key'
     if len(shape) != 2:
         return "only a matrix can be split"
-    if odd := _undivided_state(rule, shape):
+    whole = Shard.whole(shape)
+    parts = rule.state_spec(whole) if isinstance(rule, GroupRule) else {}
+    odd = [key for key, part in parts.items() if part != Part.like(whole) and key != ema.EMA]
+    if odd:
         return (
-            f"the state {odd} of {type(rule).__name__} does not have one number for each element, "
-            "so it cannot be divided. Remove the key, or the option that needs this state"
+            f"the state {odd[0]!r} of {type(rule).__name__} does not have one number for each "
+            "element, so it cannot be divided. Remove the key, or the option that needs this state"
         )
     rows = "rows" if rule.split_dim == 0 else "columns"
     size = shape[rule.split_dim]
@@ -102,13 +105,6 @@ def _problem(rule: SectionConfig, shape: Shape) -> str:
     other = shape[1 - rule.split_dim] == total * heads
     hint = f' (for its {"columns" if rows == "rows" else "rows"}, set "split_dim")' * other
     return f"the sizes must add up to its {size} {rows}, but add up to {found}{hint}"
-
-
-def _undivided_state(rule: Any, shape: Shape) -> str:
-    """The name of a state tensor that sections cannot share; "" if there is none."""
-    parts = rule.state_spec(Shard.whole(shape)) if hasattr(rule, "state_spec") else {}
-    whole = Part.like(Shard.whole(shape))
-    return next((repr(k) for k, part in parts.items() if part != whole and k != ema.EMA), "")
 
 
 def steps(

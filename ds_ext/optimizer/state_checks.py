@@ -132,9 +132,10 @@ def read(
         expert_stacks.check_state(kind, param, given, param in table.stacks)
         shard = table.shard(param)
         parts = table.state_spec(param, shard, rule)
-        state = mapped(dtensor_state.own(table, param, given, parts), lambda x: x)
+        own = dtensor_state.own(table, param, given, parts)
+        state = mapped(own, lambda x: x.detach().clone())
         try:
-            fit(parts, state, len(shard), param.dtype, param.device, copy=True)
+            fit(parts, state, len(shard), param.dtype, param.device)
         except StateMismatch as why:
             raise ValueError(
                 f"not a state of {kind} for these parameters: the state of {table.name(param)} "
@@ -145,18 +146,13 @@ def read(
 
 
 def fit(
-    parts: Parts,
-    state: State,
-    n: int,
-    dtype: torch.dtype,
-    device: torch.device | None,
-    copy: bool = False,
+    parts: Parts, state: State, n: int, dtype: torch.dtype, device: torch.device | None
 ) -> None:
     """Casts and moves a state in place to what a rule declares; casts only floating dtypes.
 
     If the weight now has another dtype, its master is dropped. Undeclared keys do not change.
     ``state`` may have a master of the weight; the run has n weights of ``dtype``. It is put on
-    ``device``, None: where it is. With ``copy``, tensors that fit already are copied.
+    ``device``, None: where it is. Tensors that fit already are not copied.
 
     Raises:
         StateMismatch: a key is missing, or a tensor has another shape or kind of dtype.
@@ -168,16 +164,11 @@ def fit(
     if isinstance(master, Tensor) and master.dtype == torch.int16 and dtype == torch.float16:
         del state["master"]  # the lower half of a weight that was bf16
     state.pop("marks", None)  # hashes of weights, from version 1.0
-    _fit({**parts, **sixteen_bit.master_parts(state, n)}, state, dtype, device, copy)
+    _fit({**parts, **sixteen_bit.master_parts(state, n)}, state, dtype, device)
 
 
 def _fit(
-    parts: Parts,
-    state: object,
-    dtype: torch.dtype,
-    device: torch.device | None,
-    copy: bool,
-    *above: str,
+    parts: Parts, state: object, dtype: torch.dtype, device: torch.device | None, *above: str
 ) -> None:
     """Fits the part of a state under the keys ``above``."""
     if not isinstance(state, dict):
@@ -190,13 +181,13 @@ def _fit(
                 continue
             raise StateMismatch(f"it lacks {'.'.join((*above, key))}")
         if isinstance(part, Part):
-            state[key] = _fitted(part, state[key], dtype, device, copy, *above, key)
+            state[key] = _fitted(part, state[key], dtype, device, *above, key)
         else:
-            _fit(part, state[key], dtype, device, copy, *above, key)
+            _fit(part, state[key], dtype, device, *above, key)
 
 
 def _fitted(
-    part: Part, x: object, dtype: torch.dtype, device: torch.device | None, copy: bool, *keys: str
+    part: Part, x: object, dtype: torch.dtype, device: torch.device | None, *keys: str
 ) -> Tensor:
     """Returns a tensor with the declared dtype on ``device``: itself, if it fits already."""
     if not isinstance(x, Tensor) or is_dtensor(x):
@@ -208,10 +199,9 @@ def _fitted(
     is_cast = x.dtype != wanted
     if is_cast and not (x.is_floating_point() and wanted.is_floating_point):
         raise StateMismatch(f"{'.'.join(keys)} is {x.dtype}, not {wanted}")
-    if not copy and not is_cast and x.device == (device or x.device) and x.is_contiguous():
+    if not is_cast and x.device == (device or x.device) and x.is_contiguous():
         return x
-    found = x.detach().to(device or x.device, wanted, copy=copy)
-    return found.contiguous()
+    return x.detach().to(device or x.device, wanted).contiguous()
 
 
 def _number_of_steps(state: State) -> int:
