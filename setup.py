@@ -29,14 +29,12 @@ def is_there(compiler: str) -> bool:
 def passes() -> Extension:
     """Returns the library, which can tell what source it was built from."""
     folder = (Path(__file__).parent / SOURCE).parent
-    text = b"".join(
-        (folder / name).read_bytes() for name in ("schema.h", "products.h", "passes.cpp")
-    )
+    text = b"".join((folder / name).read_bytes() for name in ("schema.h", "passes.cpp"))
     source = hashlib.sha256(text).hexdigest()
     return Extension(
         "ds_ext.ops.executors.native._passes",
         [SOURCE],
-        depends=[f"ds_ext/ops/executors/native/{name}.h" for name in ("schema", "products")],
+        depends=["ds_ext/ops/executors/native/schema.h"],
         language="c++",
         optional=True,
         py_limited_api=True,

@@ -37,8 +37,8 @@ from ds_ext.ops.moments import Residual as Residual
 from ds_ext.ops.moments import RootQuotient as RootQuotient
 from ds_ext.ops.moments import SignStep as SignStep
 from ds_ext.ops.moments import advance_ as advance_
-from ds_ext.ops.products import Operand as Operand
 from ds_ext.ops.products import PlacedProduct as PlacedProduct
 from ds_ext.ops.products import Product as Product
+from ds_ext.ops.products import operand_dtype as operand_dtype
 from ds_ext.ops.products import terms_for as terms_for
 from ds_ext.ops.runs import Runs as Runs

@@ -33,7 +33,7 @@ from ds_ext.ops.expressions import (
     storage_of,
     times,
 )
-from ds_ext.ops.products import MakeProduct, Operand, Product, product
+from ds_ext.ops.products import MakeProduct, Product, product, summed_products
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Shard
 
@@ -273,14 +273,14 @@ class _Summed:
     def __call__(self, x: Tensor, q: Tensor, *factors: Tensor) -> Sums:
         """Returns the sums of stacks."""
         factor = factors[0] if factors else self.factor
-        g = Operand(Scaled(x, factor, self.bound))
-        return (g.summed(q, self.shard, self.shape, self.of, self.terms),)
+        g = Scaled(x, factor, self.bound)
+        return (summed_products(g, q, self.shard, self.shape, self.of, self.terms),)
 
 
 def summed(
     g: Gradient, q: Tensor, shard: Shard, shape: tuple[int, int], of: MakeProduct, terms: int
 ) -> Generator[Sums, Sums, Tensor]:
-    """``ops.Operand.summed`` of one matrix: returns a sum of products, of the given shape."""
+    """``summed_products`` of one matrix: returns a sum of products, of the given shape."""
     g = g if isinstance(g, Scaled) else Scaled(g)
     factors = (g.factor,) if isinstance(g.factor, Tensor) else ()
     factor = 1.0 if isinstance(g.factor, Tensor) else g.factor

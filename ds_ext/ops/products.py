@@ -1,4 +1,4 @@
-"""Matrix products with fp32 sums, made of bf16 products where these take less time.
+"""Matrix products with fp32 sums, made of bf16 products on GPUs where these take less time.
 
 A bf16 number has 8 significant bits, so the product of two is exact in fp32. Products use a bf16
 gradient without conversion. An fp32 number is a sum of bf16 terms: each one holds the next 8 bits.
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ds_ext.ops import block_sizes
-from ds_ext.ops.executors.native import bf16_products as native
 from ds_ext.ops.expressions import Gradient, Scaled, accumulator
 from ds_ext.ops.shard import Block, Shard
 
@@ -55,7 +54,8 @@ def add_product_(
         beta: the factor of ``out``, which is not read if it is the float 0; a tensor has one
             number, or one for each matrix.
     """
-    _check_shapes(out, a, b)
+    if out.shape != (*a.shape[:-1], b.shape[-1]):  # to which torch would broadcast
+        raise ValueError(f"{[*a.shape]} · {[*b.shape]} does not fit into {[*out.shape]}")
     split = sum(x.dtype != BF16 for x in (a, b))
     count = (1, terms, terms * (terms + 1) // 2)[split]
     if out.dtype == torch.float64 or count > most_products(a.device):
@@ -70,12 +70,8 @@ def add_product_(
     ]
     multiply = torch.mm if out.dim() == 2 else torch.bmm
     for x, y in reversed(pairs):  # the small ones first
-        if out.device.type == "cpu":
-            native.product_(out, x, y, beta)
-        elif _scaled_(out, beta):
-            out.add_(multiply(x, y, out_dtype=torch.float32))
-        else:
-            out.copy_(multiply(x, y, out_dtype=torch.float32))
+        put = out.add_ if _scaled_(out, beta) else out.copy_
+        put(multiply(x, y, out_dtype=torch.float32))
         beta = 1.0
     return out
 
@@ -86,12 +82,7 @@ def symmetric_product(a: Tensor, b: Tensor, terms: int = 3) -> Tensor:
     The result is [n, n], or a stack of such matrices.
     """
     n, dtype = a.shape[-2], accumulator(torch.promote_types(a.dtype, b.dtype))
-    a, b = operand(a, terms), operand(b, terms)
     out = a.new_empty(*a.shape[:-1], n, dtype=dtype)
-    if a.dtype == b.dtype == BF16 and a.device.type == "cpu" and native.is_available():
-        _check_shapes(out, a, b)
-        native.product_(out, a, b, 0.0, symmetric=True)
-        return out
     step = max(32, n // 4)
     is_upper = torch.ones(min(step, n), min(step, n), dtype=torch.bool, device=out.device).triu()
     for start in range(0, n, step):
@@ -111,57 +102,45 @@ def operand(x: Tensor, terms: int) -> Tensor:
     return x.to(BF16) if is_rounded else x
 
 
-class Operand:
-    """A gradient as an operand of matrix products.
+def operand_dtype(g: Gradient) -> torch.dtype:
+    """Returns the dtype in which products use a gradient.
 
-    If its numbers are bf16, and these have fast products, they are used as they are stored. The
-    factor of the gradient then multiplies the product.
+    Where bf16 products are fast, bf16 numbers are used as they are stored, unless they have a
+    bound: the factor of the gradient then multiplies the product.
+    """
+    bound = g.bound if isinstance(g, Scaled) else None
+    is_stored = g.dtype == BF16 and most_products(g.device) > 0 and bound is None
+    return BF16 if is_stored else accumulator(g.dtype)
+
+
+def summed_products(
+    g: Scaled, q: Tensor, shard: Shard, shape: tuple[int, int], of: MakeProduct, terms: int
+) -> Tensor:
+    """Returns sums of products of ``q`` with the blocks of gradients' runs.
 
     Args:
-        g: a run of a matrix, [elements]; or, for ``summed``, the runs of equal matrices, [n,
-            elements], whose factor is a number or has one for each.
+        g: the runs of equal matrices, [n, elements], whose factor is a number or has one for each.
+        q: the other operands, [n, ...].
+        shard: the geometry of a run, in a matrix.
+        shape: of a result, which is 0 where no block has a product.
+        of: returns the place of a product in the result, and its operands.
+        terms: of the other operand, see ``add_product_``.
 
-    Attributes:
-        dtype: of the blocks that are multiplied.
+    Returns:
+        The results, [n, *shape].
     """
-
-    def __init__(self, g: Gradient) -> None:
-        self._g = g = g if isinstance(g, Scaled) else Scaled(g)
-        is_bf16 = g.dtype == BF16 and most_products(g.device) > 0 and g.bound is None
-        self.dtype = BF16 if is_bf16 else accumulator(g.dtype)
-
-    def summed(
-        self, q: Tensor, shard: Shard, shape: tuple[int, int], of: MakeProduct, terms: int
-    ) -> Tensor:
-        """Returns sums of products of ``q`` with the blocks of the gradients' runs.
-
-        Args:
-            q: the other operands, [n, ...].
-            shard: the geometry of a run, in a matrix.
-            shape: of a result, which is 0 where no block has a product.
-            of: returns the place of a product in the result, and its operands.
-            terms: of the other operand, see ``add_product_``.
-
-        Returns:
-            The results, [n, *shape].
-        """
-        # Native products read a bf16 gradient where it is stored, so blocks may be large.
-        is_read = self.dtype == BF16 and terms == 1 and q.device.type == "cpu"
-        is_one = is_read and len(shard) == shard.numel > 0
-        made = torch.empty if is_one else torch.zeros
-        total = made((len(q), *shape), dtype=accumulator(self._g.dtype), device=q.device)
-        factor, runs = self._g.factor, cast(Tensor, self._g.x)
-        factor = factor.view(-1, 1, 1) if isinstance(factor, Tensor) else factor
-        limit = block_sizes.product_limit(q.device)
-        for b in shard.blocks(max(limit, len(shard)) if is_read else limit):
-            x = runs[:, b.run].view(-1, *b.shape[1:])
-            if self.dtype != BF16:
-                x = x.to(self.dtype) * factor
-                x = x if self._g.bound is None else x.clamp_(-self._g.bound, self._g.bound)
-            (rows, cols), left, right = of(shard, b, x, q)
-            add_product_(total[:, rows, cols], left, right, terms, float(not is_one))
-        is_done = self.dtype != BF16 or isinstance(factor, float) and factor == 1
-        return total if is_done else total.mul_(factor)
+    dtype, factor, runs = operand_dtype(g), g.factor, cast(Tensor, g.x)
+    factor = factor.view(-1, 1, 1) if isinstance(factor, Tensor) else factor
+    total = torch.zeros((len(q), *shape), dtype=accumulator(g.dtype), device=q.device)
+    for b in shard.blocks(block_sizes.product_limit(q.device)):
+        x = runs[:, b.run].view(-1, *b.shape[1:])
+        if dtype != BF16:
+            x = x.to(dtype) * factor
+            x = x if g.bound is None else x.clamp_(-g.bound, g.bound)
+        (rows, cols), left, right = of(shard, b, x, q)
+        add_product_(total[:, rows, cols], left, right, terms)
+    is_done = dtype != BF16 or isinstance(factor, float) and factor == 1
+    return total if is_done else total.mul_(factor)
 
 
 @dataclass(frozen=True)
@@ -178,13 +157,6 @@ class Product:
         rows = slice(b.rows.start - self.first, b.rows.stop - self.first)
         return product(self.left[rows], self.right[:, b.cols], self.terms).unsqueeze(0)
 
-    @property
-    def is_native(self) -> bool:
-        """Whether one native product of bf16 numbers computes it."""
-        dtypes, device = {self.left.dtype, self.right.dtype}, self.left.device
-        is_one = self.terms == 1 and dtypes <= {BF16, torch.float32}
-        return (is_one or dtypes == {BF16}) and device.type == "cpu" and native.is_available()
-
     def covers(self, shard: Shard) -> bool:
         """Returns whether the product has all elements of a run."""
         rows, has = shard.touched, slice(self.first, self.first + len(self.left))
@@ -200,11 +172,9 @@ def terms_for(dtype: torch.dtype) -> int:
 def most_products(device: torch.device) -> int:
     """Returns how many bf16 products take at most the time of one product of fp32 numbers.
 
-    CPUs with AVX-512 BF16 multiply bf16 numbers twice as fast, and data-center GPUs since A100 at
-    least 15 times. Elsewhere the number is 0, or 1 on smaller GPUs since Ampere.
+    Data-center GPUs since A100 multiply bf16 numbers at least 15 times as fast. Elsewhere the
+    number is 0, or 1 on smaller GPUs since Ampere.
     """
-    if device.type == "cpu":
-        return 1 if native.is_available() else 0
     return _most_products_of_gpu(device) if device.type == "cuda" else 0
 
 
@@ -214,14 +184,6 @@ def _most_products_of_gpu(device: torch.device) -> int:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 0 if major < 8 else MAX_BF16_PRODUCTS if minor == 0 and major <= 10 else 1
-
-
-def _check_shapes(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Raises ValueError unless ``out`` has the shape of a · b: native code reads by address."""
-    is_fitting = a.shape[-1] == b.shape[-2] and a.shape[:-2] == b.shape[:-2] and a.dim() in (2, 3)
-    if not is_fitting or out.shape != (*a.shape[:-1], b.shape[-1]):
-        shapes = " · ".join(str([*x.shape]) for x in (a, b))
-        raise ValueError(f"the product {shapes} does not fit into {[*out.shape]}")
 
 
 def _scaled_(out: Tensor, by: Tensor | float) -> bool:

@@ -29,7 +29,7 @@ from ds_ext import rules
 from ds_ext.logs import logger
 from ds_ext.ops.exchange import Exchanges
 from ds_ext.ops.executors import tables, unbatched
-from ds_ext.ops.executors.native import bf16_products, library
+from ds_ext.ops.executors.native import library
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
 from ds_ext.optimizer.ema import EmaConfig
@@ -212,10 +212,9 @@ def check(kind: type[Any], case: Case, ranks: Sequence[int], device: torch.devic
     exact = row["dtype"] == "fp32" or row["weight_update"] == "master"
     of_weights = CLOSE if exact else CLOSE_24 if row["weight_update"] == "master24" else None
     limits = {"weights": of_weights if entry.is_batched else CLOSE_PRODUCTS, OF_OTHERS: 0.0}
-    is_rounded = not entry.is_batched and device.type == "cpu" and bf16_products.is_available()
     for key in dict.fromkeys(itertools.chain(*expected)):
         a, b, old = ([x[key] for x in of if key in x] for of in (found, expected, before))
-        limit, scale = limits.get(key, CLOSE_PRODUCTS if is_rounded else CLOSE), b
+        limit, scale = limits.get(key, CLOSE), b
         if key == "weights":
             scale = [y.double() - w for y, w in zip(b, old, strict=True)]
             error = max(_norm(x, y) / (_norm(u) or 1) for x, y, u in zip(a, b, scale, strict=True))

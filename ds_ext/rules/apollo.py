@@ -19,9 +19,8 @@ gradient of 0, as for an expert that no token has reached, to a growth of 1 % pe
 
 State: ``m`` and ``v`` are the authors' exp_avg and exp_avg_sq, transposed if cols > rows. ``n`` is
 their scaled_grad. ``q`` holds the rows of P that the run touches, or all of P if rows >= cols, in
-the dtype in which products use it: bf16 for bf16 gradients where bf16 products are fast.
-Checkpoints leave it out: a step without it draws it again, from ``stream``. Other values of
-``seed`` or ``update_proj_gap`` take effect when P is renewed.
+bf16 for bf16 gradients. Checkpoints leave it out: a step without it draws it again, from
+``stream``. Other values of ``seed`` or ``update_proj_gap`` take effect when P is renewed.
 
 A step takes two rounds. The first round sums R and the squares of each channel. Each rank then
 advances the moments of its share of the channels, 8 · rank · channels / d bytes. The second round
@@ -76,7 +75,7 @@ class APOLLO:
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         (beta1, beta2), own = self.betas, _own_channels(shard)
-        q, dtype = s.get("q"), ops.Operand(g).dtype
+        q, dtype = s.get("q"), ops.operand_dtype(g)
         # A bf16 gradient is projected by bf16 numbers on any processor.
         stored = torch.bfloat16 if g.dtype == torch.bfloat16 else dtype
         if q is None or q.dtype != stored or (t - 1) % self.update_proj_gap == 0:

@@ -117,7 +117,7 @@ class GaLoreAdamW:
         elif self.projects(shard):
             yield from self._renew(g, s, t, shard)
             r = yield from self._project(g, s, shard)
-            yield from self._step_projected(p, r, ops.Operand(g).dtype, s, t, shard)
+            yield from self._step_projected(p, r, ops.operand_dtype(g), s, t, shard)
         else:
             u, p, shard = yield from self.adam.step(p, g, s, shard)
             yield from self.apply_(p, ops.Scaled(u, self.factor(t)), shard)
@@ -150,7 +150,7 @@ class GaLoreAdamW:
         values = r.view(-1)[_kept(r.numel(), shard)]
         if kept is None:
             own = values.to(dtype or values.dtype, copy=True)
-            return ProjectedGrad(r.shape, ops.Operand(g).dtype, own)
+            return ProjectedGrad(r.shape, ops.operand_dtype(g), own)
         kept.values.add_(values)
         return kept
 
@@ -162,7 +162,7 @@ class GaLoreAdamW:
     def _project(self, g: ops.Gradient, s: State, shard: Shard) -> Generator[Sums, Sums, Tensor]:
         """Returns R of a gradient."""
         _, right = self.space(shard)
-        terms = ops.terms_for(ops.Operand(g).dtype)
+        terms = ops.terms_for(ops.operand_dtype(g))
         r = yield from lowrank.project(g, s["q"], right, shard, terms)
         (r,) = yield (r,)
         return r

@@ -24,8 +24,8 @@ The update is that of one process, except for the order of additions in products
 
 ``ns_dtype`` is the dtype of products; sums and X are fp32 (all are fp64 for fp64 parameters). For
 the spectra in the tests, the update is within 1e-2 of the fp64 iteration with "bf16", and within
-1e-3 with "fp32". torch's bf16 is off by 1e-2 to 1. Processors without fast bf16 products multiply
-fp32 numbers.
+1e-3 with "fp32". torch's bf16 is off by 1e-2 to 1. CPUs, and GPUs without fast bf16 products,
+multiply fp32 numbers.
 """
 
 from collections.abc import Generator

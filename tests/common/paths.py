@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from ds_ext.ops import products
 from ds_ext.ops.executors import unbatched
 from ds_ext.ops.executors.native import library, native_table
 from ds_ext.ops.executors.triton import devices, kernel_table
@@ -40,6 +41,28 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for table in (native_table.NativeTable, kernel_table.KernelTable):
         noted(monkeypatch, table, "run", lambda self, call, *_: names.append(call.name))
     return names
+
+
+def fast_bf16_products(monkeypatch: pytest.MonkeyPatch, most: int = 6) -> list[torch.dtype]:
+    """Makes matrix products those of a GPU with fast bf16 products: see ``products.most_products``.
+
+    Returns the dtypes of their operands, which are added as products are made.
+    """
+    dtypes: list[torch.dtype] = []
+
+    def patch(name: str) -> None:
+        multiply = getattr(torch, name)
+
+        def multiplied(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+            dtypes.extend((a.dtype, b.dtype))
+            return multiply(a.to(out_dtype), b.to(out_dtype))
+
+        monkeypatch.setattr(torch, name, multiplied)
+
+    patch("mm")
+    patch("bmm")
+    monkeypatch.setattr(products, "most_products", lambda device: most)
+    return dtypes
 
 
 @contextlib.contextmanager

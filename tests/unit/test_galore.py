@@ -16,10 +16,9 @@ import torch
 
 import ds_ext
 from ds_ext.ops import quantize
-from ds_ext.ops.executors.native import bf16_products as native_products
 from ds_ext.rules import lowrank
 from ds_ext.rules.galore import GaLoreAdamW
-from tests.common import plain, table
+from tests.common import paths, plain, table
 from tests.common.accumulated import side_of, textbook
 from tests.common.choose import params
 from tests.common.simulated import BROKEN, EXACT, Formula, Ranks, errors, ranks_after
@@ -177,12 +176,10 @@ def whole_basis(ranks, k):
     return whole
 
 
-@pytest.mark.parametrize("instructions", [False, True])
-def test_bf16_has_fp32_state_that_the_gradients_alone_determine(instructions, monkeypatch):
-    """With bf16 instructions, products use the basis rounded to bf16."""
-    if instructions and not native_products.is_available():
-        pytest.skip("the processor has no bf16 instructions")
-    monkeypatch.setattr(native_products, "is_available", lambda: instructions)
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_bf16_has_fp32_state_that_the_gradients_alone_determine(is_fast, monkeypatch):
+    """Where bf16 products are fast, they use the basis rounded to bf16."""
+    dtypes = paths.fast_bf16_products(monkeypatch) if is_fast else []
     half = [p.bfloat16() for p in table.weights(SHAPES)]
     steps = gradients(3, dtype=torch.bfloat16)
     ranks = ranks_after(GaLoreAdamW(rank=3, lr=0.1), half, steps, 3)
@@ -191,9 +188,10 @@ def test_bf16_has_fp32_state_that_the_gradients_alone_determine(instructions, mo
     for mine, theirs in zip(ranks.states, exact.states, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             for key in a:
-                close = 2**-7 if instructions and key != "q" else 1e-5
+                close = 2**-7 if is_fast and key != "q" else 1e-5
                 assert a[key].dtype == torch.float32
                 assert (a[key] - b[key]).norm() <= close * b[key].norm()
+    assert set(dtypes) == ({torch.bfloat16} if is_fast else set())
 
 
 @pytest.mark.parametrize("world", [1, 3])

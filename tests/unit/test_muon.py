@@ -8,12 +8,11 @@ from torch import nn
 
 import ds_ext
 from ds_ext.distributed import lockstep
-from ds_ext.ops import products
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
 from ds_ext.rules import newton_schulz
 from ds_ext.rules.muon import Muon
-from tests.common import low_rank, plain, table
+from tests.common import low_rank, paths, plain, table
 from tests.common.choose import params
 from tests.common.companded import rounded
 from tests.common.simulated import BROKEN, EXACT, Formula, Ranks, errors, stepped
@@ -123,28 +122,21 @@ def test_the_update_is_within_the_bound_for_any_spectrum(ns_dtype, turned, world
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_bf16_products_are_within_the_bound(turned, monkeypatch):
-    """The products of this test are those of a processor that multiplies bf16 fast."""
-    asked = []
-
-    def multiplied(out, a, b, keeps):
-        asked.append((a.dtype, b.dtype))
-        keeps = keeps.view(-1, 1, 1) if isinstance(keeps, torch.Tensor) else keeps
-        before = 0.0 if isinstance(keeps, float) and keeps == 0 else out * keeps  # out may be NaN
-        out.copy_(before + a.float() @ b.float())
-
-    monkeypatch.setattr(products, "most_products", lambda device: products.MAX_BF16_PRODUCTS)
-    monkeypatch.setattr(products.native, "product_", multiplied)
+    dtypes = paths.fast_bf16_products(monkeypatch)
     for name, (mine, _) in worst_by_spectrum("bf16", turned, 3).items():
         assert mine <= BOUNDS["bf16"], name
-    assert set(asked) == {(torch.bfloat16, torch.bfloat16)}
+    assert set(dtypes) == {torch.bfloat16}
 
 
-def test_bf16_products_are_used_where_they_are_fast():
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_bf16_products_are_used_where_they_are_fast(is_fast, monkeypatch):
+    if is_fast:
+        paths.fast_bf16_products(monkeypatch)
     x = hard(96, 200)["normal"].float().unsqueeze(0)
     coefficients = Muon().coefficients
     half, full = (newton_schulz.orthogonalized(x, coefficients, 1e-7, n) for n in (1, 3))
     error = float((half - full).norm() / full.norm())
-    assert (error > 1e-4) == (products.most_products(x.device) > 0)
+    assert (error > 1e-4) == is_fast
 
 
 @pytest.mark.parametrize("shape", [(96, 32), (32, 96), (5, 3)])

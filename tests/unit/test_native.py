@@ -11,7 +11,6 @@ from torch import nn
 
 import ds_ext
 from ds_ext import ops
-from ds_ext.ops.executors.native import bf16_products
 from ds_ext.ops.executors.native import native_table as native
 from ds_ext.ops.executors.table_passes import TableBatch
 from ds_ext.ops.shard import Shard
@@ -63,7 +62,6 @@ def test_the_rules_of_the_table_are_batched():
 @pytest.mark.parametrize("name, way, world", params(CASES, QUICK))
 def test_equals_the_torch_ops(name, way, world, monkeypatch):
     dtype, mode = way
-    monkeypatch.setattr(bf16_products, "is_available", lambda: False)  # their operands are rounded
     found, made, passes = [], [], paths.passes(monkeypatch)
     for path in ("native", "ops"):
         paths.use(monkeypatch, path)

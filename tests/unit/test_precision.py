@@ -11,7 +11,7 @@ from ds_ext import AdaLomo
 from ds_ext.checkpoint import resharding
 from ds_ext.checkpoint.pieces import Pieces
 from ds_ext.distributed import lockstep
-from ds_ext.ops import products, rounding, sixteen_bit
+from ds_ext.ops import rounding, sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.sixteen_bit import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS
@@ -211,7 +211,6 @@ def test_a_pair_written_from_what_it_stands_for_is_that_pair(half):
     ),
 )
 def test_steps_with_a_master_have_the_bits_of_fp32(name, half, monkeypatch):
-    monkeypatch.setattr(products, "most_products", lambda device: 0)  # of bf16 gradients alone
     drawn = APOLLO.drawn  # bf16 for bf16 gradients alone
     monkeypatch.setattr(APOLLO, "drawn", lambda *args: drawn(*args).to(half).float())
     shapes = [shape for shape in SHAPES if REGISTRY[name].any_shape or len(shape) == 2]

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ds_ext.ops import block_sizes, schema, sixteen_bit
 from ds_ext.ops.batch import Batch
-from ds_ext.ops.executors.native.native_table import NativeTable
 from ds_ext.ops.executors.reference import LARGEST, Reference, normalized
 from ds_ext.ops.executors.tables import (
     BatchTables,
@@ -41,7 +40,6 @@ from ds_ext.ops.expressions import (
     storage_of,
 )
 from ds_ext.ops.functions import apply_
-from ds_ext.ops.products import Product
 from ds_ext.ops.runs import Call, Columns, Runs
 from ds_ext.ops.shard import Shard
 
@@ -238,21 +236,9 @@ class TablePasses(BatchTables, Reference):
     def _apply_unread(
         self, p: Writable, stored: WeightStorage, u: Readable, lr: Number, weight_decay: Number
     ) -> None:
-        """``apply_`` for updates that no table reads, such as matrix products.
-
-        Native code may compute a product as it applies it. Others are computed by slices in fp32.
-        """
-        shard, run = cast(Shard, self.one), stored.run
-        columns = weight_columns(self.batch, stored)
-        is_on_host = isinstance(self.own, NativeTable) and shard.split is None
-        if is_on_host and isinstance(u, Product) and u.is_native and u.covers(shard):
-            decays = isinstance(weight_decay, Tensor) or weight_decay != 0
-            columns |= {"lr": lr, "decay": weight_decay}
-            storage = stored.format, run.dtype
-            product = u.left.to(torch.bfloat16), u.right.to(torch.bfloat16), u.first
-            call = Call("apply", columns, "IS_RUN", None, storage, decays)
-            return cast(NativeTable, self.own).run(call, product)
-        for b in shard.blocks(block_sizes.product_limit(run.device)):
+        """``apply_`` for updates that no table reads, such as matrix products: slice by slice."""
+        weight_columns(self.batch, stored)  # raises Unsupported before the first slice is written
+        for b in cast(Shard, self.one).blocks(block_sizes.product_limit(stored.run.device)):
             values = read(u, b).reshape(-1)
             part = sixteen_bit.part(cast(sixteen_bit.Weight, p), b.run)
             flat = Shard.whole((len(values),))

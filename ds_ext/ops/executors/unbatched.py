@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_ext.ops import block_sizes, schema
 from ds_ext.ops.batch import Batch
-from ds_ext.ops.executors.native import bf16_products, library
+from ds_ext.ops.executors.native import library
 from ds_ext.ops.executors.reference import Reference
 from ds_ext.ops.executors.table_passes import TablePasses
 from ds_ext.ops.executors.tables import AnyTable, each_of, new_table, supports
@@ -67,7 +67,7 @@ def reference_only() -> Iterator[None]:
 def _set(switches: dict[str, str]) -> None:
     """Sets environment variables, and forgets what was chosen by their former values."""
     os.environ.update(switches)
-    for chosen in (library.load, bf16_products.is_available, devices.are_available):
+    for chosen in (library.load, devices.are_available):
         chosen.cache_clear()
     forget_tables()
 

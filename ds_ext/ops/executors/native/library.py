@@ -48,10 +48,6 @@ def load() -> ctypes.CDLL | None:
     library.passes_entry_bytes.restype = ctypes.c_int64
     library.passes_run.restype = None
     library.passes_run.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_int] * 2]
-    library.products_run.restype = None
-    library.products_run.argtypes = [*[ctypes.c_void_p] * 5, *[ctypes.c_int] * 2]
-    library.products_apply.restype = None
-    library.products_apply.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int]
     return library
 
 
@@ -82,8 +78,7 @@ def _shipped() -> ctypes.CDLL | None:
 
 def _source() -> str:
     """The complete source of the library."""
-    files = (schema.HEADER, SOURCE.with_name("products.h"), SOURCE)
-    return "".join(file.read_text("utf-8") for file in files)
+    return schema.HEADER.read_text("utf-8") + SOURCE.read_text("utf-8")
 
 
 def _built() -> Path:

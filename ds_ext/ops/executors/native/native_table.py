@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ds_ext.ops import schema
-from ds_ext.ops.executors.native import bf16_products, library
+from ds_ext.ops.executors.native import library
 from ds_ext.ops.runs import Call, Pointers, Runs
 
 _TYPES = {"float": np.float32, "uint32_t": np.uint32}  # of columns; all others have 8 bytes
@@ -63,13 +63,12 @@ class NativeTable:
         """Returns zeros to add sums to, [n] in fp32 for each size."""
         return torch.zeros(sum(sizes), dtype=torch.float32, device="cpu").split_with_sizes(sizes)
 
-    def run(self, call: Call, product: tuple[Tensor, Tensor, int] | None = None) -> None:
+    def run(self, call: Call) -> None:
         """Makes a pass over all rows, with as many threads as torch's operations use.
 
         Args:
             call: the pass. A column is a number, an array or tensor [n], or an object with
                 ``pointers``.
-            product: the operands of the update of one run, as ``bf16_products.apply_`` takes them.
         """
         name, columns, form, dtype, storage, decays = call
         filled = self._filled
@@ -85,8 +84,6 @@ class NativeTable:
                 self._columns[key][:] = getattr(given, "pointers", given)
         read = _FORMS[form], _DTYPES[dtype] if dtype else 0, _STORED[storage] if storage else 0
         shared = _Shared(_PASSES[name], *read, decays)
-        if product is not None:
-            return bf16_products.apply_(shared, self._address, *product)
         threads = torch.get_num_threads()
         found = library.load()
         assert found is not None, "there are no native passes"

@@ -177,8 +177,6 @@ typedef void (*Runner)(const Call &, Entry *, int64_t, int);
 #include "passes.cpp"
 #undef ISA
 
-#include "products.h"
-
 static Runner chosen() {
 #ifdef DS_EXT_VECTORS
     __builtin_cpu_init();
