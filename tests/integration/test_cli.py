@@ -294,6 +294,7 @@ def test_a_wrong_value_of_a_config_is_told_by_its_key(config, words, folder, tmp
     assert not flags and told.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_reader_that_ends_early_is_no_traceback():
     reader, writer = os.pipe()
     os.close(reader)

@@ -163,6 +163,7 @@ def test_only_another_rule_has_another_rate():
     assert [name for name in costs if "learning rate" in costs[name]] == ["AdaLomo"]
 
 
+@pytest.mark.slow
 def test_the_given_optimizer_stays(fit):
     given = ("--optimizer", "came", "--params", '{"weight_update": "master24"}', "--checkpointing")
     table, _ = fit(*given, "--ranks", 2, "--bucket", SMALL, "--memory", 100)
@@ -194,6 +195,7 @@ def test_it_says_that_accumulation_is_to_be_set(asked, folder, tmp_path, capsys)
     assert config.get("ds_ext", {}).get("gradient_policy") == kept
 
 
+@pytest.mark.slow
 def test_nothing_fits(folder, tmp_path, capsys):
     path = tmp_path / "ds.json"
     given = ("plan", "--model", folder, "--seq", 8, "--fit", path, "--memory", 0.001)
@@ -221,6 +223,7 @@ def test_options_that_fit_ignores_are_refused(given, words, folder, tmp_path, ca
     assert words in told and not (tmp_path / "new.json").exists()
 
 
+@pytest.mark.slow
 def test_one_row_is_not_split(folder, tmp_path, capsys):
     given = ("--model", folder, "--seq", 256, "--bucket", SMALL, "--memory", 26 * MIB)
     path = tmp_path / "ds.json"
@@ -279,7 +282,8 @@ def by_trainer(folder, path):
 RATES = [("smollm2-135m", 1e-3, "measured on a model of 135M"), ("qwen3-8b", 5e-4, "LLaMA 7B")]
 
 
-@pytest.mark.parametrize("model, rate, whose", params(RATES, RATES[:1]))
+@pytest.mark.parametrize("model, rate, whose", RATES)
+@pytest.mark.slow
 def test_rates_are_those_of_the_models_size(model, rate, whose, tmp_path, capsys):
     path = tmp_path / "ds.json"
     given = ["--model", model, "--optimizer", "adalomo", "--memory", "900", "--seq", "8"]

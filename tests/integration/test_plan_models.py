@@ -106,6 +106,7 @@ def test_the_total_is_that_of_a_real_step(name, how, folder, capsys):
     assert float(row["activations"]) > 0.1 * float(row["total"])
 
 
+@pytest.mark.slow
 def test_checkpointing_computes_again_what_it_does_not_keep():
     def of(layers, checkpointing):
         config = small(num_hidden_layers=layers)

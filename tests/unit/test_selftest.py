@@ -110,6 +110,7 @@ def lomo():
 
 
 @needs.triton
+@pytest.mark.slow
 def test_an_optimizer_is_checked_once_and_the_result_kept(
     child, kernels, caplog, monkeypatch, tmp_path
 ):
@@ -250,6 +251,7 @@ def fall_back_if_one_fails():
 
 
 @needs.triton
+@pytest.mark.slow
 def test_ranks_fall_back_together():
     assert worlds.run(2, fall_back_if_one_fails) == [[False, True]] * 2
 
