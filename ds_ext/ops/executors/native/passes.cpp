@@ -44,7 +44,6 @@ typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
 const int64_t CHUNK = 512;       // elements processed at a time
 const int64_t AHEAD = 4096;      // prefetch distance, bytes
 const int64_t FEW_LINES = 128;   // elements prefetched at a time in loops that do little else
-const int64_t SMALL = 1 << 22;   // elements of a pass that caches may hold
 const int64_t STRIP = 1 << 17;   // elements that a thread takes at a time, roughly
 
 // Runs ``function(data)`` on torch's threads, if torch has loaded an OpenMP runtime; else null. Threads
@@ -132,7 +131,6 @@ struct alignas(ALIGNED) Aligned {
 struct Strip {
     int64_t entry, begin, end;
     int64_t partial;  // offset of its partial sums
-    bool is_small = false;  // whether caches may hold what the pass reads
 };
 
 bool is_by_matrix(const Call &call) {
@@ -1065,20 +1063,6 @@ static void advance(const Call &call, const Entry &e, const Strip &s) {
     }
 }
 
-// Numbers of one row times the factors of their columns and of the row.
-template <class X> struct RowQuotient {
-    X x;
-    const float *col;
-    float row;
-    INLINE_MEMBER float operator[](int64_t j) const { return x[j] * (col[j] * row); }
-    INLINE_MEMBER void read(int64_t j, Vector &to) const {
-        Vector factor;
-        std::memcpy(&factor, col + j, sizeof factor);
-        x.read(j, to);
-        to *= factor * row;
-    }
-};
-
 // The new value of a weight.
 struct Stepped {
     float lr, decay;
@@ -1087,36 +1071,23 @@ struct Stepped {
 };
 
 // fp32 weights that are stepped as they are read.
-template <class U> struct SteppedFp32 {
+struct SteppedFp32 {
     float *w;
-    U u;
+    const float *u;
     Stepped stepped;
     INLINE_MEMBER float operator[](int64_t j) { return w[j] = stepped(w[j], u[j]); }
     INLINE_MEMBER void read(int64_t j, Vector &now) {
         Vector update;
         std::memcpy(&now, w + j, sizeof now);
-        u.read(j, update);
+        std::memcpy(&update, u + j, sizeof update);
         now = stepped(now, update);
         std::memcpy(w + j, &now, sizeof now);
     }
 };
 
-template <class U> static __attribute__((noinline)) double step_fp32(float *w, const U &u, const Stepped &stepped, int64_t n) {
-    SteppedFp32<U> weights{w, u, stepped};
+static __attribute__((noinline)) double step_fp32(float *w, const float *u, const Stepped &stepped, int64_t n) {
+    SteppedFp32 weights{w, u, stepped};
     return square_sum_of_each(weights, n);
-}
-
-// Steps fp32 weights by the gradient's quotient in one loop, if they lie in one row; returns whether
-// they do. ``squares`` becomes the sum of squares of the new weights.
-INLINE bool step_by_quotient(const Call &call, const Entry &e, const Stepped &stepped, int64_t i, int64_t n, double &squares) {
-    int64_t line = (e.start + i) / e.cols, c = (e.start + i) - line * e.cols;
-    if (c + n > e.cols) return false;
-    float *w = static_cast<float *>(e.w) + i;
-    with_gradient(e, call.dtype, i, [&](auto x) {
-        const float *col = e.col + line / e.rows * e.cols + c;
-        squares = step_fp32(w, RowQuotient<decltype(x)>{x, col, e.row[line] * e.scale}, stepped, n);
-    });
-    return true;
 }
 
 // Steps n bf16 weights with stochastic rounding. If a new value exceeds the largest bf16 or is not
@@ -1145,7 +1116,7 @@ static bool step_at_once(const Call &call, const Entry &e, Stepped stepped, int6
     switch (call.storage) {
     case PLAIN_FP32:
         prefetch(wide, n);
-        squares = step_fp32(wide, Fp32{u}, stepped, n);
+        squares = step_fp32(wide, u, stepped, n);
         return true;
     case PLAIN_BF16:
         prefetch(narrow, n);
@@ -1165,15 +1136,9 @@ static void apply(const Call &call, const Entry &e, const Strip &s, double *part
     alignas(ALIGNED) float buffer[CHUNK], old[CHUNK], now[CHUNK];
     double changes = 0, weights = 0;
     const Stepped stepped{e.lr, e.decay, call.decays != 0};
-    // One loop without prefetches is faster where caches hold what it reads, and slower elsewhere.
-    const bool by_quotient = s.is_small && call.form == IS_QUOTIENT && call.storage == PLAIN_FP32 && !e.update_sums;
     for (int64_t i = s.begin; i < s.end; i += CHUNK) {
         int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
         double squares = 0;
-        if (by_quotient && step_by_quotient(call, e, stepped, i, n, squares)) {
-            weights += squares;
-            continue;
-        }
         const float *u = value(call, e, i, n, buffer);
         if (!e.update_sums && step_at_once(call, e, stepped, i, n, u, squares)) {
             weights += squares;
@@ -1229,7 +1194,6 @@ static Work cut_all(const Call &call, Entry *entries, int64_t count) {
             floats += (2 * e.cols + WIDTH - 1) / WIDTH * WIDTH;
         }
     }
-    for (Strip &s : work.strips) s.is_small = work.elements <= SMALL;
     work.buffer.resize(static_cast<size_t>(floats / WIDTH), Aligned{});
     work.sums.resize(2 * work.strips.size(), 0.0);
     return work;
