@@ -26,17 +26,12 @@ def round_to_bf16(x: Tensor, key: int, start: int) -> Tensor:
     Elements count from ``start``. Non-finite values stay as they are. Values beyond the largest
     bf16 become the largest bf16.
     """
-    # The cheapest test on a CPU: without such values, the sum of squares is finite. On another
-    # device the host would wait for the answer.
-    is_finite = x.device.type == "cpu" and torch.dot(x.view(-1), x.view(-1)).isfinite()
-    nonfinite = None if is_finite else x.clone()
-    if nonfinite is not None:
-        most = torch.finfo(torch.bfloat16).max
-        x.nan_to_num_(0, most, -most).clamp_(-most, most)
-    bits = x.view(torch.int32)
+    most = torch.finfo(torch.bfloat16).max
+    rounded = x.nan_to_num(0, most, -most).clamp_(-most, most)
+    bits = rounded.view(torch.int32)
     add_noise_(bits.view(-1), key, start)
     bits.bitwise_and_(-0x10000)
-    return x if nonfinite is None else x.copy_(x.where(nonfinite.isfinite(), nonfinite))
+    return x.copy_(rounded.where(x.isfinite(), x))
 
 
 def round_to_fp16(x: Tensor, key: int, start: int) -> Tensor:
