@@ -6,6 +6,7 @@ is made on the device "meta".
 
 import argparse
 import importlib.util
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -46,6 +47,11 @@ def run(options: argparse.Namespace) -> int:
     model = None if options.model is None else models.skeleton(models.config(options.model))
     given = parsing.load(options.config)
     report = examine(given, model, options.ranks)
+    try:
+        json.loads(options.config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        line = f"it is not strict JSON, which HF Trainer and accelerate read: {error}"
+        report[ERROR if parsing.filled(given)[1] else NOTE].append(line)
     for kind, lines in report.items():
         for line in lines:
             print(f"{kind}: {line}")
@@ -111,7 +117,7 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
             notes += deepspeed_config.replaced_rates(read.values, lrs)
         found += deepspeed_config.unknown(config)
         if found:
-            unchecked.append("DeepSpeed's own errors; mend the others first")
+            unchecked.append("DeepSpeed's own errors; mend those below first")
         found = found or [*deepspeed_config.raised(config, ranks)]
     found = found or [*config_checks.size_problems(read.values, ranks)]
     return {NOTE: notes, UNCHECKED: unchecked, ERROR: found}

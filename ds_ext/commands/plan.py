@@ -71,7 +71,7 @@ def _fit(given: argparse.Namespace, path: Path, options: PlanOptions) -> None:
     print(config.rate_source(last.optimizers[0].__name__, plan.n))
     if given.hf:
         arguments = config.trainer_arguments(last, plan.n)
-        print(f'HF Trainer and TRL fill in "auto" from: {arguments}')
+        print(f'HF Trainer and TRL fill in "auto" from: --deepspeed {path} {arguments}')
     else:
         print("It is for deepspeed.initialize: --hf writes one for HF Trainer and TRL.")
     if given.checkpointing:

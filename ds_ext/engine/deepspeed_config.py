@@ -162,7 +162,8 @@ def translated() -> Iterator[None]:
         yield
     except ValidationError as error:
         known = {key.rpartition(".")[2] for key in SETTINGS}
-        known.update(*(section.model_fields for section in DeepSpeedConfigModel.__subclasses__()))
+        fields = [section.model_fields for section in DeepSpeedConfigModel.__subclasses__()]
+        known.update(field.alias or name for each in fields for name, field in each.items())
         wrong = []
         for one in error.errors():
             key = ".".join(map(str, (_SECTION_OF.get(error.title, error.title), *one["loc"])))

@@ -84,8 +84,6 @@ def build(
                 engine.optimizer.destroy()
             hook_cleanup.remove_hooks(engine)
             raise
-        clipped_by = engine.optimizer.fused.grad_config.max_norm
-        trainer_checks.warn_unclipped(engine.client_lr_scheduler, clipped_by)
         engine.optimizer.log_start()
 
 
@@ -187,6 +185,12 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
             "up several backward passes, call engine.set_gradient_accumulation_boundary(False) "
             'before all of them but the last, or set "gradient_accumulation_steps".'
         )
+
+    def get_global_grad_norm(self) -> float | None:
+        """Also warns about a call of ``accelerator.clip_grad_norm_``, which has no effect."""
+        trainer_checks.warn_unclipped(self.optimizer.fused.grad_config.max_norm)
+        norm: float | None = super().get_global_grad_norm()
+        return norm
 
     def clip_fp32_gradients(self) -> None:
         """Raises RuntimeError, because backward has already used the gradients."""

@@ -2,11 +2,12 @@
 
 Without these checks, some settings would be ignored silently: Trainer's optimizer arguments if the
 config names an optimizer, or lacks their keys; an optimizer object, which Trainer replaces; the
-norm to which Trainer clips; and the number of processes among which accelerate divides the data. If
-the config has no scheduler, Trainer passes DeepSpeed a function that creates one. The function
+norm to which accelerate clips; and the number of processes among which accelerate divides the data.
+If the config has no scheduler, Trainer passes DeepSpeed a function that creates one. The function
 holds its Trainer.
 """
 
+import functools
 import inspect
 import math
 import sys
@@ -58,18 +59,27 @@ def refuse_ignored(scheduler: Callable[..., Any] | None) -> None:
     raise_all(f"{what} {why}: {remedy}" for what, remedy in found.items())
 
 
-def warn_unclipped(scheduler: Callable[..., Any] | None, clipped_by: float) -> None:
-    """Warns if Trainer's ``max_grad_norm`` is not ``clipped_by``, the config's clipping norm.
+def warn_unclipped(clipped_by: float) -> None:
+    """Warns if accelerate asks for the norm to clip to another one than the config's.
 
-    For ``scheduler`` see ``refuse_ignored``.
+    Its ``clip_grad_norm_``, which HF Trainer calls too, only reads the norm under DeepSpeed.
+    ``clipped_by`` is the config's clipping norm.
     """
-    asked = getattr(getattr(_trainer_of(scheduler), "args", None), "max_grad_norm", None)
+    caller = inspect.currentframe() if "accelerate" in sys.modules else None
+    while caller is not None and caller.f_code.co_name != "clip_grad_norm_":
+        caller = caller.f_back
+    asked = None if caller is None else caller.f_locals.get("max_norm")
     if isinstance(asked, int | float) and 0 < asked < math.inf and asked != clipped_by:
-        warn(
-            f"TrainingArguments.max_grad_norm = {asked:g} has no effect under DeepSpeed, and the "
-            f'config\'s gradient_clipping is {clipped_by:g}. Set "gradient_clipping": {asked:g} in '
-            "the config."
-        )
+        _warn_unclipped(asked, clipped_by)
+
+
+@functools.cache
+def _warn_unclipped(asked: float, clipped_by: float) -> None:
+    warn(
+        f"max_grad_norm = {asked:g}, of TrainingArguments or accelerator.clip_grad_norm_, has no "
+        f"effect under DeepSpeed, and the config's gradient_clipping is {clipped_by:g}. Set "
+        f'"gradient_clipping": {asked:g} in the config.'
+    )
 
 
 def warn_unread(

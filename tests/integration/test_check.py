@@ -61,6 +61,12 @@ def test_batch_sizes_have_to_fit_the_ranks(tmp_path, capsys):
     assert "train_batch_size is '8'" in checked(config, tmp_path, capsys)[0][0]
 
 
+def test_a_key_of_deepspeed_is_guessed_as_a_config_spells_it(tmp_path, capsys):
+    key = "stage3_gather_16bit_weights_on_model_save"
+    (error,), _ = checked(changed(zero_optimization={key[:-1]: True}), tmp_path, capsys)
+    assert f'Did you mean "{key}"?' in error
+
+
 def test_keys_that_deepspeed_reads_of_a_config_alone_are_known(tmp_path, capsys):
     sizes = {"sequence_parallel_size": 2, "data_parallel_size": 2}
     assert checked(changed(**sizes), tmp_path, capsys) == ([], [])
@@ -173,8 +179,18 @@ def test_a_run_warns_of_an_unknown_key_and_check_refuses_it(number, tmp_path, ca
 def test_comments_in_a_config_are_read_as_deepspeed_reads_them(tmp_path, capsys):
     text = json.dumps(SIZES | wrong_configs_jobs.RIGHT | {"ds_ext": {"polcy": 1}}, indent=1)
     commented = text.replace('"ds_ext"', '# ours\n "ds_ext"')
-    assert checked(text, tmp_path, capsys) == checked(commented, tmp_path, capsys)
+    errors, (note,) = checked(commented, tmp_path, capsys)
+    assert (errors, []) == checked(text, tmp_path, capsys)
+    assert "not strict JSON, which HF Trainer and accelerate read" in note
     assert optimizer_names.concerns_us(str(tmp_path / "ds.json"))
+
+
+def test_a_config_for_trainers_is_strict_json(tmp_path, capsys):
+    text = json.dumps(configs.make("adalomo", 3), indent=1)
+    without_comma = text.replace("3,\n", "3\n", 1)
+    assert without_comma != text and checked(text, tmp_path, capsys)[0] == []
+    (error,), _ = checked(without_comma, tmp_path, capsys)
+    assert "not strict JSON" in error and "Expecting ',' delimiter: line" in error
 
 
 def test_only_a_misspelt_optimizer_makes_a_config_ours():
