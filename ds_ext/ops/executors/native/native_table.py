@@ -20,7 +20,6 @@ INSTRUCTIONS = 0  # 0: the processor's best instruction set; 1: the baseline
 # Values of columns that a pass does not set.
 DEFAULTS = {"factor": 1.0, "bound": np.inf, "scale": 1.0}
 DEFAULTS |= dict.fromkeys(("out2", "out3", "in3", "update_sums", "norm_cache"), 0)
-NUMBER = (float, int)
 GEOMETRY = ("start", "n", "mats", "rows", "cols", "origin")
 _FORMS = {name: i for i, name in enumerate(schema.FORMS)}
 _DTYPES = {dtype: i for i, dtype in enumerate(schema.DTYPES)}
@@ -48,7 +47,6 @@ class NativeTable:
         for name, column in zip(GEOMETRY, columns, strict=True):
             self.entries[name] = column
         self._sizes = {name: self.entries[name].copy() for name in ("n", "mats")}
-        self._filled: dict[str, float] = {}  # the values of columns that hold one number
 
     def skip(self, rows: NDArray[np.bool_]) -> None:
         """Lets passes skip ``rows``, [n], and no others."""
@@ -71,17 +69,8 @@ class NativeTable:
                 ``pointers``.
         """
         name, columns, form, dtype, storage, decays = call
-        filled = self._filled
         for key, given in {**DEFAULTS, **columns}.items():
-            if isinstance(given, NUMBER):
-                if filled.get(key) == given:
-                    continue
-                filled.pop(key, None)  # a KeyboardInterrupt may leave the column half filled
-                self._columns[key][:] = given
-                filled[key] = given
-            else:
-                filled.pop(key, None)
-                self._columns[key][:] = getattr(given, "pointers", given)
+            self._columns[key][:] = getattr(given, "pointers", given)
         read = _FORMS[form], _DTYPES[dtype] if dtype else 0, _STORED[storage] if storage else 0
         shared = _Shared(_PASSES[name], *read, decays)
         threads = torch.get_num_threads()
