@@ -71,6 +71,11 @@ def fuse_into_backward(
         ``metrics`` has more figures. ``remove()`` undoes the call.
     """
     optimizer = _unwrapped(optimizer)
+    if isinstance(getattr(optimizer, "fused", None), FusedBackward):
+        raise TypeError(
+            "fuse_into_backward: this is the optimizer of a DeepSpeed engine, which steps inside "
+            "backward already: remove the call."
+        )
     if not isinstance(model, nn.Module):
         swapped = " The two are swapped." if isinstance(optimizer, nn.Module) else ""
         raise TypeError(

@@ -17,7 +17,7 @@ from ds_ext import rates
 from ds_ext.backward.gradient_config import GradientConfig
 from ds_ext.distributed.layout import Layout
 from ds_ext.ops import int8, sixteen_bit, state
-from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizer import RuleOptimizer, param_checks
 from ds_ext.optimizer.model_view import at_zero
 
 LEAST_RATE = 1e-4  # relative to the weights: a tenth of the default of such rules
@@ -61,6 +61,8 @@ def warnings(optimizer: RuleOptimizer, layout: Layout, is_config: bool = True) -
     All ranks of the model call it. ``is_config`` says whether a DeepSpeed config has set it up.
     """
     yield from unusual_rates(optimizer, is_config)
+    if not is_config:
+        yield from param_checks.stepped_alike(optimizer)
     relative = [p for p in optimizer.group_of if p.requires_grad and optimizer.is_relative(p)]
     matrices = [p for p in relative if len(layout.shards[p].shape) > 1]
     if zeros := _zeros(matrices, layout):

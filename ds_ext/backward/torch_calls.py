@@ -77,11 +77,12 @@ def _clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
         by, trained = found[0], found[0].trained
         asked = inspect.signature(clip).bind(params, *args, **kwargs).arguments
         if len(found) > 1 or not (_step_clips(by, asked) and trained.issubset(params)):
-            names = by.grad_config.setting_names
+            names, own = by.grad_config.setting_names, by.grad_config.max_norm
+            is_set = f" ({names.clipping} is {own:g})" * bool(own)
             raise RuntimeError(
-                f"torch.nn.utils.{clip.__name__.lstrip('_')}: ds_ext has already used these "
-                "gradients inside backward, so there is nothing left to clip. Instead, set "
-                f"{names.clips}. The norm of all gradients is {names.norm}."
+                f"torch.nn.utils.{clip.__name__.lstrip('_')}: ds_ext uses these gradients inside "
+                f"backward, or keeps them for the step, so this call cannot clip them{is_set}. "
+                f"Instead, set {names.clips}. The norm of all gradients is {names.norm}."
             )
         norm = by.norm_so_far()
         if by.layout.any(any(p.grad is not None for p in params if p not in trained)):

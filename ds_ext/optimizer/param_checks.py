@@ -1,7 +1,7 @@
 """Checks of parameters and saved groups: ValueError if an optimizer cannot step or load them."""
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -144,6 +144,22 @@ def refuse_shape(table: ParamTable, param: Tensor, shard: Shard) -> None:
             f"{name} supports only matrices, but a parameter has the shape {list(shard.shape)}. "
             f"Create the groups with ds_ext.{own}.for_model(model, ...), or put the parameter into "
             f'a group with "type": "{entry.others}".'
+        )
+
+
+def stepped_alike(table: ParamTable) -> Iterator[str]:
+    """Yields a warning if a rule for linear layers steps vectors, because it got no model."""
+    name = type(table).__name__
+    entry = rules.REGISTRY.get(name.lower())
+    if entry is None or not entry.roles:  # a subclass; a rule for all parameters
+        return
+    others = {k: v for k, v in entry.roles.get("other", {}).items() if k != "type"}
+    vectors = [table.rule_of(p) for p in table.group_of if len(table.shard(p).shape) == 1]
+    own = [rule for rule in vectors if type(rule).__name__ == entry.rule.__name__]
+    if any(all(getattr(rule, key) != others[key] for key in others) for rule in own):
+        yield (
+            f"{name} steps all its parameters alike, also embeddings, the output head and vectors. "
+            f"ds_ext.{name}.for_model(model, ...) leaves those to {entry.others or 'AdamW'}."
         )
 
 

@@ -85,6 +85,7 @@ def refused(stage: int) -> None:
     engine = start(stage)
     optimizer, before = engine.optimizer, whole(engine.module)
     stranger = {"params": [torch.nn.Parameter(torch.ones(2))]}
+    fuse = ds_ext.fuse_into_backward
     norm = functools.partial(torch.nn.utils.clip_grad_norm_, engine.parameters(), 1.0)
     takes = "takes no learning_rate.*remove optim"
     for call, words, *kinds in (
@@ -97,11 +98,16 @@ def refused(stage: int) -> None:
         (lambda: optimizer.backward(loss_of(engine, 0, 0)), r"engine.backward\(loss\)"),
         (lambda: optimizer.load_state_dict({}), "engine.load_checkpoint"),
         (lambda: optimizer.step(closure=lambda: None), "no closure"),
+        (lambda: fuse(engine.module, optimizer), "of a DeepSpeed engine.*remove the", TypeError),
         (lambda: optimizer.add_param_group(stranger), "add_param_group.*not part of the model"),
         (lambda: engine.offload_states(device="nvme"), "NVMe|OffloadDeviceEnum.cpu"),
     ):
         with pytest.raises(tuple(kinds) or REFUSALS, match=words):
             call()
+    without_type = engines.config(3, optimizer={"params": {"lr": 0.1}})
+    with logged() as said:
+        deepspeed.initialize(model=Pair(), config=without_type)
+    assert dist.get_rank() or said[0].startswith("optimizer.type is missing")
     param = optimizer.param_groups[0]["params"][0]
     param.grad = torch.ones_like(param)
     with pytest.raises(REFUSALS, match="has a gradient that did not come from backward"):

@@ -198,6 +198,14 @@ def test_a_rate_far_above_those_that_are_known_is_told_of(name, lr):
         assert any(f"lr = {given:g} is large for" in line for line in told) == is_told
 
 
+@pytest.mark.parametrize("name", ["scale", "sinkgd", "galoreadamw"])
+def test_a_rule_for_linear_layers_that_got_no_model_is_told_of(name):
+    rule, model = OPTIMIZERS[name], nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+    for optimizer, is_told in ((rule(model.parameters()), True), (rule.for_model(model), False)):
+        words = f"{rule.__name__} steps all its parameters alike"
+        assert any(line.startswith(words) for line in said(optimizer, model)) == is_told
+
+
 def test_a_rule_without_a_tabled_rate_is_told_of_in_a_whole_sentence(monkeypatch):
     monkeypatch.setattr(rates, "RATES", {})
     model = nn.Linear(4, 4)
