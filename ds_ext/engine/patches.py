@@ -29,7 +29,6 @@ from ds_ext.distributed import groups
 from ds_ext.engine import deepspeed_config, hook_cleanup, optimizers, own_engine, trainer_checks
 from ds_ext.engine.adapter import ZeroAdapter
 from ds_ext.engine.parameters import as_vectors, deepspeed_parameter
-from ds_ext.engine.rank_logging import warn
 from ds_ext.errors import raise_all
 from ds_ext.optimizer import RuleOptimizer
 
@@ -40,9 +39,6 @@ _NO_OPTIMIZER = (
     'deepspeed.initialize: the config has a section "ds_ext", but no optimizer was given. Name one '
     'in optimizer.type, such as "AdaLomo", or pass one. An engine that only evaluates a model '
     'needs no section "ds_ext": remove it.'
-)
-_NO_TYPE = (
-    'optimizer.type is missing, so DeepSpeed makes no optimizer: name one, such as "AdaLomo".'
 )
 _FUNCTION = (
     "deepspeed.initialize: the optimizer is a function or a class, so ds_ext cannot check the "
@@ -150,8 +146,6 @@ def build(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) 
         if not name:
             raise ValueError(_NO_OPTIMIZER)
         raise_all(config_checks.unread(config._param_dict, name))
-    if name is None and parsing.lookup(config._param_dict, "optimizer"):
-        warn(_NO_TYPE)
     original(engine, *args, **kwargs)
     if name:
         trainer_checks.warn_dropped(model, name)
