@@ -46,18 +46,17 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--ranks is {options.ranks}; allowed: a whole number > 0.")
     model = None if options.model is None else models.skeleton(models.config(options.model))
     given = parsing.load(options.config)
-    report = examine(given, model, options.ranks)
+    report, autos = examine(given, model, options.ranks), parsing.filled(given)[1]
     try:
         json.loads(options.config.read_text(encoding="utf-8"))
     except ValueError as error:
         line = f"it is not strict JSON, which HF Trainer and accelerate read: {error}"
-        report[ERROR if parsing.filled(given)[1] else NOTE].append(line)
+        report[ERROR if autos else NOTE].append(line)
     for kind, lines in report.items():
         for line in lines:
             print(f"{kind}: {line}")
     n = len(report[ERROR])
     right = "nothing is wrong" + " in what was checked" * bool(report[UNCHECKED])
-    autos = parsing.filled(given)[1]
     if any(key == _STAGE or not key.startswith("zero_optimization.") for key in autos):
         right += (
             " for HF Trainer and accelerate; deepspeed.initialize needs numbers "
