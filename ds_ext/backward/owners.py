@@ -125,7 +125,7 @@ def take_over(params: Iterable[Tensor], group: Group = None) -> None:
         older.give_way()
     if olders and consensus.is_first():
         logger.warning(
-            "another engine or fuse_into_backward call stepped this model and was not destroyed: "
+            "another engine or fuse_into_backward call was made for this model and not destroyed: "
             "the new one takes over, and the older one can no longer be used."
         )
 
