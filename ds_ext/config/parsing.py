@@ -61,21 +61,25 @@ def load(config: Any) -> Any:
     """
     if not isinstance(config, str | os.PathLike):
         return config
-    text, name = None, str(config)
     if isinstance(config, str) and not os.path.exists(config):
         try:
-            text, name = base64.urlsafe_b64decode(config).decode(), "the config in base 64"
+            return parsed(base64.urlsafe_b64decode(config).decode(), "the config in base 64")
         except (binascii.Error, UnicodeDecodeError):
             return config
     try:
-        text = Path(config).read_text(encoding="utf-8") if text is None else text
-        found = hjson.loads(text, object_pairs_hook=_unique)
+        return parsed(Path(config).read_bytes(), str(config))
     except OSError as error:
         raise ValueError(f"{config}: {error.strerror}") from None
+
+
+def parsed(text: str | bytes, name: str) -> dict[str, Any]:
+    """Returns the dictionary of a JSON text; ValueError, which has its ``name``, without one."""
+    try:
+        found = hjson.loads(text, object_pairs_hook=_unique)
     except ValueError as error:
-        raise ValueError(f"{name} is not a JSON file: {error}") from None
+        raise ValueError(f"{name} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f'{name} holds no JSON object such as {{"optimizer": ...}}.')
+        raise ValueError(f'{name} holds no JSON object such as {{"key": ...}}.')
     return found
 
 

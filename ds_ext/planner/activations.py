@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_ext.backward.buckets import has_room
+from ds_ext.distributed.groups import with_attribute
 from ds_ext.forward.batch_splits import layers_of, split_batch
 from ds_ext.forward.chunked_loss import chunk_loss
 from ds_ext.planner import models
@@ -91,10 +92,9 @@ def peak(config: Any, dtype: torch.dtype, batch: MicroBatch, gradients: Gradient
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, _attention)
-    fake_tensor_logger = logging.getLogger("torch._subclasses.fake_tensor")
-    fake_tensor_logger.disabled = True  # it logs tracebacks of errors that we report below
+    logger = logging.getLogger("torch._subclasses.fake_tensor")  # logs tracebacks of errors
     try:
-        with FakeTensorMode(), torch.device("cpu"):
+        with with_attribute(logger, "disabled", True), FakeTensorMode(), torch.device("cpu"):
             model: Any = models.build(config, dtype=dtype, attn_implementation=ATTENTION).train()
             if batch.checkpointing:
                 _checkpoint(model)
@@ -107,8 +107,6 @@ def peak(config: Any, dtype: torch.dtype, batch: MicroBatch, gradients: Gradient
         text = str(error).partition("\n")[0]
         what = f"activations of {type(config).__name__} cannot be counted ({text})"
         raise ValueError(f"--seq: {what}: leave it out.") from error
-    finally:
-        fake_tensor_logger.disabled = False
 
 
 def _peak(model: Any, tokens: Tensor, gradients: GradientLifetime) -> int:

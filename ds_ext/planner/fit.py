@@ -45,8 +45,8 @@ class ResourceUse(NamedTuple):
 
 def check(options: PlanOptions) -> None:
     """Raises ValueError for options of ``plan`` that ``--fit`` does not support."""
-    others: dict[str, Any] = {"--plot": options.picture, "--config": options.file}
-    others |= {"--stage none": options.stages == [None]}
+    is_plain = options.stages == [None]
+    others = {"--plot": options.picture, "--config": options.file, "--stage none": is_plain}
     problems = [
         f"--fit does not take {option}: remove it. It writes the config of a DeepSpeed run."
         for option, given in others.items()

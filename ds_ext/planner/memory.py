@@ -13,7 +13,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -102,13 +102,14 @@ def optimizer_memory(
     """
     cut = ranks if stage in (1, 2, 3) else 1
     behind = IN_FLIGHT if stage == 3 else 0  # overlap_comm: earlier buckets are not stepped yet
-    in_flight = elements(shapes) if stage is None else _in_flight(shapes, ranks, bucket, behind)
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    in_flight = sum(sizes) if stage is None else _in_flight(sizes, ranks, bucket, behind)
     rules = rule if isinstance(rule, Mapping) else dict.fromkeys(shapes, rule)
     kept = 0 if stage is None else _kept(rules, shapes, cut, accumulates)
-    states, masters = _stored(rules, shapes, cut, dtype)
 
-    # ZeRO-3 stores runs, and keeps small weights gathered in bf16.
+    # ZeRO-3 stores padded runs, and keeps small weights gathered in bf16.
     divided, persist = (ranks, PERSIST) if stage == 3 else (1, 0)
+    weights = sum(-(-n // divided) + (n if n <= persist else 0) for n in sizes)
     fitting = [math.prod(shape) for shape in shapes.values() if int8.fits(shape, divided)]
     coded = [n // divided for n in fitting if in_int8 and n > persist]
     widest = max(coded, default=0)
@@ -117,21 +118,22 @@ def optimizer_memory(
     kept += expanded * dtype.itemsize
 
     # A bucket's share of what offload moves to the host is on the device.
-    sizes = [math.prod(shape) for shape in shapes.values()]
     share = min(1.0, max(bucket, *sizes) / sum(sizes))
     runs_away = sum(-(-n // ranks) for n in sizes) if "param" in offloads else 0
+    weights += math.ceil(share * runs_away) - runs_away
+    states, masters = _stored(rules, shapes, cut, dtype)
+    smallest = host_offload.SMALL if "optimizer" in offloads else math.inf
     states_away, masters_away = (
-        part.moved if "optimizer" in offloads else 0 for part in (states, masters)
+        sum(n for n in part if n >= smallest) for part in (states, masters)
     )
-    weights = _weights(shapes, stage, ranks) - runs_away + math.ceil(share * runs_away)
     host = runs_away * dtype.itemsize + states_away + masters_away
     # Kept gradients are stepped after backward.
     staged_bytes = 0.0 if accumulates else host / sum(sizes)
     return MemoryUse(
         weights=(weights - sum(coded)) * dtype.itemsize + sum(map(int8.nbytes, coded)),
-        state=states.total - states_away + share * states_away,
+        state=sum(states) - states_away + share * states_away,
         gradients=in_flight * dtype.itemsize + kept,
-        master=masters.total - masters_away + share * masters_away,
+        master=sum(masters) - masters_away + share * masters_away,
         kept=kept,
         staged=math.ceil(share * runs_away) * dtype.itemsize + share * (states_away + masters_away),
         host=host,
@@ -198,24 +200,16 @@ def elements(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def _weights(shapes: Shapes, stage: int | None, ranks: int) -> int:
-    """A rank's weight elements. At stage 3: padded runs, and full copies of small parameters."""
-    if stage != 3:
-        return elements(shapes)
-    sizes = [math.prod(shape) for shape in shapes.values()]
-    return sum(-(-n // ranks) + (n if n <= PERSIST else 0) for n in sizes)
-
-
-def _in_flight(shapes: Shapes, ranks: int, bucket: int, behind: int) -> int:
+def _in_flight(sizes: Sequence[int], ranks: int, bucket: int, behind: int) -> int:
     """The peak gradient elements in backward: three kinds that are alive together.
 
     One gradient arrives, and is copied if equal parts for all ranks need padding. Others fill the
     bucket. The ``behind`` buckets before it are being reduced and stepped.
     """
-    n = elements(shapes)
+    n = sum(sizes)
     most = filling = 0
     earlier = deque([0] * behind, maxlen=behind)
-    for size in map(math.prod, reversed([*shapes.values()])):  # about the order of backward
+    for size in reversed(sizes):  # about the order of backward
         copy = size if size % ranks else 0
         now = size + max(min(bucket, n - size + copy), copy)
         most = max(most, min(now + sum(earlier), n + copy))
@@ -226,17 +220,10 @@ def _in_flight(shapes: Shapes, ranks: int, bucket: int, behind: int) -> int:
     return most
 
 
-class Stored(NamedTuple):
-    """Bytes of a kind of state."""
-
-    total: int
-    moved: int  # those that offload moves
-
-
 def _stored(
     rules: Mapping[str, Any], shapes: Shapes, cut: int, dtype: torch.dtype
-) -> tuple[Stored, Stored]:
-    """The states and the masters on the rank with the most.
+) -> tuple[list[int], list[int]]:
+    """The bytes of each state and each master on the rank with the most.
 
     The first ranks have the longest runs. Which of these ranks has the most memory depends on rows
     that span two runs.
@@ -245,22 +232,20 @@ def _stored(
         (rules[name], tuple(shape), isinstance(shape, Stack)) for name, shape in shapes.items()
     )
 
-    def of_rank(rank: int) -> tuple[Stored, Stored]:
-        states, masters = [], []
+    def of_rank(rank: int) -> tuple[list[int], list[int]]:
+        states, masters = list[int](), list[int]()
         for (rule, shape, stacked), count in counts.items():
             shard = Shard.of_rank(shape, rank, cut)
             run = torch.empty(len(shard), dtype=dtype, device="meta")
             spec = expert_stacks.state_spec(rule, shard) if stacked else rule.state_spec(shard)
-            states += count * tree_leaves(zeros(spec, run))
-            masters += count * tree_leaves(sixteen_bit.master(run, rule))
-        return stored(states), stored(masters)
+            for found, made in (
+                (states, zeros(spec, run)),
+                (masters, sixteen_bit.master(run, rule)),
+            ):
+                found += count * [x.nbytes for x in tree_leaves(made) if isinstance(x, Tensor)]
+        return states, masters
 
-    def stored(made: Sequence[Any]) -> Stored:
-        sizes = [x.nbytes for x in made if isinstance(x, Tensor)]
-        return Stored(sum(sizes), sum(size for size in sizes if size >= host_offload.SMALL))
-
-    ranks = map(of_rank, range(min(cut, FIRST)))
-    return max(ranks, key=lambda found: sum(part.total for part in found))
+    return max(map(of_rank, range(min(cut, FIRST))), key=lambda found: sum(map(sum, found)))
 
 
 def rules_of(

@@ -5,9 +5,8 @@ that ``plan`` refuses what a run refuses, in the same sentences.
 """
 
 import argparse
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from ds_ext.errors import raise_all
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named
 from ds_ext.planner import models
 from ds_ext.planner.activations import MicroBatch
-from ds_ext.settings import SIZES, Section
+from ds_ext.settings import SIZES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STAGES = {"none": None, "0": 0, "1": 1, "2": 2, "3": 3}
@@ -49,18 +48,6 @@ class PlanOptions:
     cards: tuple[float, ...] = ()  # GiB
     picture: Path | None = None
     file: Path | None = None  # --config
-    # What ``config`` says.
-    own: Section = field(init=False)  # its section "ds_ext"
-    has_all_optimizers: bool = field(init=False)
-    optimizers: list[type[RuleOptimizer]] = field(init=False)
-    params: dict[str, Any] = field(init=False)  # optimizer.params
-    offloads: list[str] = field(init=False)  # "param" and "optimizer", if they are on the CPU
-    needs_engine: bool = field(init=False)  # a plain ``step()`` cannot do it
-    stages: list[int | None] = field(init=False)
-    dtype: str = field(init=False)  # of weights and gradients
-    bucket: int = field(init=False)  # by default of a GPU with the memory of the smallest card
-    batch: MicroBatch | None = field(init=False)  # of a rank; None: activations are not counted
-    accumulates: str | None = field(init=False)  # the gradient_policy, if gradients are kept
 
     def __post_init__(self) -> None:
         try:
@@ -69,24 +56,30 @@ class PlanOptions:
             policy = parsing.gradients(self.config).policy
         except ValueError as error:
             raise ValueError(f"--config {self.file}: {error}" if self.file else error) from None
+        # The gradient_policy, if gradients are kept.
         self.accumulates = None if policy == "fused" else policy
 
     def _read(self) -> None:
         """Reads what ``config`` says."""
         config, kind = self.config, self.config["optimizer"]
-        self.own = parsing.section(config)
+        self.own = parsing.section(config)  # the section "ds_ext"
         self.has_all_optimizers = kind["type"] == ALL
-        self.optimizers = [*OPTIMIZERS.values()] if kind["type"] == ALL else [named(kind["type"])]
-        self.params = kind.get("params") or {}
+        self.optimizers: list[type[RuleOptimizer]] = [*OPTIMIZERS.values()]
+        if not self.has_all_optimizers:
+            self.optimizers = [named(kind["type"])]
+        self.params: dict[str, Any] = kind.get("params") or {}  # optimizer.params
+        # "param" and "optimizer", if they are on the CPU.
         self.offloads = [what for what, key in OFFLOADS.items() if config_checks.is_on(config, key)]
+        # Whether a plain ``step()`` cannot do it.
         self.needs_engine = "optimizer" in self.offloads or bool(self.own.weight_storage)
         self.stages = self._stages()
         on = [key for key in ("bf16", "fp16") if lookup(config, f"{key}.enabled")]
-        self.dtype = on[0] if on else "fp32"
+        self.dtype = on[0] if on else "fp32"  # of weights and gradients
+        # By default the bucket of a GPU with the memory of the smallest card.
         smallest = min(self.cards, default=float("inf")) * 2**30
         default = gpu_bucket_size(DTYPES[self.dtype].itemsize, smallest)
         self.bucket = int(lookup(config, BUCKET) or default)
-        self.batch = None
+        self.batch = None  # of a rank; None: activations are not counted
         if self.tokens is not None:
             how = self.checkpointing, self.own.batch_splits, bool(self.own.chunked_loss)
             self.batch = MicroBatch(lookup(config, BATCH) or 1, self.tokens, *how)
@@ -190,7 +183,7 @@ def read(line: argparse.Namespace, file: dict[str, Any] | None = None) -> PlanOp
         one = named(line.optimizer, "--optimizer").__name__
         kind = kind | {"type": optimizer_names.in_config(one)}
     if line.params is not None:
-        kind = kind | {"params": _object(line.params)}
+        kind = kind | {"params": parsing.parsed(line.params, f"--params {line.params}")}
     return PlanOptions(
         model=line.model,
         config=edited(config, changes | {"optimizer": kind}),
@@ -212,16 +205,6 @@ def _planned(file: dict[str, Any]) -> dict[str, Any]:
     if {} in sections and not any(section and section.get("enabled") for section in sections):
         config = edited(config, {"bf16.enabled": True})  # a trainer will fill in "auto"
     return edited(config, {STAGE: lookup(config, STAGE) or 0})
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        given = json.loads(text)
-        if not isinstance(given, dict):
-            raise ValueError('not an object such as {"lr": 1e-3}')
-    except ValueError as error:
-        raise ValueError(f"--params {text}: {error}") from None
-    return given
 
 
 def _positive(text: str) -> int:

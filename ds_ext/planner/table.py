@@ -2,7 +2,6 @@
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from ds_ext.planner.memory import MemoryUse
 from ds_ext.planner.memory_plan import GIB, MemoryPlan
@@ -18,7 +17,7 @@ def show(options: PlanOptions) -> None:
     table = {label: plan.total(use, options.batch) for label, use in rows.items()}
     unit = unit_of(use.total for use in table.values())
     if options.picture is not None:
-        _draw(options, plan.n, table, unit, options.picture)
+        _draw(options, plan.n, table, unit)
     print(f"{title(options, plan.n)}; {unit} per rank\n")
     fits = {label: _fits(plan, options, use) for label, use in rows.items()}
     print("\n".join(aligned(_cells(options, plan.n, table, unit, fits))))
@@ -117,9 +116,7 @@ def not_counted(options: PlanOptions, n: int, unit: str) -> str:
     return textwrap.fill(" ".join(sentences), 90)
 
 
-def _draw(
-    options: PlanOptions, n: int, table: Mapping[str, MemoryUse], unit: str, path: Path
-) -> None:
+def _draw(options: PlanOptions, n: int, table: Mapping[str, MemoryUse], unit: str) -> None:
     """Draws the table as stacked bars, with a line for each card. ValueError if it cannot."""
     try:
         from matplotlib.figure import Figure
@@ -147,6 +144,6 @@ def _draw(
     figure.suptitle(textwrap.fill(title(options, n), 90), fontsize="medium", x=0.01, ha="left")
     figure.legend(loc="outside lower center", ncols=len(parts), frameon=False)
     try:
-        figure.savefig(path, dpi=150)
+        figure.savefig(str(options.picture), dpi=150)
     except (OSError, ValueError) as error:  # no such folder, or no such format
-        raise ValueError(f"--plot {path}: {error}") from None
+        raise ValueError(f"--plot {options.picture}: {error}") from None

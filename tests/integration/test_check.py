@@ -106,7 +106,7 @@ def test_names_of_adapters_are_not_checked(tmp_path, capsys):
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("{", "is not a JSON file"),
+        ("{", "is not JSON"),
         ("[1]", "holds no JSON object"),
         ('{"bf16": {}, "bf16": {}}', "the key bf16 is there twice"),
         (None, "No such file"),
