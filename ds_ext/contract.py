@@ -27,8 +27,7 @@ import torch
 
 from ds_ext import logs
 
-LOWEST_TORCH = (2, 6)
-LOWEST_DEEPSPEED = (0, 19, 8)
+LOWEST = {"torch": (2, 6), "deepspeed": (0, 19, 8)}
 SWITCH = "DS_EXT_ANY_DEEPSPEED"  # set to 1 to go on with a version that fails the check
 RECORDS = Path(__file__).with_suffix(".json")
 
@@ -43,30 +42,18 @@ def written(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def check_torch(version: str) -> None:
-    """Checks the version of torch.
+def check_lowest(package: str, version: str) -> None:
+    """Checks the version of torch or DeepSpeed.
 
     Raises:
         ImportError: the version is too old. The message is one sentence.
     """
-    if numbers(version) < LOWEST_TORCH:
+    lowest = written(LOWEST[package])
+    if numbers(version) < LOWEST[package]:
+        instead = ", or train without DeepSpeed: call ds_ext.fuse_into_backward"
         raise ImportError(
-            f"ds_ext needs torch {written(LOWEST_TORCH)} or newer, and {version} is installed."
-        )
-
-
-def check_deepspeed(version: str) -> None:
-    """Checks the version of DeepSpeed.
-
-    Raises:
-        ImportError: the version is too old. The message is one sentence.
-    """
-    if numbers(version) < LOWEST_DEEPSPEED:
-        lowest = written(LOWEST_DEEPSPEED)
-        raise ImportError(
-            f"ds_ext works with DeepSpeed {lowest} and newer, and {version} is installed: "
-            f'pip install "deepspeed>={lowest}", or train without DeepSpeed: call '
-            "ds_ext.fuse_into_backward."
+            f"ds_ext works with {package} {lowest} and newer, and {version} is installed: "
+            f'pip install "{package}>={lowest}"{instead * (package == "deepspeed")}.'
         )
 
 
@@ -162,4 +149,4 @@ def accepts(new: list[str], old: list[str]) -> bool:
     return new[: len(old)] == old and all(p.endswith("=") or p[0] == "*" for p in new[len(old) :])
 
 
-check_torch(torch.__version__)
+check_lowest("torch", torch.__version__)

@@ -19,6 +19,7 @@ from ds_ext.config.parsing import lookup
 from ds_ext.optimizer import param_groups
 from ds_ext.optimizer.model_view import ModelView
 from ds_ext.planner import models
+from ds_ext.planner.options import positive
 from ds_ext.settings import SETTINGS, SIZES
 
 DESCRIPTION = (
@@ -37,13 +38,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``check``."""
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a DeepSpeed config (JSON)")
     parser.add_argument("--model", help="a Hugging Face folder, or a name that `plan` knows")
-    parser.add_argument("--ranks", type=int, help="data-parallel ranks, to check batch sizes")
+    what = "data-parallel ranks, to check batch sizes"
+    parser.add_argument("--ranks", type=positive, help=what)
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the report; returns 1 if there is a problem. ValueError for a wrong option."""
-    if options.ranks is not None and options.ranks < 1:
-        raise ValueError(f"--ranks is {options.ranks}; allowed: a whole number > 0.")
     model = None if options.model is None else models.skeleton(models.config(options.model))
     given = parsing.load(options.config)
     report, autos = examine(given, model, options.ranks), parsing.filled(given)[1]

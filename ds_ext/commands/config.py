@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
         skeleton = models.skeleton(models.config(options.model))
         parameters = memory.elements(memory.shapes_of(skeleton))
     made = make(options.optimizer, int(options.stage), options.numbers, parameters)
-    print(as_text(made), end="")
+    print(json.dumps(made, indent=2))
     if options.numbers and (source := rate_source(options.optimizer, parameters)):
         print(source, file=sys.stderr)
 
@@ -120,8 +120,3 @@ def trainer_arguments(options: PlanOptions, parameters: int) -> str:
     decay = getattr(options.optimizers[0].hypers(**options.params), "weight_decay", 0.0)
     rate += f" --weight_decay {decay:g}" * bool(decay)
     return f"--per_device_train_batch_size {options.batch.rows}{rate}{precision} --max_grad_norm 0"
-
-
-def as_text(config: dict[str, Any]) -> str:
-    """Returns a config as the text of a JSON file."""
-    return json.dumps(config, indent=2) + "\n"

@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def _fit(given: argparse.Namespace, path: Path, options: PlanOptions) -> None:
         lines.append([name, f"{total:.2f}", f"{before - total:.2f}"])
     written = config.of_plan(last, plan.n, numbers=not given.hf)
     try:
-        path.write_text(config.as_text(written), encoding="utf-8")
+        path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ValueError(f"--fit {path}: {error.strerror}") from None
     print(f"{table.title(taken[0].options, plan.n)}; {unit} per rank\n")

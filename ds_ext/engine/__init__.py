@@ -4,4 +4,4 @@ import deepspeed  # this import applies the patches of this package
 
 from ds_ext import contract
 
-contract.check_deepspeed(deepspeed.__version__)
+contract.check_lowest("deepspeed", deepspeed.__version__)

@@ -19,7 +19,7 @@ from ds_ext.config.optimizer_names import misspelt_sections
 from ds_ext.config.parsing import filled, lookup, normalized
 from ds_ext.engine import rank_logging
 from ds_ext.errors import raise_all
-from ds_ext.hyperparams import did_you_mean, meant, wrong_call
+from ds_ext.hyperparams import describe, did_you_mean, meant, wrong_call
 from ds_ext.settings import PLACES, SETTINGS, SIZES
 
 # Top-level keys that neither ``SETTINGS`` nor constants of DeepSpeed's modules name.
@@ -36,11 +36,8 @@ _SECTION_OF = {
     **{"DeepSpeedZeroConfig": "zero_optimization", "CommsLoggerConfig": "comms_logger"},
     **{"DeepSpeedBF16Config": "bf16", "DeepSpeedFP16Config": "fp16", "CompileConfig": "compile"},
 }
-# Keys that a client fills in before DeepSpeed reads a config, by what to write without a client.
-_NEVER_AUTO = {
-    "a number": (*SIZES, "zero_optimization.stage"),
-    "true or false": ("bf16.enabled", "fp16.enabled"),
-}
+# Keys that a client fills in before DeepSpeed reads a config.
+_NEVER_AUTO = (*SIZES, "zero_optimization.stage", "bf16.enabled", "fp16.enabled")
 
 
 def read(make: Callable[[], None], config: dict[str, Any]) -> None:
@@ -48,12 +45,10 @@ def read(make: Callable[[], None], config: dict[str, Any]) -> None:
 
     Values may be "auto", which a client fills in later. ValueError with a line for each problem.
     """
-    found = [
-        line for allowed, keys in _NEVER_AUTO.items() for line in left_auto(config, keys, allowed)
-    ]
     given = filled(config)[0]
     reading = config_checks.read(given)
-    found += [*reading.problems, *scheduler_problems(reading.values)]
+    found = [*left_auto(config, _NEVER_AUTO), *reading.problems]
+    found += scheduler_problems(reading.values)
     if found:
         raise_all([*found, *unknown(given)])
     try:
@@ -72,14 +67,14 @@ def read(make: Callable[[], None], config: dict[str, Any]) -> None:
     raise_all(config_checks.size_problems(reading.values, ranks))
 
 
-def left_auto(config: dict[str, Any], keys: Iterable[str], allowed: str) -> Iterator[str]:
+def left_auto(config: dict[str, Any], keys: Iterable[str]) -> Iterator[str]:
     """Yields a message for each key that no client has filled in."""
-    for key in keys:
-        if lookup(config, key) == "auto":
-            yield (
-                f'{key} is "auto", which is filled in by HF Trainer and accelerate only: write '
-                f"{allowed}."
-            )
+    for key in (key for key in keys if lookup(config, key) == "auto"):
+        allowed = describe(SETTINGS[key].type) if key in SETTINGS else "a value"
+        yield (
+            f'{key} is "auto", which is filled in by HF Trainer and accelerate only: write '
+            f"{allowed}."
+        )
 
 
 def raised(config: dict[str, Any], ranks: int | None) -> Iterator[str]:

@@ -106,14 +106,14 @@ def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     refuse_wrapped(engine.module)
     refuse_dtensors(engine.module)
     param_checks.refuse_shared_memory(engine.module.parameters())
-    config = effective(engine)
-    raise_all(problems(config, pipeline.gradients_kept_for(engine)))
-    raise_all(size_problems(config, dist.get_world_size()))
-    given = engine._config._param_dict
-    raise_all(left_auto(given, ["gradient_clipping"], "a number"))  # zero.Init does not read it
-    if engine.client_lr_scheduler is None:
-        keys = (f"scheduler.params.{key}" for key in lookup(given, "scheduler.params") or ())
-        raise_all(left_auto(given, keys, "a number"))
+    config, given = effective(engine), engine._config._param_dict
+    is_named = engine.client_lr_scheduler is None
+    params = (lookup(given, "scheduler.params") if is_named else None) or {}
+    # zero.Init, whose config may have these, does not read them.
+    keys = ["gradient_clipping", *(f"scheduler.params.{key}" for key in params)]
+    found = [*problems(config, pipeline.gradients_kept_for(engine)), *left_auto(given, keys)]
+    raise_all([*found, *size_problems(config, dist.get_world_size())])
+    if is_named:
         for line in replaced_rates(given, [group["lr"] for group in optimizer.param_groups]):
             warn(line)
     compiled = any(isinstance(m, OptimizedModule) for m in engine.module.modules())

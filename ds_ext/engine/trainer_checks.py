@@ -36,6 +36,7 @@ _FILLS = {
     "eps": ["adam_epsilon"],
 }
 _DEFAULTS = (None, "adamw_torch", "adamw_torch_fused")  # in all versions of transformers
+_warn_once = functools.cache(warn)
 
 
 def refuse_ignored(scheduler: Callable[..., Any] | None) -> None:
@@ -70,16 +71,11 @@ def warn_unclipped(clipped_by: float) -> None:
         caller = caller.f_back
     asked = None if caller is None else caller.f_locals.get("max_norm")
     if isinstance(asked, int | float) and 0 < asked < math.inf and asked != clipped_by:
-        _warn_unclipped(asked, clipped_by)
-
-
-@functools.cache
-def _warn_unclipped(asked: float, clipped_by: float) -> None:
-    warn(
-        f"max_grad_norm = {asked:g}, of TrainingArguments or accelerator.clip_grad_norm_, has no "
-        f"effect under DeepSpeed, and the config's gradient_clipping is {clipped_by:g}. Set "
-        f'"gradient_clipping": {asked:g} in the config.'
-    )
+        _warn_once(
+            f"max_grad_norm = {asked:g}, of TrainingArguments or accelerator.clip_grad_norm_, has "
+            f"no effect under DeepSpeed, and the config's gradient_clipping is {clipped_by:g}. Set "
+            f'"gradient_clipping": {asked:g} in the config.'
+        )
 
 
 def warn_unread(

@@ -121,21 +121,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     # ``read`` requires it: argparse would not name a misspelled --model.
     add("--model", help=f"required: HF folder, config.json or Hub name, or one of: {known}")
     add("--config", type=Path, metavar="ds.json", help="a DeepSpeed config; options overrule it")
-    add("--ranks", type=_positive, default=1, help="data-parallel ranks (default 1)")
+    add("--ranks", type=positive, default=1, help="data-parallel ranks (default 1)")
     add("--optimizer", help=f"one of {', '.join(OPTIMIZERS)}; default: all of them")
     add("--params", metavar="JSON", help="optimizer.params of the DeepSpeed config")
     what = "one ZeRO stage, or none for a plain step(); default: all of one --optimizer, else 3"
     add("--stage", dest=STAGE, choices=STAGES, help=what)
     add("--dtype", choices=DTYPES, help="of weights and gradients (default bf16)")
     add("--weight-storage", dest=WEIGHT_STORAGE, choices=["int8"], help=f"as {WEIGHT_STORAGE}")
-    add("--seq", type=_positive, metavar="TOKENS", help="count activations of rows of this length")
-    rows = {"dest": BATCH, "type": _positive, "metavar": "ROWS"}
+    add("--seq", type=positive, metavar="TOKENS", help="count activations of rows of this length")
+    rows = {"dest": BATCH, "type": positive, "metavar": "ROWS"}
     add("--batch", **rows, help="rows a rank computes at once (default 1)")
     add("--checkpointing", action="store_true", help="activation checkpointing of each layer")
-    add("--batch-splits", dest=SPLITS, type=_positive, metavar="N", help=f"as {SPLITS}")
+    add("--batch-splits", dest=SPLITS, type=positive, metavar="N", help=f"as {SPLITS}")
     add("--chunked-loss", dest=CHUNKED_LOSS, action="store_true", help=f"as {CHUNKED_LOSS}")
     size = f"{GPU_BUCKET_BYTES // 2**20} MiB, at most {GPU_SHARE} of the smallest --memory"
-    elements = {"dest": BUCKET, "type": _positive, "metavar": "BUCKET"}
+    elements = {"dest": BUCKET, "type": positive, "metavar": "BUCKET"}
     add("--bucket", **elements, help=f"reduce_bucket_size, in elements (default: {size})")
     what = "keep gradients, by this gradient_policy (default sharded), as for "
     what += "gradient_accumulation_steps > 1"
@@ -207,7 +207,8 @@ def _planned(file: dict[str, Any]) -> dict[str, Any]:
     return edited(config, {STAGE: lookup(config, STAGE) or 0})
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Returns the number > 0 that an option's ``text`` means."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number > 0")
     return int(text)

@@ -189,7 +189,7 @@ def test_every_config_is_accepted_and_names_our_optimizer(stage, numbers, tmp_pa
         made = configs.make(name, stage, numbers)
         assert optimizer_names.registry_key(made["optimizer"]["type"]) == name
         assert made["zero_optimization"]["stage"] == stage
-        text = configs.as_text(made)
+        text = json.dumps(made)
         assert ("auto" in text) is not numbers
         (tmp_path / "ds.json").write_text(text)
         assert main(["check", str(tmp_path / "ds.json"), "--ranks", "2"]) == 0, name

@@ -14,7 +14,7 @@ import deepspeed
 import pytest
 
 from ds_ext import contract
-from ds_ext.contract import LOWEST_DEEPSPEED, check_deepspeed, check_torch, numbers, written
+from ds_ext.contract import LOWEST, check_lowest, numbers, written
 from tests.common import apart
 from tests.tools import contract as recording
 from tests.tools import versions as table
@@ -41,7 +41,7 @@ def test_these_are_the_oldest_that_are_supported():
     code = "import deepspeed, ds_ext; print(deepspeed.__version__, "
     code += "hasattr(deepspeed.DeepSpeedEngine.__init__, '__wrapped__'))"
     version, knows = run_with(OLDEST, "-c", code).stdout.split()[-2:]
-    assert numbers(version) == LOWEST_DEEPSPEED and knows == "True"
+    assert numbers(version) == LOWEST["deepspeed"] and knows == "True"
     lowest = {d.name: d.version for d in distributions(path=[str(OLDEST)])}
     required = (ROOT / "pyproject.toml").read_text()
     for name in ("deepspeed", "transformers", "accelerate"):
@@ -52,12 +52,12 @@ def test_these_are_the_oldest_that_are_supported():
 def test_an_old_version_is_one_sentence():
     for version in ("0.18.6", "0.19.7"):
         with pytest.raises(ImportError, match=f"0.19.8 and newer, and {version} is"):
-            check_deepspeed(version)
+            check_lowest("deepspeed", version)
     for version in ("0.19.8", "0.19.9+cu12", "0.20.0"):
-        check_deepspeed(version)
-    with pytest.raises(ImportError, match="torch 2.6 or newer, and 2.5.1.cpu is installed"):
-        check_torch("2.5.1+cpu")
-    check_torch("2.6.0")
+        check_lowest("deepspeed", version)
+    with pytest.raises(ImportError, match="torch 2.6 and newer, and 2.5.1.cpu is installed"):
+        check_lowest("torch", "2.5.1+cpu")
+    check_lowest("torch", "2.6.0")
 
 
 @pytest.mark.slow

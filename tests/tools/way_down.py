@@ -98,7 +98,7 @@ def way(name: str) -> list[Step]:
             path = written
             if taken is not found[0][1][-1]:
                 path = Path(folder) / "step.json"
-                path.write_text(config.as_text(config.of_plan(taken.options)))
+                path.write_text(json.dumps(config.of_plan(taken.options)))
             assert taken.options.batch is not None
             shape = (taken.options.batch.rows, taken.options.batch.tokens)
             measured, losses = trained(path, model, shape)
