@@ -239,6 +239,13 @@ template <class T> INLINE void prefetch(const T *from, int64_t n) {
     for (int64_t k = 0; k < n * static_cast<int64_t>(sizeof(T)); k += 64) __builtin_prefetch(at + k);
 }
 
+// Reads WIDTH numbers as one vector.
+template <class X> INLINE void read_each(const X &x, int64_t j, Vector &to) {
+    float lane[WIDTH];
+    for (int l = 0; l < WIDTH; ++l) lane[l] = x[j + l];
+    std::memcpy(&to, lane, sizeof to);
+}
+
 // Stored numbers, which the reading loop converts to fp32.
 struct Fp32 {
     const float *at;
@@ -248,30 +255,22 @@ struct Fp32 {
     INLINE_MEMBER void read(int64_t j, Vector &x) const { std::memcpy(&x, at + j, sizeof x); }
 };
 
-struct Bf16 {
+// IS_BF16: else fp16.
+template <bool IS_BF16> struct Narrow {
     const uint16_t *at;
-    Bf16 from(int64_t i) const { return {at + i}; }
+    Narrow from(int64_t i) const { return {at + i}; }
     void prefetch(int64_t n) const { ISA::prefetch(at, n); }
-    INLINE_MEMBER float operator[](int64_t j) const { return bf16_to_float(at[j]); }
+    INLINE_MEMBER float operator[](int64_t j) const { return IS_BF16 ? bf16_to_float(at[j]) : half_to_float(at[j]); }
     INLINE_MEMBER void read(int64_t j, Vector &x) const {
+        if constexpr (!IS_BF16) return read_each(*this, j, x);
         Halves halves;
         std::memcpy(&halves, at + j, sizeof halves);
         Bits bits = __builtin_convertvector(halves, Bits) << 16;
         std::memcpy(&x, &bits, sizeof x);
     }
 };
-
-struct Fp16 {
-    const uint16_t *at;
-    Fp16 from(int64_t i) const { return {at + i}; }
-    void prefetch(int64_t n) const { ISA::prefetch(at, n); }
-    INLINE_MEMBER float operator[](int64_t j) const { return half_to_float(at[j]); }
-    INLINE_MEMBER void read(int64_t j, Vector &x) const {
-        float lane[WIDTH];
-        for (int l = 0; l < WIDTH; ++l) lane[l] = half_to_float(at[j + l]);
-        std::memcpy(&x, lane, sizeof x);
-    }
-};
+typedef Narrow<true> Bf16;
+typedef Narrow<false> Fp16;
 
 // Stored numbers times a factor, clamped to ± bound.
 template <class X> struct Scaled {
@@ -284,11 +283,7 @@ template <class X> struct Scaled {
         u = u > bound ? bound : u;
         return u < -bound ? -bound : u;  // NaN stays NaN
     }
-    INLINE_MEMBER void read(int64_t j, Vector &to) const {
-        float lane[WIDTH];
-        for (int l = 0; l < WIDTH; ++l) lane[l] = (*this)[j + l];
-        std::memcpy(&to, lane, sizeof to);
-    }
+    INLINE_MEMBER void read(int64_t j, Vector &to) const { read_each(*this, j, to); }
 };
 
 // Rounds fp32 numbers to 16 bits, to nearest.
@@ -433,7 +428,8 @@ static __attribute__((noinline)) void round_odd(const float *x, const uint16_t *
     }
 }
 
-// Writes ``x`` to the weight from element i on, and replaces ``x`` with the stored values.
+// Writes ``x`` to the weight from element i on, and replaces ``x`` with the stored values if a sum of their
+// squares is wanted.
 static __attribute__((noinline)) void store(const Entry &e, int storage, int64_t i, int64_t n, float *__restrict x) {
     uint16_t *__restrict w = static_cast<uint16_t *>(e.w) + i;
     alignas(ALIGNED) uint16_t drawn[CHUNK];
@@ -457,7 +453,7 @@ static __attribute__((noinline)) void store(const Entry &e, int storage, int64_t
             w[j] = static_cast<uint16_t>((bits + random[j]) >> 16);
         }
         if (most > 0x7F7F0000u) round_odd(x, random, n, w);
-        for (int64_t j = 0; j < n; ++j) x[j] = bf16_to_float(w[j]);
+        if (e.update_sums || e.norm_cache) loaded(e.w, BF16, i, n, x);
         break;
     }
     case STOCHASTIC_FP16: {
@@ -1085,49 +1081,21 @@ struct SteppedFp32 {
     }
 };
 
-static __attribute__((noinline)) double step_fp32(float *w, const float *u, const Stepped &stepped, int64_t n) {
-    SteppedFp32 weights{w, u, stepped};
-    return square_sum_of_each(weights, n);
-}
-
-// Steps n bf16 weights with stochastic rounding. If a new value exceeds the largest bf16 or is not
-// finite, writes nothing and returns false.
-static __attribute__((noinline)) bool step_stochastic(const Entry &e, Stepped stepped, int64_t i, int64_t n, const float *__restrict u) {
-    uint16_t *__restrict w = static_cast<uint16_t *>(e.w) + i;
-    alignas(ALIGNED) uint16_t drawn[CHUNK], made[CHUNK];
-    prefetch(w, n);
-    const uint16_t *random = noise(e.key, e.origin + i, n, drawn);
-    uint32_t most = 0;
-    for (int64_t j = 0; j < n; ++j) {
-        uint32_t bits = as_bits(stepped(bf16_to_float(w[j]), u[j])), a = bits & 0x7FFFFFFFu;
-        most = a > most ? a : most;
-        made[j] = static_cast<uint16_t>((bits + random[j]) >> 16);
-    }
-    if (most > 0x7F7F0000u) return false;
-    std::memcpy(w, made, sizeof(uint16_t) * static_cast<size_t>(n));
-    return true;
-}
-
-// Steps weights in one loop for the most common storage formats; returns whether it did. If norms are
-// cached, ``squares`` becomes the sum of squares of the new weights.
+// Steps weights that are rounded to nearest in one loop, in two of their dtypes; returns whether it did. If
+// norms are cached, ``squares`` becomes the sum of squares of the new weights.
 static bool step_at_once(const Call &call, const Entry &e, Stepped stepped, int64_t i, int64_t n, const float *__restrict u, double &squares) {
-    float *wide = static_cast<float *>(e.w) + i;
-    uint16_t *__restrict narrow = static_cast<uint16_t *>(e.w) + i;
-    switch (call.storage) {
-    case PLAIN_FP32:
-        prefetch(wide, n);
-        squares = step_fp32(wide, u, stepped, n);
-        return true;
-    case PLAIN_BF16:
-        prefetch(narrow, n);
-        for (int64_t j = 0; j < n; ++j) narrow[j] = float_to_bf16(stepped(bf16_to_float(narrow[j]), u[j]));
-        break;
-    case STOCHASTIC_BF16:
-        if (!step_stochastic(e, stepped, i, n, u)) return false;
-        break;
-    default: return false;
+    if (call.storage == PLAIN_FP32) {
+        SteppedFp32 weights{static_cast<float *>(e.w) + i, u, stepped};
+        prefetch(weights.w, n);
+        squares = square_sum_of_each(weights, n);
+    } else if (call.storage == PLAIN_BF16) {
+        uint16_t *__restrict w = static_cast<uint16_t *>(e.w) + i;
+        prefetch(w, n);
+        for (int64_t j = 0; j < n; ++j) w[j] = float_to_bf16(stepped(bf16_to_float(w[j]), u[j]));
+        if (e.norm_cache) squares = square_sum_of(Bf16{w}, n);
+    } else {
+        return false;
     }
-    if (e.norm_cache) squares = square_sum_of(Bf16{narrow}, n);
     return true;
 }
 
