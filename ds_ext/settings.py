@@ -34,6 +34,7 @@ class Setting:
     divides_ranks: bool = False  # whether the number of ranks must be a multiple of the value
     may_exceed_ranks: bool = False  # whether a value above the number of ranks means all of them
     only_in_run: bool = False  # whether only a run can check other values
+    is_required: bool = False  # whether its section must have it
 
 
 _HPZ = "zero_optimization.zero_hpz_partition_size"
@@ -76,6 +77,7 @@ def _typed(kind: Any, description: str, refused: Any = bool, **bounds: Any) -> A
 
 
 SECTION = _typed(dict[str, Any], 'a section, {"key": value, ...}', ())
+_TEXT = _typed(str, "a name", ())
 _SWITCH = _typed(bool, "true or false", ())
 _NUMBER = _typed(float, "a number")  # pydantic alone takes true for 1
 _STAGE = _typed(int, "0, 1, 2, 3", ge=0, le=3)
@@ -117,6 +119,7 @@ _SECTIONS = (
     *("zero_optimization", "fp16", "bf16", "data_types", "checkpoint", "tensor_parallel"),
     *("compile", "torch_autocast", "activation_checkpointing", "pipeline", "flops_profiler"),
     *("hybrid_engine", "data_efficiency", "comms_logger", "weight_quantization"),
+    *("optimizer", "scheduler"),
 )
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -169,6 +172,10 @@ _ZERO = {
 }
 SETTINGS: dict[str, Setting] = {
     **{key: Setting(SECTION) for key in _SECTIONS},
+    "optimizer.type": Setting(_TEXT),
+    "optimizer.params": Setting(SECTION | None),
+    "scheduler.type": Setting(_TEXT, is_required=True),
+    "scheduler.params": Setting(SECTION, is_required=True),
     **{key: Setting(_COUNT) for key in SIZES},
     "gradient_clipping": Setting(NonNegative),
     "data_types.grad_accum_dtype": Setting(_DTYPE),

@@ -8,7 +8,6 @@ receiver then steps by these runs, measures or keeps them (receivers.py).
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
-from types import MethodType
 from typing import cast
 
 import torch
@@ -109,11 +108,18 @@ class Buckets:
     def _hooked(self, param: Tensor) -> torch.utils.hooks.RemovableHandle:
         """Hooks a parameter. A frozen one is hooked too, because it may be unfrozen later."""
         frozen = not param.requires_grad
-        take = _weakly(cast(MethodType, self.take))
+        # Python's garbage collector does not see the hooks that torch holds, so a model that a hook
+        # refers to would never be freed.
+        take = weakref.WeakMethod(self.take)
+
+        def hook(param: Tensor) -> None:
+            if (found := take()) is not None:
+                found(param)
+
         with torch.inference_mode(param.is_inference()):  # torch unfreezes it there only
             if frozen:
                 param.requires_grad_(True)  # otherwise torch does not hook it
-            handle = param.register_post_accumulate_grad_hook(take)
+            handle = param.register_post_accumulate_grad_hook(hook)
             if frozen:
                 param.requires_grad_(False)
         return cast(torch.utils.hooks.RemovableHandle, handle)
@@ -377,19 +383,3 @@ class Buckets:
             pieces[-1].append(param)
             elements += size
         return pieces
-
-
-def _weakly(method: MethodType) -> Callable[[Tensor], None]:
-    """A parameter's hook that holds only a weak reference to its object.
-
-    Python's garbage collector does not see the hooks that torch holds, so a model that a hook
-    refers to would never be freed.
-    """
-    owner, call = weakref.ref(method.__self__), method.__func__
-
-    def hook(param: Tensor) -> None:
-        found = owner()
-        if found is not None:
-            call(found, param)
-
-    return hook

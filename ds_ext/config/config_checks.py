@@ -139,7 +139,7 @@ def _make_optimizer(made: Reading, model: ModelView | None) -> None:
     section = config.get("optimizer")
     if section is None:
         return
-    if "type" not in section:
+    if section.get("type") is None:
         raise ValueError(
             'optimizer.type is missing or "auto": name an optimizer, such as "AdaLomo".'
         )

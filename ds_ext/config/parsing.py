@@ -129,22 +129,16 @@ def well_formed(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     for key, setting in SETTINGS.items():
         path, _, last = key.rpartition(".")
         section = lookup(read, path)
-        value = lookup(section, last)
-        if value is None and not (setting.type is SECTION and last in section):
+        if not isinstance(section, dict):
+            continue
+        is_needed = setting.is_required or (setting.type is SECTION and last in section)
+        if (value := section.get(last)) is None and not is_needed:
             continue
         try:
             section[last] = _ADAPTERS[key].validate_python(value)
         except ValidationError:
-            wrong[key] = f"{key} is {value!r}; allowed: {hyperparams.describe(setting.type)}."
-    for key in ("optimizer", "scheduler"):
-        value = config.get(key, {"type": "", "params": {}})
-        without = "" if key == "optimizer" else None  # ``config_checks.read`` reports it
-        if not isinstance(value, dict) or not isinstance(value.get("type", without), str):
-            wrong[key] = f'{key} is {value!r}; allowed: {{"type": ..., "params": ...}}.'
-        elif isinstance(params := value.get("params"), dict):
-            continue
-        elif key == "scheduler" or params is not None:  # an optimizer may have default params
-            wrong[f"{key}.params"] = f"{key}.params is {params!r}; allowed: an object such as {{}}."
+            allowed = hyperparams.describe(setting.type)
+            wrong[key] = f"{key} is {lookup(config, key)!r}; allowed: {allowed}."
     sections = {key.partition(".")[0] for key in wrong}
     return {key: read[key] for key in read if key not in sections}, list(wrong.values())
 
@@ -161,7 +155,7 @@ def _without_autos(value: Any, where: str = "") -> Any:
     kept = {}
     for key, own in value.items():
         name = hyperparams.dotted(where, key)
-        is_ours = name.startswith(("ds_ext", "optimizer.params.")) and name not in _FILLED
+        is_ours = name.startswith(("ds_ext", "optimizer.params")) and name not in _FILLED
         is_section = name in SETTINGS and SETTINGS[name].type is SECTION
         if own != "auto" or is_ours or is_section:
             kept[key] = _without_autos(own, name)

@@ -120,7 +120,7 @@ def scheduler_problems(config: dict[str, Any]) -> Iterator[str]:
     """Yields a message if DeepSpeed could not make the scheduler of a ``normalized`` config."""
     if not config.get("scheduler"):
         return
-    name, params = config["scheduler"].get("type", "auto"), config["scheduler"]["params"]
+    name, params = config["scheduler"]["type"], config["scheduler"]["params"]
     made = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name, None)
     if made is None:
         known = [*lr_schedules.VALID_LR_SCHEDULES, *torch.optim.lr_scheduler.__all__]

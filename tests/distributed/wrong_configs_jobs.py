@@ -225,7 +225,7 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
         "checkpoint.writer = {'type': 'fast'} is not supported",
         {"checkpoint": {"writer": {"type": "fast"}}},
     ),
-    ("scheduler is", {"scheduler": {"params": {}}}),
+    ("scheduler.type is", {"scheduler": {"params": {}}}),
     (
         'unknown key optimizer.param. Did you mean "params"?',
         {"optimizer": {"type": "AdaLomo", "param": {"lr": 1e-3}}},

@@ -121,7 +121,8 @@ def test_clipping_and_the_dtype_of_kept_gradients():
     assert parsing.gradients({"gradient_clipping": None}).max_norm == 0
 
 
-OF_DEEPSPEED = {k: s for k, s in settings.SETTINGS.items() if not k.startswith("ds_ext.")}
+OTHERS = ("ds_ext.", "optimizer", "scheduler")
+OF_DEEPSPEED = {k: s for k, s in settings.SETTINGS.items() if not k.startswith(OTHERS)}
 
 
 @pytest.mark.parametrize("key", [k for k, s in OF_DEEPSPEED.items() if s.type != settings.SECTION])
