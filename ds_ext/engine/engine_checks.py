@@ -50,9 +50,8 @@ def check_sequences(config: DeepSpeedConfig, mpu: Any) -> None:
             f"{left} ranks, for this engine too: pass it to deepspeed.initialize as mpu, or set "
             "deepspeed.utils.groups.mpu = None before."
         )
-    values = normalized(config._param_dict)
+    values, size = normalized(config._param_dict), _sequence_ranks(mpu)
     asked = values.get("sequence_parallel_size", 1)
-    size = _sequence_ranks(mpu)
     if asked not in (1, size):
         raise ValueError(
             f"sequence_parallel_size = {asked}, but the sequences of mpu have {size} "
@@ -60,12 +59,8 @@ def check_sequences(config: DeepSpeedConfig, mpu: Any) -> None:
             "deepspeed.runtime.sequence_parallel.parallel_state_sp, and pass that module to "
             "deepspeed.initialize as mpu."
         )
-    tensor_size = lookup(values, "tensor_parallel.autotp_size", 1)
-    if size > 1 and tensor_size > 1:
-        raise ValueError(
-            f"tensor_parallel.autotp_size = {tensor_size} is not supported together with the "
-            "sequence parallelism of an mpu: remove one of them."
-        )
+    if size > 1:
+        raise_all(problems(values | {"sequence_parallel_size": size}))
 
 
 def check_ranks(model: Any, client: Any, config: DeepSpeedConfig) -> None:
@@ -76,12 +71,9 @@ def check_ranks(model: Any, client: Any, config: DeepSpeedConfig) -> None:
     ``client`` is the optimizer that the program passes; None if the config names it.
     """
     given = client if isinstance(client, Optimizer) else None
-    counted = trainer_checks.num_processes() or 0
     facts = {  # their ``repr`` is the same in every process
         "optimizer": type(client).__name__ if client is not None else config.optimizer_name,
         "config": {k: v for k, v in config._param_dict.items() if k not in _LOCAL},
-        # See refuse_same_data.
-        "accelerate process count": counted if 0 < counted < dist.get_world_size() else None,
         **consensus.facts(model, given, parameters.whole_shape),
     }
     if not isinstance(model, PipelineModule):

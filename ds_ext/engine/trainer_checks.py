@@ -120,20 +120,15 @@ def warn_dropped(model: nn.Module, taken: str) -> None:
             )
 
 
-def num_processes() -> int | None:
-    """Returns the number of processes that accelerate divides data among; None without it."""
-    state = sys.modules.get("accelerate.state")
-    shared: dict[str, Any] = {} if state is None else state.PartialState._shared_state
-    return shared.get("num_processes")
-
-
 def refuse_same_data(data_parallel_size: int) -> None:
     """Raises ValueError if accelerate divides the data among fewer processes than ranks.
 
     Without a GPU, accelerate assumes a single process unless it is configured for the CPU. All
     ranks would then get the same data.
     """
-    counted = num_processes()
+    state = sys.modules.get("accelerate.state")
+    shared: dict[str, Any] = {} if state is None else state.PartialState._shared_state
+    counted = shared.get("num_processes")
     if counted is not None and counted < data_parallel_size:
         raise ValueError(
             f"accelerate counts {counted} process{'es' * (counted > 1)}, but DeepSpeed has "

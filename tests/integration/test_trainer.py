@@ -292,7 +292,7 @@ COUNTED = {
         ("accelerate counts 1 process,", "2 data-parallel ranks", "PartialState(cpu=True)"),
     ),
     "without ZeRO": (("", ""), {}, ("the same data", "PartialState(cpu=True)")),
-    "one rank alone": ((None, ""), {}, ("accelerate process counts", "None and 1")),
+    "one rank alone": ((None, ""), {}, ("accelerate counts 1 process,", "rank 1")),
 }
 
 
