@@ -1,6 +1,7 @@
 """Lets DeepSpeed read a config after ds_ext has found no problem, and translates its errors."""
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,12 +13,13 @@ from deepspeed.runtime import constants, lr_schedules
 from deepspeed.runtime.activation_checkpointing import config as activation_config
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from deepspeed.utils import logger
 from pydantic import ValidationError
 
 from ds_ext.config import config_checks
 from ds_ext.config.optimizer_names import misspelt_sections
 from ds_ext.config.parsing import filled, lookup, normalized
-from ds_ext.engine import rank_logging
+from ds_ext.distributed.groups import with_attribute
 from ds_ext.errors import raise_all
 from ds_ext.hyperparams import describe, did_you_mean, meant, wrong_call
 from ds_ext.settings import PLACES, SETTINGS, SIZES
@@ -89,7 +91,7 @@ def raised(config: dict[str, Any], ranks: int | None) -> Iterator[str]:
     is_implied = ranks is not None and all(sizes[key] is not None for key in given)
     made = object.__new__(DeepSpeedConfig)
     make = inspect.unwrap(DeepSpeedConfig.__init__)  # ours would check it again, for one rank
-    with rank_logging.quiet():
+    with with_attribute(logger, "level", logging.ERROR):
         try:
             with translated():
                 make(made, own | ({SIZES[1]: 1} if given else {}))
