@@ -14,7 +14,7 @@ from benchmarks.host_gpu import Calls
 from ds_ext import ops
 from ds_ext.ops.block_sizes import WIDEST
 from ds_ext.ops.executors.table_passes import TableBatch
-from ds_ext.ops.executors.triton import devices, launcher, launches, sizes, tiles
+from ds_ext.ops.executors.triton import devices, launcher, launches, tiles
 from ds_ext.ops.expressions import WeightStorage
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Shard
@@ -70,7 +70,7 @@ def test_runs_of_few_rows_have_low_strips():
     assert at.programs.tolist() == [-(-s[0] // h) for s, h in zip(shapes, heights, strict=True)]
     assert (at.programs[:4] >= 256).all()
     for width, rows, warps in ((2**10, 4, 4), (2**12, 2, 8), (2**14, 1, 8)):
-        assert sizes.shape_of("weighted_sums", {"TC": width}) == ({"TR": rows, "TC": width}, warps)
+        assert tiles.shape_of("weighted_sums", {"TC": width}) == ({"TR": rows, "TC": width}, warps)
 
 
 def test_what_kernels_do_not_take_is_stepped_alone(monkeypatch):

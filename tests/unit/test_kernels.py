@@ -11,7 +11,7 @@ from ds_ext.distributed import lockstep
 from ds_ext.ops import block_sizes
 from ds_ext.ops.executors import table_passes
 from ds_ext.ops.executors.table_passes import TableBatch
-from ds_ext.ops.executors.triton import launches, sizes
+from ds_ext.ops.executors.triton import launches, tiles
 from ds_ext.ops.executors.triton.launch_memory import Memory
 from ds_ext.ops.runs import Runs
 from ds_ext.ops.shard import Shard
@@ -155,7 +155,7 @@ def test_vectors_give_the_same_bits(name, kernels, monkeypatch):
     aligned = noted(monkeypatch, launches, "launch_kernel", note)
     found, before = trained(name, torch.bfloat16, "master", 2, shapes=shapes)
     assert {("apply", True), ("apply", False)} <= set(aligned)
-    monkeypatch.setattr(sizes, "ALIGNMENT", 2**40)  # which no address is a multiple of
+    monkeypatch.setattr(tiles, "ALIGNMENT", 2**40)  # which no address is a multiple of
     aligned.clear()
     plain, _ = trained(name, torch.bfloat16, "master", 2, shapes=shapes)
     assert not any(is_aligned for _, is_aligned in aligned)

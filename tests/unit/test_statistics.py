@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_ext import ops
-from ds_ext.ops.executors.triton import sizes
+from ds_ext.ops.executors.triton import tiles
 from ds_ext.ops.shard import Shard
 from tests.common import needs, paths, table
 from tests.common.choose import params
@@ -49,7 +49,7 @@ def test_sums_of_a_run(shape, path, monkeypatch):
     ran = paths.passes(monkeypatch)
     monkeypatch.setattr("ds_ext.ops.shard.BLOCK", max(60, math.prod(shape) // 8))
     if shape == (70, 140):
-        monkeypatch.setattr(sizes, "PROGRAMS", 2)
+        monkeypatch.setattr(tiles, "PROGRAMS", 2)
     ((whole,),) = table.gradients(1, [shape])
     for shard in runs(shape):
         x = whole.view(-1)[shard.start : shard.stop].float()

@@ -295,7 +295,7 @@ class TablePasses(BatchTables, Reference):
 
     def _reads(self, name: str, source: Source) -> bool:
         """Whether a pass can read an input."""
-        if name not in self.own.passes or source.form not in schema.READ_BY.get(name, schema.FORMS):
+        if source.form not in schema.READ_BY.get(name, schema.FORMS):
             return False
         if "decay" in source.scalars and name not in schema.ADD_WEIGHTS:
             return False

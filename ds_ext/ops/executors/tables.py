@@ -187,16 +187,9 @@ def checked(
     layout = runs.layout
     if layout is None or layout.dtype not in dtypes or layout.sizes != sizes:
         raise Unsupported
-    if layout.device != batch.device and layout.device != _with_index(batch.device):
+    if layout.device != batch.device:
         raise Unsupported
     return runs
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """A device with an index: the current one of its kind by default."""
-    if device.index is not None or device.type != "cuda":
-        return device
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _addresses(x: object) -> Iterator[NDArray[np.int64]]:

@@ -35,8 +35,6 @@ class NativeTable:
         firsts: the index of each run's first element in its parameter.
     """
 
-    passes = frozenset(schema.PASSES)
-
     def __init__(
         self, geometries: Sequence[tuple[int, int, int, int, int]], firsts: Sequence[int]
     ) -> None:

@@ -10,7 +10,7 @@ from ds_ext.ops import rounding, schema
 from ds_ext.ops.executors.native.native_table import NormCache
 from ds_ext.ops.executors.triton import tiles
 from ds_ext.ops.executors.triton.launcher import OUT, KindOfSums, Launcher
-from ds_ext.ops.executors.triton.launches import Constants
+from ds_ext.ops.executors.triton.tiles import Constants
 from ds_ext.ops.runs import Call, Columns, Runs
 
 
@@ -28,11 +28,9 @@ class DeviceNormCache(NormCache):
         super().__init__()
         self.table, self.tiles = table, ""
         self.columns: dict[str, Runs] = {}  # a sum and a weight per tile
-        self.are_noted = False  # whether the last pass that wrote the weights stored their sums
 
     def noted_by(self, name: str) -> dict[str, Runs]:
         """Returns the columns that these tiles write; allocates them if the tiles have changed."""
-        self.are_noted = True
         if name != self.tiles:
             partials = self.table.partials(name, tiles.of_tiles)
             size, device, firsts = (2, partials.total), self.table.device, partials.firsts
@@ -44,17 +42,6 @@ class DeviceNormCache(NormCache):
                 "probe": Runs((probes,), firsts=firsts),
             }
         return self.columns
-
-    def check(self, runs: Runs) -> None:
-        """Invalidates the cache if a run has moved or was written since ``note``."""
-        super().check(runs)
-        self.are_noted = False
-
-    def note(self, runs: Runs) -> None:
-        """Records the runs' addresses and version counters, which must include the last writes."""
-        super().note(runs)
-        if not self.are_noted:
-            self.forget()
 
 
 def _numbers(call: Call) -> Columns:
@@ -82,7 +69,7 @@ def _tiles(call: Call) -> str:
 
 def _square_sums(table: Launcher, call: Call) -> None:
     cache: DeviceNormCache | None = call.columns.get("norm_cache")
-    if cache is not None and cache.are_valid:
+    if cache is not None and cache.are_valid and cache.columns:
         columns = {k: v for k, v in call.columns.items() if k in ("w", "aux", "out")}
         table.launch("cached_norm", _constants(call), cache.tiles, {**columns, **cache.columns})
         return
@@ -175,8 +162,6 @@ PASSES: dict[str, Callable[[Launcher, Call], None]] = {
 
 class KernelTable(Launcher):
     """The passes over many parameters on a GPU."""
-
-    passes = frozenset(PASSES)
 
     def run(self, call: Call) -> None:
         """Makes a pass: see ``NativeTable.run``.

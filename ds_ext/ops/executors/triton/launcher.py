@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds_ext.ops.executors.triton import launches, sizes, tiles
+from ds_ext.ops.executors.triton import launches, tiles
 from ds_ext.ops.executors.triton.launch_memory import DeviceArrays, Memory
-from ds_ext.ops.executors.triton.launches import Constants, KernelConstants, Launch
-from ds_ext.ops.executors.triton.tiles import Geometry, Int64s, PartialSums, Tiles
+from ds_ext.ops.executors.triton.launches import KernelConstants, Launch
+from ds_ext.ops.executors.triton.tiles import Constants, Geometry, Int64s, PartialSums, Tiles
 from ds_ext.ops.runs import Columns, Runs
 from ds_ext.ops.schema import ADDRESSES, ARGUMENT, ARGUMENTS, AT, NUMBERS
 
@@ -23,7 +23,7 @@ LEAST_ADDRESS = 2**32  # a number's argument is an address from here on, else th
 TILES: dict[str, Callable[[Geometry], Tiles]] = {
     "flat": tiles.flat,  # of passes that ignore rows and columns
     "by_matrix": tiles.by_matrix,  # of passes that use them
-    "for_sums": tiles.for_sums,  # and add them up
+    "for_sums": functools.partial(tiles.by_matrix, height=tiles.SUMS_TR, width=tiles.SUMS_TC),
     "by_strip": tiles.by_strip,  # as wide as the rows
     "by_parameter": tiles.by_parameter,  # one for each
     "rows": tiles.of_rows,  # a sum over all rows
@@ -102,8 +102,8 @@ class Launcher:
             if at.aligned is not None and column in vectors:
                 ends = ends | offsets | value.base
         are_even = None
-        if not isinstance(ends, int) and np.bitwise_or.reduce(ends) % sizes.ALIGNMENT:
-            are_even = ends % sizes.ALIGNMENT == 0
+        if not isinstance(ends, int) and np.bitwise_or.reduce(ends) % tiles.ALIGNMENT:
+            are_even = ends % tiles.ALIGNMENT == 0
         found = self._launches_of(kernel, constants, name, are_even)
         contents += [one.contents for one in found]
         arrays = self.arrays  # those of one pass live until its launches are in the stream

@@ -6,17 +6,14 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_ext.ops import rounding, schema
-from ds_ext.ops.executors.triton import sizes
-from ds_ext.ops.executors.triton.tiles import Int64s
-
-Constants: TypeAlias = sizes.Constants
-Named: TypeAlias = sizes.Named
+from ds_ext.ops.executors.triton import tiles
+from ds_ext.ops.executors.triton.tiles import Constants, Int64s, Named
 
 
 class KernelConstants:
@@ -98,9 +95,9 @@ def encode_int8(values: Tensor, codes: Tensor, scales: Tensor, start: int, key: 
     """Launches ``Int8Weight.encode`` of contiguous bf16 values."""
     n, size = len(scales), len(codes) // len(scales)
     noise = rounding.noise_table(values.device)
-    grid = (-(-n // sizes.ENCODED_GROUPS),)
-    constants = {"IS_RANDOM": key is not None, "SIZE": size, "GROUPS": sizes.ENCODED_GROUPS}
-    constants["num_warps"] = sizes.ENCODE_WARPS
+    grid = (-(-n // tiles.ENCODED_GROUPS),)
+    constants = {"IS_RANDOM": key is not None, "SIZE": size, "GROUPS": tiles.ENCODED_GROUPS}
+    constants["num_warps"] = tiles.ENCODE_WARPS
     with current(values.device):
         _kernels().encode[grid](
             values, codes, scales.view(torch.int16), noise, n, start, key or 0, **constants
@@ -111,8 +108,8 @@ def decode_int8(stored: Tensor, values: Tensor, size: int) -> Tensor:
     """Launches ``int8.decode`` of contiguous runs, [runs, bytes], whose groups have ``size``."""
     runs, length = stored.shape
     groups = values.numel() // (runs * size)
-    grid = (-(-groups // sizes.DECODED_GROUPS), runs)
-    constants = {"SIZE": size, "GROUPS": sizes.DECODED_GROUPS}
+    grid = (-(-groups // tiles.DECODED_GROUPS), runs)
+    constants = {"SIZE": size, "GROUPS": tiles.DECODED_GROUPS}
     with current(values.device):
         _kernels().decode[grid](stored, values.view(-1), groups, length, **constants)
     return values
@@ -148,7 +145,7 @@ def constants(kind: KernelConstants, count: int) -> Named:
 def compiled_pass(kernel: str, given: Constants) -> tuple[KernelConstants, int]:
     """A pass over parameters of one kind -> its constants, its number of warps."""
     named, kernels = dict(given), _kernels()
-    shape, warps = sizes.shape_of(kernel, named)
+    shape, warps = tiles.shape_of(kernel, named)
     for name, numbers in (("FORM", kernels.FORM), ("STORAGE", kernels.FORMATS)):
         if name in named:
             named[name] = numbers[named[name]].value

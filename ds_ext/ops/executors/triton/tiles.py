@@ -1,20 +1,66 @@
 """Divides the runs of a batch into tiles, and reduces the partial sums that a pass leaves for each.
 
 Tiles are the geometry in the rows of a launch's table. Another launch, a fold, makes reductions.
+The sizes of tiles only change the order of sums. They were chosen by the times of an H100.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_ext.ops.executors.triton import sizes
-from ds_ext.ops.executors.triton.sizes import Constants
 from ds_ext.ops.schema import AT, TILE
 
+TR, TC, WARPS = 32, 128, 4  # rows, columns and warps of a tile
+SUMS_TR, SUMS_TC = 64, 64  # of ``row_col_sums``
+MANY_WARPS = {"IS_ADAM", "IS_ADAM_STEP"}  # inputs that need many registers for an element
+ALIGNMENT = 16  # elements, and bytes of an address: vectors of 16 bytes for every dtype
+# A program of ``weighted_sums`` reads a strip of whole rows, some rows at a time, in a tile whose
+# width is the next power of two, at least NARROWEST. A warp has
+# STRIP_COLS columns or more, so that a thread adds up whole columns; a thread has STRIP_ELEMENTS,
+# or more of a single row. The pass writes 8 / strip bytes of partial sums per element, which
+# ``fold`` reads again: STRIPS are the largest and smallest heights of a strip, which add 3 and 12 %
+# to the 8 bytes of AdaLomo's step. The height is the largest power of two with which a run has
+# PROGRAMS programs, two for nearly all of 132 multiprocessors. Rows wider than block_sizes.WIDEST
+# are read twice, in tiles of TR x TC.
+STRIPS, PROGRAMS = (64, 16), 256
+NARROWEST = 2**10
+STRIP_COLS, STRIP_ELEMENTS, STRIP_WARPS = 256, 32, 8
+FOLD_ROWS, FOLD_COLS = 128, 32  # partial sums per iteration
+# Passes with one program per parameter, which waits for memory: the more warps, the shorter.
+LONG = 2**12  # ``factors``: rows or columns per iteration; ``cached_norm``: tiles
+LONG_WARPS = 32
+# Groups of int8 weights that a program stores or expands. A warp alone waits for no other.
+ENCODED_GROUPS, ENCODE_WARPS, DECODED_GROUPS = 4, 1, 16
+
+
 Int64s: TypeAlias = NDArray[np.int64]  # one for each parameter, [n]
+Constants: TypeAlias = tuple[tuple[str, Any], ...]  # of a kernel: names and values
+Named: TypeAlias = Mapping[str, Any]  # the same by name
+LaunchConfig: TypeAlias = tuple[dict[str, int], int]  # the constants that are sizes, and the warps
+
+
+def shape_of(kernel: str, named: Named) -> LaunchConfig:
+    """Returns the shape of a pass from its other constants."""
+    tile = {"TR": TR, "TC": TC}
+    match kernel:
+        case "row_col_sums":
+            tile = {"TR": SUMS_TR, "TC": SUMS_TC}
+        case "weighted_sums":
+            wide = named["TC"]
+            warps = min(STRIP_WARPS, wide // STRIP_COLS)
+            return {"TR": max(1, 32 * warps * STRIP_ELEMENTS // wide), "TC": wide}, warps
+        case "factors" | "clipped_factors":
+            return {"TC": LONG}, LONG_WARPS
+        case "fold":
+            return {"TR": FOLD_ROWS, "TC": FOLD_COLS}, WARPS
+        case "cached_norm":  # which reads its tiles only if necessary
+            return {**tile, "LONG": LONG}, LONG_WARPS
+    # without vectors each element needs its own address: fewer elements per thread
+    is_heavy = named.get("FORM") in MANY_WARPS or not named["ALIGNED"]
+    return tile, 2 * WARPS if is_heavy else WARPS
 
 
 @dataclass(frozen=True)
@@ -71,28 +117,19 @@ def build_tiles(programs: Int64s, widths: Int64s | None = None, **columns: Int64
     if not {"start", "n", "cols"} <= columns.keys():
         return Tiles(rows, programs)
     ends = [rows[:, AT[name]] for name in ("start", "n", "cols", "origin")]
-    aligned = np.bitwise_or.reduce(ends) % sizes.ALIGNMENT == 0
+    aligned = np.bitwise_or.reduce(ends) % ALIGNMENT == 0
     return Tiles(rows, programs, aligned, widths)
 
 
 def flat(g: Geometry) -> Tiles:
     """Runs as rows of one tile's width, regardless of their matrices."""
-    rows = -(-g.n // sizes.TC)
-    down = -(-rows // sizes.TR)
-    return build_tiles(down, start=0, n=g.n, origin=g.origin, rows=rows, cols=sizes.TC, down=down)
+    rows = -(-g.n // TC)
+    down = -(-rows // TR)
+    return build_tiles(down, start=0, n=g.n, origin=g.origin, rows=rows, cols=TC, down=down)
 
 
-def by_matrix(g: Geometry) -> Tiles:
+def by_matrix(g: Geometry, height: int = TR, width: int = TC) -> Tiles:
     """Runs as tiles of the matrices they touch."""
-    return _of_matrices(g, sizes.TR, sizes.TC)
-
-
-def for_sums(g: Geometry) -> Tiles:
-    """The tiles of sums over rows and columns."""
-    return _of_matrices(g, sizes.SUMS_TR, sizes.SUMS_TC)
-
-
-def _of_matrices(g: Geometry, height: int, width: int) -> Tiles:
     at = _by_rows(g, height)
     down = touched(g) * at["down"]
     return build_tiles(down * -(-g.cols // width), **at, height=down * height)
@@ -102,16 +139,16 @@ def by_strip(g: Geometry) -> Tiles:
     """Runs as strips of whole rows of the matrices they touch."""
     strip = _strips(g)
     at = _by_rows(g, strip)
-    widths = [max(sizes.NARROWEST, 1 << (int(n) - 1).bit_length()) for n in g.cols]
+    widths = [max(NARROWEST, 1 << (int(n) - 1).bit_length()) for n in g.cols]
     return build_tiles(touched(g) * at["down"], np.array(widths), **at, height=strip)
 
 
 def _strips(g: Geometry) -> Int64s:
     """The height of each run's strips: lower where a run has few rows."""
-    largest, smallest = sizes.STRIPS
+    largest, smallest = STRIPS
     strip = np.full_like(g.n, largest)
     for _ in range((largest // smallest).bit_length() - 1):
-        few = touched(g) * _by_rows(g, strip)["down"] < sizes.PROGRAMS
+        few = touched(g) * _by_rows(g, strip)["down"] < PROGRAMS
         strip = np.where(few & (strip > smallest), strip // 2, strip)
     return strip
 
@@ -185,10 +222,10 @@ def _of_one(counts: Int64s) -> Tiles:
 def row_sums(g: Geometry, at: Tiles) -> PartialSums:
     """Reduces row sums: per parameter [tiles across, mats touched, rows of their tiles]."""
     mats, height = touched(g), at.of("height")
-    wide = -(-g.cols // sizes.SUMS_TC)
+    wide = -(-g.cols // SUMS_TC)
     firsts, total = _offsets(wide * height)
     owners, mat = _by_matrix(mats)
-    high = (at.of("down") * sizes.SUMS_TR)[owners]
+    high = (at.of("down") * SUMS_TR)[owners]
     rows, row0 = g.rows[owners], at.of("row0")[owners]
     sums = _sums(wide[owners], height[owners], np.minimum(high, rows - row0))
     outs = 4 * ((at.of("mat0")[owners] + mat) * rows + row0)
@@ -215,7 +252,7 @@ def _by_matrix(mats: Int64s) -> tuple[Int64s, Int64s]:
 
 def _sums(k: Int64s, stride: Int64s, n: Int64s) -> Tiles:
     """Tiles that sum [k, stride] over k for the first n columns; stride 1 is read as tiles."""
-    is_one, width = stride == 1, sizes.FOLD_COLS
+    is_one, width = stride == 1, FOLD_COLS
     return build_tiles(
         -(-n // width),
         rows=np.where(is_one, -(-k // width), k),
