@@ -17,7 +17,7 @@ t: the tensor-parallel ranks.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -33,7 +33,6 @@ from ds_ext.engine.parameters import deepspeed_parameter
 from ds_ext.engine.zero3 import Zero3Layout, Zero3Placement
 
 PlacementType: TypeAlias = type[Replicated] | type[Sharded]
-PlacementOf: TypeAlias = Callable[[Tensor], Placement]
 
 _BY_STAGE: dict[int, PlacementType] = {0: Replicated, 1: Sharded, 2: Sharded, 3: Zero3Placement}
 
@@ -52,11 +51,26 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
     offload = zero3.partition(engine) if stage == 3 else None
     losses = _num_mean_losses(engine)
     tensor_group = groups.get_tensor_model_parallel_group() if engine.autotp_size() > 1 else None
-    if tensor_group is not None:
-        dense = _with_tensor_parallelism(kind, group, tensor_group, losses, names)
+    split, tensor_size = dict[Tensor, Placement](), size_of(tensor_group)
+    if tensor_group is None:
+        whole: Placement = kind(group, losses)
     else:
-        dense = _alike(kind(group, losses))
-    placement_of = _with_experts(dense, kind, group, losses, size_of(tensor_group))
+        split, whole = _tensor_parallel(kind, group, tensor_group, losses, names)
+    experts = functools.cache(kind)
+
+    def placement_of(param: Tensor) -> Placement:
+        own = group
+        if expert_parallel.is_expert(param):
+            own = groups._get_expert_data_parallel_group(deepspeed_parameter(param).group_name)
+        if own is group or (tensor_size == 1 and size_of(own) == size_of(group)):
+            return split.get(param, whole)
+        # These experts get tokens from all ranks, so their gradients come from all losses. Tensor-
+        # parallel ranks have the same tokens. Each sends a part of them to the experts, and all
+        # gather the outputs, whose gradients are equal: AutoEP sums these over the ranks, and
+        # deepspeed.moe takes them from one rank.
+        is_autoep = expert_parallel.stack_position(param) is not None
+        return experts(own, losses * (tensor_size if is_autoep else 1))
+
     if offload is None:
         return Layout(group, names, placement_of)
     return Zero3Layout(offload, group, names, placement_of, bool(engine.zero_overlap_comm()))
@@ -80,40 +94,10 @@ def share_time_limit(engine: DeepSpeedEngine, layout: Layout) -> None:
         set_timeout(limit, group)
 
 
-def _alike(placement: Placement) -> PlacementOf:
-    """A function that returns the same placement for all parameters."""
-    return lambda param: placement
-
-
-def _with_experts(
-    dense: PlacementOf, kind: PlacementType, group: Group, losses: int, tensor_size: int
-) -> PlacementOf:
-    """Placements with experts. Other parameters get their placement from ``dense``."""
-
-    @functools.cache
-    def experts(own: Group, grad_divisor: int) -> Placement:
-        return kind(own, grad_divisor)
-
-    def placement_of(param: Tensor) -> Placement:
-        own = group
-        if expert_parallel.is_expert(param):
-            own = groups._get_expert_data_parallel_group(deepspeed_parameter(param).group_name)
-        if own is group or (tensor_size == 1 and size_of(own) == size_of(group)):
-            return dense(param)
-        # These experts get tokens from all ranks, so their gradients come from all losses. Tensor-
-        # parallel ranks have the same tokens. Each sends a part of them to the experts, and all
-        # gather the outputs, whose gradients are equal: AutoEP sums these over the ranks, and
-        # deepspeed.moe takes them from one rank.
-        is_autoep = expert_parallel.stack_position(param) is not None
-        return experts(own, losses * (tensor_size if is_autoep else 1))
-
-    return placement_of
-
-
-def _with_tensor_parallelism(
+def _tensor_parallel(
     kind: PlacementType, group: Group, tensor_group: Group, losses: int, names: Mapping[Tensor, str]
-) -> PlacementOf:
-    """Placements under tensor parallelism. All its ranks have equal unsplit parameters."""
+) -> tuple[dict[Tensor, Placement], Placement]:
+    """The placements of split parameters, and of unsplit ones, which all ranks have alike."""
     is_replicated = kind is Replicated
     rank, num_runs, order = dist.get_rank(tensor_group), 1, None
     if not is_replicated:  # the ranks form a grid
@@ -134,7 +118,7 @@ def _with_tensor_parallelism(
         whole: Placement = Zero3Placement(group, divisor, replicas=tensor_group)
     else:
         whole = kind(everyone(), divisor)
-    return lambda param: split if param in shards else whole
+    return dict.fromkeys(shards, split), whole
 
 
 def _num_mean_losses(engine: DeepSpeedEngine) -> int:
