@@ -189,7 +189,7 @@ def _loaded(job: str) -> Callable[..., Any]:
     function = importlib.import_module(module)
     for part in name.split("."):
         function = getattr(function, part)
-    return function  # type: ignore[return-value]
+    return getattr(function, "job", function)  # type: ignore[return-value]
 
 
 def _saved(result: Any) -> bytes:

@@ -6,6 +6,8 @@ A job is a function of a module, called on every rank; its arguments and results
     worlds.once(2, job, *args)   # the same, but run only once a session: several tests look at it
     worlds.fresh(2, job, *args)  # new processes -> how each ended: for jobs that kill ranks
 
+A test that every rank runs as a whole is its own job: ``@worlds.on(2)``.
+
 Ranks are forked from one process that has imported everything (tests/rank.py), so that a world
 starts in a few tenths of a second. What a job leaves behind is cleared away after it. A world
 whose job failed is killed, and the next job gets a new one.
@@ -13,6 +15,8 @@ whose job failed is killed, and the next job gets a new one.
 
 import atexit
 import contextlib
+import functools
+import inspect
 import io
 import multiprocessing
 import os
@@ -107,6 +111,20 @@ def once(size: int, job: Callable[..., Any], *args: Any, limit: float = 120) -> 
     if isinstance(_found[key], AssertionError):
         raise AssertionError(*_found[key].args)
     return _found[key]
+
+
+def on(size: int, limit: float = 120) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a function of a module a test that each of ``size`` ranks runs, as ``run`` does."""
+
+    def decorate(job: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(job)
+        def test(**given: Any) -> None:
+            run(size, job, *inspect.signature(job).bind(**given).args, limit=limit)
+
+        test.job = job  # type: ignore[attr-defined]  # what ranks find by the test's name
+        return test
+
+    return decorate
 
 
 def alone(job: Callable[..., Any], *args: Any, limit: float = 120) -> Any:

@@ -1,7 +1,6 @@
 """What jobs on real ranks share."""
 
 import contextlib
-import functools
 import logging
 import tempfile
 from collections.abc import Callable, Iterator
@@ -41,17 +40,6 @@ def shared_folder() -> Iterator[str]:
         dist.broadcast_object_list(folder)
         yield folder[0]
         dist.barrier()
-
-
-def in_shared_folder(job: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a job a folder of all ranks as its last argument."""
-
-    @functools.wraps(job)
-    def run(*args: Any) -> Any:
-        with shared_folder() as folder:
-            return job(*args, folder)
-
-    return run
 
 
 @contextlib.contextmanager

@@ -52,29 +52,6 @@ def second_copies(run: Training) -> dict[str, Any]:
     return {"after": whole(model), "told": by_role.told(engine.optimizer, model)}
 
 
-def persistent_copies(frozen: int) -> None:
-    """Losses of hpZ with persistent biases, one of them frozen, are those of one process."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    model[frozen].bias.requires_grad_(False)
-    reference = copy.deepcopy(model)
-    optimizer = ds_ext.LOMO([p for p in model.parameters() if p.requires_grad], lr=0.5)
-    engine = engines.start(model, optimizer, 3, zero={"zero_hpz_partition_size": 2})
-    sgd, losses = torch.optim.SGD(reference.parameters(), lr=0.5), []
-    x = engines.rows(0, 0, 4, 8)
-    for _ in range(3):
-        loss, expected = (m(x).square().mean() for m in (engine, reference))
-        engine.backward(loss)
-        engine.step()
-        mean_step(sgd, [expected])
-        losses.append(expected.item())
-        assert loss.item() == pytest.approx(losses[-1], rel=1e-5)
-    assert losses[2] < losses[0] - 0.01
-    host = groups._get_zero_param_intra_parallel_group()
-    waiting = [g._get_backend(x.device).options._timeout for g in (dist.group.WORLD, host)]
-    assert waiting[0] == waiting[1]
-
-
 class Net(nn.Module):
     """Of several modules, one of them used twice."""
 
@@ -135,8 +112,28 @@ def test_second_copies_of_the_weights_never_go_stale(rule):
 
 
 @pytest.mark.parametrize("frozen", [0, 2])
+@worlds.on(4)
 def test_second_copies_of_persistent_parameters_never_go_stale(frozen):
-    worlds.run(4, persistent_copies, frozen)
+    """Losses of hpZ with persistent biases, one of them frozen, are those of one process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    model[frozen].bias.requires_grad_(False)
+    reference = copy.deepcopy(model)
+    optimizer = ds_ext.LOMO([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    engine = engines.start(model, optimizer, 3, zero={"zero_hpz_partition_size": 2})
+    sgd, losses = torch.optim.SGD(reference.parameters(), lr=0.5), []
+    x = engines.rows(0, 0, 4, 8)
+    for _ in range(3):
+        loss, expected = (m(x).square().mean() for m in (engine, reference))
+        engine.backward(loss)
+        engine.step()
+        mean_step(sgd, [expected])
+        losses.append(expected.item())
+        assert loss.item() == pytest.approx(losses[-1], rel=1e-5)
+    assert losses[2] < losses[0] - 0.01
+    host = groups._get_zero_param_intra_parallel_group()
+    waiting = [g._get_backend(x.device).options._timeout for g in (dist.group.WORLD, host)]
+    assert waiting[0] == waiting[1]
 
 
 @pytest.mark.supports("`torch.compile`", stage=lambda case: case[0], optimizer="AdaLomo")

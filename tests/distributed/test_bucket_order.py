@@ -140,15 +140,11 @@ def test_ranks_that_wait_for_other_weights_end_at_the_time_limit():
         assert rank.result["step"] == FROM and rank.result["seconds"] < TIMEOUT + 10
 
 
-def told_once() -> None:
-    """Ranks that differ raise the error that one has told, until they check another engine."""
+@worlds.on(2)
+def test_ranks_do_not_raise_an_earlier_engines_error():
     if dist.get_rank() == 1:
         consensus.tell_error(1, ValueError("no batch"))
     dist.barrier()
     for step, expected in enumerate(("rank 1: no batch", consensus.DIFFERENT_PASSES)):
         assert str(consensus.RanksDifferError(1)) == expected
         consensus.require_equal({"step": step})
-
-
-def test_ranks_do_not_raise_an_earlier_engines_error():
-    worlds.run(2, told_once)

@@ -1,6 +1,5 @@
 """DeepSpeed's tools read our checkpoints; weights of its AdamW and of compiled models load."""
 
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -13,38 +12,8 @@ import ds_ext
 from tests import worlds
 from tests.common import engines
 from tests.common.choose import params
-from tests.common.ranks import in_shared_folder, logged
+from tests.common.ranks import logged
 from tests.distributed.resume_jobs import BITS, STAGES, model_of, same, start, steps, whole
-
-
-@in_shared_folder
-def tools(way: str, stage: int, name: str) -> None:
-    hypers, more = BITS[way]
-    gather = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
-    engine = start("came", stage, 7, hypers, **more, zero_optimization=gather)
-    engine.module.frozen.weight.requires_grad_(False)
-    steps(engine, range(3))
-    engine.save_checkpoint(name)
-    engine.save_16bit_model(name, "model.bin")
-    weights = whole(engine)
-    other = start("lamb", stage, 8, hypers, **more)
-    other.load_checkpoint(name, load_module_only=True)
-    assert same(whole(other), weights)
-    third = start("lamb", (stage + 1) % 4, 8, hypers, **more)
-    steps(third, range(1))
-    third.load_checkpoint(name, load_optimizer_states=False)
-    assert same(whole(third), weights)
-    assert not third.optimizer.state and third.global_steps == 3
-    assert same(weights, torch.load(f"{name}/model.bin", weights_only=True))
-    for file in Path(name).glob("*/*.pt"):
-        torch.load(file, weights_only=True)
-    if stage:
-        every = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(name)
-        found = {n: every[n] for n in weights}
-        assert all(found[n].shape == w.shape for n, w in weights.items())
-        assert same({n: t.to(weights[n].dtype) for n, t in found.items()}, weights)
-        # masters in fp32
-        assert any(not torch.equal(t, t.bfloat16().float()) for t in found.values())
 
 
 def adamw(folder: str, stage: int, dtype: str) -> dict[str, torch.Tensor]:
@@ -120,23 +89,6 @@ def values(engine: deepspeed.DeepSpeedEngine) -> list[torch.Tensor]:
         return [value.detach().clone() for value in found]
 
 
-def carried_over(ways: tuple[str, str], stage: int, kind: Any, folder: str) -> None:
-    """A model saved in one way is the same loaded in another, and after a further step.
-
-    Weights of DeepSpeed's AdamW are loaded too; then the two optimizers part.
-    """
-    first = compiled_engine(ways[0], stage, 0, kind)
-    second = compiled_engine(ways[1], stage, 1)
-    compiled_step(first, 0)
-    first.save_checkpoint(folder)
-    second.load_checkpoint(folder)
-    for is_same in (True, kind is ds_ext.CAME):
-        pairs = zip(values(first), values(second), strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs) == is_same
-        for engine in (first, second):
-            compiled_step(engine, 1)
-
-
 TOOLS = [(way, stage) for way in ("fp32", "master") for stage in STAGES] + [("master24", 2)]
 ADAMW = [(dtype, stage) for dtype in ("fp32", "bf16") for stage in STAGES]
 
@@ -145,8 +97,34 @@ ADAMW = [(dtype, stage) for dtype in ("fp32", "bf16") for stage in STAGES]
     lambda stage: "`zero_to_fp32.py`" if stage else [], stage="stage", optimizer="CAME"
 )
 @pytest.mark.parametrize("way, stage", params(TOOLS, [("master", 3)]))
-def test_tools_of_deepspeed_read_our_checkpoints(way, stage):
-    worlds.run(2, tools, way, stage)
+@worlds.on(2)
+def test_tools_of_deepspeed_read_our_checkpoints(tmp_path, way, stage):
+    hypers, more = BITS[way]
+    gather = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    engine = start("came", stage, 7, hypers, **more, zero_optimization=gather)
+    engine.module.frozen.weight.requires_grad_(False)
+    steps(engine, range(3))
+    engine.save_checkpoint(tmp_path)
+    engine.save_16bit_model(tmp_path, "model.bin")
+    weights = whole(engine)
+    other = start("lamb", stage, 8, hypers, **more)
+    other.load_checkpoint(tmp_path, load_module_only=True)
+    assert same(whole(other), weights)
+    third = start("lamb", (stage + 1) % 4, 8, hypers, **more)
+    steps(third, range(1))
+    third.load_checkpoint(tmp_path, load_optimizer_states=False)
+    assert same(whole(third), weights)
+    assert not third.optimizer.state and third.global_steps == 3
+    assert same(weights, torch.load(f"{tmp_path}/model.bin", weights_only=True))
+    for file in tmp_path.glob("*/*.pt"):
+        torch.load(file, weights_only=True)
+    if stage:
+        every = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+        found = {n: every[n] for n in weights}
+        assert all(found[n].shape == w.shape for n, w in weights.items())
+        assert same({n: t.to(weights[n].dtype) for n, t in found.items()}, weights)
+        # masters in fp32
+        assert any(not torch.equal(t, t.bfloat16().float()) for t in found.values())
 
 
 @pytest.mark.parametrize("dtype, stage", params(ADAMW, [("bf16", 1)]))
@@ -163,5 +141,16 @@ OF_ADAMW = [(("model", "plain"), stage, torch.optim.AdamW) for stage in (0, 1)]
 
 
 @pytest.mark.parametrize("ways, stage, kind", params([*COMPILED, *OF_ADAMW], OF_ADAMW[:1]))
+@worlds.on(2)
 def test_compiled_in_one_way_and_loaded_in_another(tmp_path, ways, stage, kind):
-    worlds.run(2, carried_over, ways, stage, kind, str(tmp_path))
+    """Weights of DeepSpeed's AdamW are loaded too; then the two optimizers part."""
+    first = compiled_engine(ways[0], stage, 0, kind)
+    second = compiled_engine(ways[1], stage, 1)
+    compiled_step(first, 0)
+    first.save_checkpoint(tmp_path)
+    second.load_checkpoint(tmp_path)
+    for is_same in (True, kind is ds_ext.CAME):
+        pairs = zip(values(first), values(second), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs) == is_same
+        for engine in (first, second):
+            compiled_step(engine, 1)

@@ -121,24 +121,6 @@ def refuse_inside(engine: deepspeed.DeepSpeedEngine) -> None:
     assert same(before, whole(engine.module))
 
 
-def in_16_bits(stage: int) -> None:
-    """``ema()`` gives bf16 weights the fp32 averages, and changes neither."""
-    engine = engine_of(stage, "AdamW", bf16={"enabled": True})
-    engines.train(engine, lambda engine, step, rank: engine(batch(step).bfloat16()), STEPS)
-
-    def averages() -> dict[str, Tensor]:
-        named = engine.module.named_parameters()
-        return {n: safe_get_full_optimizer_state(p, "ema").clone() for n, p in named}
-
-    before, weights = averages(), whole(engine.module)
-    with engine.optimizer.ema():
-        inside = whole(engine.module)
-    assert same(inside, {n: average.bfloat16() for n, average in before.items()})
-    assert same(weights, whole(engine.module)) and same(before, averages())
-    for n, average in before.items():
-        assert average.dtype == torch.float32 and not torch.equal(weights[n], inside[n])
-
-
 class Mixture(mixtures.Run):
     @property
     def hypers(self) -> dict[str, Any]:
@@ -216,8 +198,22 @@ def test_the_average_is_torchs_and_the_model_has_it_inside(ranks, way, rule):
 
 @pytest.mark.supports(EMA, stage="stage", optimizer="AdamW")
 @pytest.mark.parametrize("stage", params([0, 1, 2, 3], [1, 3]))
+@worlds.on(2)
 def test_bf16_weights_are_exchanged_with_fp32_averages(stage):
-    worlds.run(2, in_16_bits, stage)
+    engine = engine_of(stage, "AdamW", bf16={"enabled": True})
+    engines.train(engine, lambda engine, step, rank: engine(batch(step).bfloat16()), STEPS)
+
+    def averages() -> dict[str, Tensor]:
+        named = engine.module.named_parameters()
+        return {n: safe_get_full_optimizer_state(p, "ema").clone() for n, p in named}
+
+    before, weights = averages(), whole(engine.module)
+    with engine.optimizer.ema():
+        inside = whole(engine.module)
+    assert same(inside, {n: average.bfloat16() for n, average in before.items()})
+    assert same(weights, whole(engine.module)) and same(before, averages())
+    for n, average in before.items():
+        assert average.dtype == torch.float32 and not torch.equal(weights[n], inside[n])
 
 
 DIVIDED = [(2, "experts"), (2, "pipeline"), (2, "tensor"), (4, "pipeline"), (4, "tensor")]

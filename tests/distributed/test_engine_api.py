@@ -14,7 +14,7 @@ import ds_ext
 from tests import worlds
 from tests.common import engines, models
 from tests.common.choose import params
-from tests.common.ranks import REFUSALS, in_shared_folder, logged, shared_folder, whole
+from tests.common.ranks import REFUSALS, logged, shared_folder, whole
 from tests.common.states import same
 from tests.distributed import test_param_groups
 from tests.distributed.test_safe_access import Pair, loss_of
@@ -116,7 +116,6 @@ def refused(stage: int) -> None:
     engine.destroy()
 
 
-@in_shared_folder
 def metrics(stage: int, folder: str) -> dict[str, Any]:
     """The metrics of each step, what they ought to be, and what DeepSpeed's CSV monitor wrote."""
     monitor = {"enabled": True, "output_path": folder, "job_name": f"stage{stage}"}
@@ -185,8 +184,8 @@ METRICS = [(n, s) for n in RANKS for s in range(4) if n < 3 or s in (1, 3)]
 
 @pytest.mark.supports("metrics and monitors", stage="stage", optimizer="AdaLomo")
 @pytest.mark.parametrize("ranks, stage", params(METRICS, [(1, 0), (2, 2)]))
-def test_metrics_tell_what_the_step_did(ranks, stage):
-    got = worlds.once(ranks, metrics, stage)[0]
+def test_metrics_tell_what_the_step_did(tmp_path, ranks, stage):
+    got = worlds.run(ranks, metrics, stage, str(tmp_path))[0]
     for told, groups in zip(got["told"], got["expected"], strict=True):
         for i, (moved, weight) in enumerate(groups):
             assert told[f"update_rms/{i}"] == pytest.approx(moved, rel=1e-3)

@@ -300,7 +300,8 @@ def test_a_rank_without_a_batch_may_read_the_norm_without_an_engine(bucket, is_b
         assert not errors and all(torch.equal(p, without[n]) for n, p in after.items())
 
 
-def two_models() -> None:
+@worlds.on(2, limit=20)
+def test_a_rank_without_a_batch_does_not_step_in_silence_by_what_others_keep():
     """The first rank has no batch in the first of two steps, whose loss reaches two models.
 
     A rank with a batch keeps the gradients of both; the first one must not step in silence by them.
@@ -315,10 +316,6 @@ def two_models() -> None:
                 pair[1](pair[0](rows(step, rank, 3, WIDTH))).square().sum().backward()
             for optimizer in optimizers:
                 optimizer.step()
-
-
-def test_a_rank_without_a_batch_does_not_step_in_silence_by_what_others_keep():
-    worlds.run(2, two_models, limit=20)
 
 
 MISTAKES = [(3, "fused", "gradient"), (1, "sharded", "gradient"), (None, "fused", "gradient")]

@@ -40,8 +40,20 @@ def train(name: str) -> dict[str, Any]:
     return found | {"orders": orders}
 
 
-def apart() -> None:
-    """Saving to, and loading from, a folder that each host has for itself is refused."""
+@pytest.mark.supports(
+    "several hosts", stage=lambda name: RUNS[name].stage, optimizer=lambda name: RUNS[name].rule
+)
+@pytest.mark.parametrize("name", params(RUNS, []))
+def test_local_ranks_that_are_not_the_ranks_change_nothing(name):
+    got = worlds.once(4, train, name)[0]
+    before, expected, _ = training_jobs.alone(RUNS[name], 4, got["told"])
+    assert updates.error(got["after"], expected, before) <= 1e-5
+    first, *others = got["orders"]
+    assert len(first) >= 4 * training_jobs.STEPS and others == [first] * 3
+
+
+@worlds.on(4)
+def test_a_folder_that_each_host_has_for_itself_is_refused():
     rank = dist.get_rank()
     engine = training_jobs.start(Training("came", 3), models.make(dropout=0.3))
     with tempfile.TemporaryDirectory() as own:  # ranks 0 and 1 are the first host
@@ -56,19 +68,3 @@ def apart() -> None:
             engine.load_checkpoint("here")
         os.chdir("/")
         dist.barrier()
-
-
-@pytest.mark.supports(
-    "several hosts", stage=lambda name: RUNS[name].stage, optimizer=lambda name: RUNS[name].rule
-)
-@pytest.mark.parametrize("name", params(RUNS, []))
-def test_local_ranks_that_are_not_the_ranks_change_nothing(name):
-    got = worlds.once(4, train, name)[0]
-    before, expected, _ = training_jobs.alone(RUNS[name], 4, got["told"])
-    assert updates.error(got["after"], expected, before) <= 1e-5
-    first, *others = got["orders"]
-    assert len(first) >= 4 * training_jobs.STEPS and others == [first] * 3
-
-
-def test_a_folder_that_each_host_has_for_itself_is_refused():
-    worlds.run(4, apart)

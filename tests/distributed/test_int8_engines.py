@@ -21,7 +21,7 @@ from tests import worlds
 from tests.common import engines
 from tests.common.choose import params
 from tests.common.int8_model import STORED, Model, batch, made
-from tests.common.ranks import REFUSALS, identical, in_shared_folder, message, whole
+from tests.common.ranks import REFUSALS, identical, message, whole
 from tests.common.states import same
 
 STEPS = 2
@@ -148,50 +148,6 @@ def alike(stage: int, how: str) -> dict[str, Any]:
     return stored(engine)
 
 
-@in_shared_folder
-def partitions(folder: str) -> None:
-    """Bytes, edits and exports of an engine at stage 3."""
-    counted = {}
-    for name, own in (("int8", {}), ("bf16", {"ds_ext": {}})):
-        engine = engine_of(3, made().requires_grad_(True), **own)
-        train(engine, range(2))  # DeepSpeed learns the order of modules
-        with gathered_bytes() as sent, most_expanded(engine) as most:
-            train(engine, range(1))
-        counted[name] = sent[0]
-        if name == "int8":
-            first = engine
-            assert most[0] == 2**15
-    elements, shapes = (len(STORED) + 1) * 2**16, memory.shapes_of(made())
-    assert counted["bf16"] - counted["int8"] == (2 * elements - int8.nbytes(elements)) / 2
-    params = [first.module.get_parameter(name) for name in (*STORED, "still.weight")]
-    held = [int8.find(p) for p in params]
-    assert all(not h.holders and p.numel() == 0 for p, h in zip(params, held, strict=True))
-    assert all(type(p.ds_tensor) is int8.Freed for p in params)
-    every = [x for p in first.module.parameters() for x in (p, p.ds_tensor)]
-    every = [x for x in every if type(x) is not int8.Freed] + [h.stored for h in held]
-    storages = {s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in every)}
-    how = (3, 2, torch.bfloat16, 70_000)
-    with mock.patch.object(memory, "PERSIST", 1000):
-        plan = memory.optimizer_memory(ds_ext.LOMO.hypers(), shapes, *how, in_int8=True)
-    assert sum(storages.values()) == plan.weights
-    before = values(first)
-    with contextlib.suppress(KeyError):
-        with deepspeed.zero.GatheredParameters(params[1], modifier_rank=0):
-            if dist.get_rank() == 0:
-                with torch.no_grad():
-                    params[1].mul_(2)
-            raise KeyError
-    after = values(first)
-    assert same(after, before | {"up.0.weight": 2 * before["up.0.weight"]})
-    first.save_16bit_model(folder, "weights.bin")
-    dist.barrier()
-    saved, codes = torch.load(f"{folder}/weights.bin"), stored(first)
-    assert all(torch.equal(saved[name], x) for name, x in after.items())
-    assert same(values(engine_of(3, first.module, ds_ext={})), after)
-    assert not any(map(int8.find, params))
-    assert same(stored(engine_of(3, first.module)), codes)
-
-
 @contextlib.contextmanager
 def gathered_bytes():
     """The bytes that this rank passes to gathers of modules' weights within the context."""
@@ -216,30 +172,6 @@ def gathered_bytes():
 
 def refusal(stage: int) -> str:
     return message(lambda: engine_of(stage, made()))
-
-
-def refusals() -> None:
-    """Models and uses that exclude weights in 8 bits, of engines and of ``fully_shard``."""
-    no_support = re.escape('does not support weights that are stored in 8 bits ("ds_ext": {"weigh')
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    with pytest.raises(REFUSALS, match="is torch.float32: load the model in torch.bfloat16"):
-        engine_of(3, made().float(), bf16={"enabled": False})
-    with pytest.raises(REFUSALS, match="no trainable matrix is larger than zero_opt.*stage3_param"):
-        engine_of(3, made(), zero_optimization={"stage": 3})
-    with pytest.raises(REFUSALS, match=f"offload_states {no_support}"):
-        engine_of(1, made()).offload_states()
-    before, after = (made().requires_grad_(True) for _ in range(2))
-    fully_shard(before, mesh=mesh)
-    ds_ext.store_int8(after)
-    cut = r"is a DTensor, and fully_shard \(FSDP2\) or tp_plan "
-    with pytest.raises(REFUSALS, match=cut + no_support):
-        ds_ext.store_int8(before)
-    with pytest.raises(REFUSALS, match="non-contiguous parameters"):  # torch's own error
-        fully_shard(after, mesh=mesh)
-    fully_shard(after.norm, mesh=mesh)
-    optimizer = ds_ext.LOMO(after.parameters())
-    with pytest.raises(REFUSALS, match=rf"fully_shard \(FSDP2\) {no_support}"):
-        ds_ext.fuse_into_backward(after, optimizer)
 
 
 @pytest.fixture(scope="session")
@@ -293,9 +225,70 @@ def test_stage_3_takes_the_same_steps_as_stage_0(world, how):
         assert same(got, whole)
 
 
-def test_partitions_are_stored_gathered_edited_and_exported():
-    worlds.run(2, partitions)
+@worlds.on(2)
+def test_partitions_are_stored_gathered_edited_and_exported(tmp_path):
+    """Bytes, edits and exports of an engine at stage 3."""
+    counted = {}
+    for name, own in (("int8", {}), ("bf16", {"ds_ext": {}})):
+        engine = engine_of(3, made().requires_grad_(True), **own)
+        train(engine, range(2))  # DeepSpeed learns the order of modules
+        with gathered_bytes() as sent, most_expanded(engine) as most:
+            train(engine, range(1))
+        counted[name] = sent[0]
+        if name == "int8":
+            first = engine
+            assert most[0] == 2**15
+    elements, shapes = (len(STORED) + 1) * 2**16, memory.shapes_of(made())
+    assert counted["bf16"] - counted["int8"] == (2 * elements - int8.nbytes(elements)) / 2
+    params = [first.module.get_parameter(name) for name in (*STORED, "still.weight")]
+    held = [int8.find(p) for p in params]
+    assert all(not h.holders and p.numel() == 0 for p, h in zip(params, held, strict=True))
+    assert all(type(p.ds_tensor) is int8.Freed for p in params)
+    every = [x for p in first.module.parameters() for x in (p, p.ds_tensor)]
+    every = [x for x in every if type(x) is not int8.Freed] + [h.stored for h in held]
+    storages = {s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in every)}
+    how = (3, 2, torch.bfloat16, 70_000)
+    with mock.patch.object(memory, "PERSIST", 1000):
+        plan = memory.optimizer_memory(ds_ext.LOMO.hypers(), shapes, *how, in_int8=True)
+    assert sum(storages.values()) == plan.weights
+    before = values(first)
+    with contextlib.suppress(KeyError):
+        with deepspeed.zero.GatheredParameters(params[1], modifier_rank=0):
+            if dist.get_rank() == 0:
+                with torch.no_grad():
+                    params[1].mul_(2)
+            raise KeyError
+    after = values(first)
+    assert same(after, before | {"up.0.weight": 2 * before["up.0.weight"]})
+    first.save_16bit_model(tmp_path, "weights.bin")
+    dist.barrier()
+    saved, codes = torch.load(tmp_path / "weights.bin"), stored(first)
+    assert all(torch.equal(saved[name], x) for name, x in after.items())
+    assert same(values(engine_of(3, first.module, ds_ext={})), after)
+    assert not any(map(int8.find, params))
+    assert same(stored(engine_of(3, first.module)), codes)
 
 
+@worlds.on(2)
 def test_models_and_uses_that_exclude_weights_in_8_bits_are_refused():
-    worlds.run(2, refusals)
+    """Of engines and of ``fully_shard``."""
+    no_support = re.escape('does not support weights that are stored in 8 bits ("ds_ext": {"weigh')
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with pytest.raises(REFUSALS, match="is torch.float32: load the model in torch.bfloat16"):
+        engine_of(3, made().float(), bf16={"enabled": False})
+    with pytest.raises(REFUSALS, match="no trainable matrix is larger than zero_opt.*stage3_param"):
+        engine_of(3, made(), zero_optimization={"stage": 3})
+    with pytest.raises(REFUSALS, match=f"offload_states {no_support}"):
+        engine_of(1, made()).offload_states()
+    before, after = (made().requires_grad_(True) for _ in range(2))
+    fully_shard(before, mesh=mesh)
+    ds_ext.store_int8(after)
+    cut = r"is a DTensor, and fully_shard \(FSDP2\) or tp_plan "
+    with pytest.raises(REFUSALS, match=cut + no_support):
+        ds_ext.store_int8(before)
+    with pytest.raises(REFUSALS, match="non-contiguous parameters"):  # torch's own error
+        fully_shard(after, mesh=mesh)
+    fully_shard(after.norm, mesh=mesh)
+    optimizer = ds_ext.LOMO(after.parameters())
+    with pytest.raises(REFUSALS, match=rf"fully_shard \(FSDP2\) {no_support}"):
+        ds_ext.fuse_into_backward(after, optimizer)

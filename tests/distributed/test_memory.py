@@ -112,8 +112,31 @@ class Adapted(nn.Module):
         return x.square().sum()
 
 
-def frozen_in_backward(reentrant):
-    """A checkpointed block releases its frozen weights before the next begins backward."""
+def trained(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+RANKS = 2
+KINDS = ["adamw", "adalomo", "came", "flashadamw"]  # the first is DeepSpeed's
+QUICK = [("adamw", 3, "bf16"), ("adalomo", 0, "fp32")]
+CASES = pairs(itertools.product(KINDS, range(4), DTYPES), chosen=QUICK)
+
+
+@pytest.mark.parametrize("kind, stage, dtype", params(CASES, QUICK))
+def test_deepspeed_holds_what_is_planned(kind, stage, dtype):
+    shapes = shapes_of(network())
+    if kind == "adamw":
+        planned = planner.adamw(shapes, stage, RANKS, DTYPES[dtype], REAL_BUCKET).total
+    else:  # between steps no gradient is alive
+        rule = OPTIMIZERS[kind].hypers()
+        ours = planner.optimizer_memory(rule, shapes, stage, RANKS, DTYPES[dtype], REAL_BUCKET)
+        planned = ours.total - ours.gradients
+    assert close(planned, worlds.once(RANKS, measure, kind, stage, dtype)[0])
+
+
+@pytest.mark.parametrize("reentrant", params([True, False], [True]))
+@worlds.on(RANKS)
+def test_a_checkpointed_block_releases_its_frozen_weights(reentrant):
     torch.manual_seed(0)
     model = Adapted(reentrant)
     single = copy.deepcopy(model)
@@ -145,30 +168,3 @@ def frozen_in_backward(reentrant):
             assert (got - expected).norm() < 1e-5 * (expected - start).norm()
     engine.destroy()
     assert seen == [1] * 12  # that of the block which is recomputed, in each of 3 steps
-
-
-def trained(model):
-    return [p for p in model.parameters() if p.requires_grad]
-
-
-RANKS = 2
-KINDS = ["adamw", "adalomo", "came", "flashadamw"]  # the first is DeepSpeed's
-QUICK = [("adamw", 3, "bf16"), ("adalomo", 0, "fp32")]
-CASES = pairs(itertools.product(KINDS, range(4), DTYPES), chosen=QUICK)
-
-
-@pytest.mark.parametrize("kind, stage, dtype", params(CASES, QUICK))
-def test_deepspeed_holds_what_is_planned(kind, stage, dtype):
-    shapes = shapes_of(network())
-    if kind == "adamw":
-        planned = planner.adamw(shapes, stage, RANKS, DTYPES[dtype], REAL_BUCKET).total
-    else:  # between steps no gradient is alive
-        rule = OPTIMIZERS[kind].hypers()
-        ours = planner.optimizer_memory(rule, shapes, stage, RANKS, DTYPES[dtype], REAL_BUCKET)
-        planned = ours.total - ours.gradients
-    assert close(planned, worlds.once(RANKS, measure, kind, stage, dtype)[0])
-
-
-@pytest.mark.parametrize("reentrant", params([True, False], [True]))
-def test_a_checkpointed_block_releases_its_frozen_weights(reentrant):
-    worlds.run(RANKS, frozen_in_backward, reentrant)

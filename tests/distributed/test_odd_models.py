@@ -75,26 +75,6 @@ class First(nn.Module):
         return torch.tanh(self.used(x))
 
 
-def leaf_inputs() -> None:
-    """A leaf module's input without gradients is refused; a later step trains."""
-    model = nn.Sequential(First(), nn.Linear(8, 1))
-    set_z3_leaf_modules(model, [First])
-    engine = engines.start(model, ds_ext.LOMO(model.parameters(), lr=0.2), 3)
-    before = whole(model)
-
-    def step(needs_gradient: bool) -> None:
-        engine.backward(engine(torch.randn(6, 6, requires_grad=needs_gradient)).square().mean())
-        engine.step()
-
-    with pytest.raises(RuntimeError, match="First is a leaf module of ZeRO-3.*unset_z3_leaf_mod"):
-        step(False)
-    with torch.no_grad():
-        engine(torch.randn(6, 6))
-    assert same(before, whole(model))
-    step(True)
-    assert not torch.equal(whole(model)["0.used.weight"], before["0.used.weight"])
-
-
 ROWS, MORE = 10, 16
 
 
@@ -107,48 +87,6 @@ class Words(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.embed(x)).square().mean()
-
-
-def in_engine(stage: int, policy: str) -> None:
-    """Resizes as transformers' resize_token_embeddings does, after a step of an engine."""
-    model = Words()
-    engine = engines.start(model, ds_ext.AdaLomo(model.parameters()), stage, policy)
-
-    def step() -> None:
-        engine.backward(engine(torch.arange(ROWS)))
-        engine.step()
-
-    step()
-    before, weight = whole(model), model.embed.weight
-    rows = torch.ones(ROWS, 6) if stage == 3 else weight.data
-    weight.data = torch.cat([rows, rows[: MORE - ROWS]])
-    with pytest.raises(REFUSALS, match=r"embed.weight has the shape \[16, 6\] now"):
-        step()
-    after = whole(model) if stage == 3 else dict(model.named_parameters())
-    moved = [n for n, p in after.items() if not p.equal(before[n])]
-    assert moved == ([] if stage == 3 else ["embed.weight"])
-
-
-def in_fsdp2(fused: bool) -> None:
-    """The same of a model of DTensors; a state of another shape is loaded before that."""
-    model = fully_shard(Words())
-    optimizer = ds_ext.AdaLomo(model.parameters())
-    if fused:
-        ds_ext.fuse_into_backward(model, optimizer)
-
-    def step() -> None:
-        model(torch.arange(ROWS)).backward()
-        optimizer.step()
-
-    step()
-    saved = optimizer.state_dict()
-    other = ds_ext.AdaLomo(fully_shard(Words(MORE)).parameters())
-    with pytest.raises(REFUSALS, match="not a state of AdaLomo for these parameters"):
-        optimizer.load_state_dict(other.state_dict())
-    optimizer.load_state_dict(saved)
-    optimizer.state[model.embed.weight]["v"]["row"] = torch.zeros(1, 3)
-    with pytest.raises(REFUSALS, match=r"does not fit it: v.row has the shape \[1, 3\]"):
-        step()
 
 
 def rows_loss(model: Any, number: int, rank: int) -> Tensor:
@@ -218,21 +156,74 @@ def test_odd_models_are_trained_as_in_one_process(stage, max_norm, policy):
         assert not any(torch.equal(p, expected.before[n]) for n, p in expected.after.items())
 
 
+@worlds.on(2)
 def test_a_leaf_module_without_inputs_that_need_gradients_is_refused():
-    worlds.run(2, leaf_inputs)
+    """A leaf module's input without gradients is refused; a later step trains."""
+    model = nn.Sequential(First(), nn.Linear(8, 1))
+    set_z3_leaf_modules(model, [First])
+    engine = engines.start(model, ds_ext.LOMO(model.parameters(), lr=0.2), 3)
+    before = whole(model)
+
+    def step(needs_gradient: bool) -> None:
+        engine.backward(engine(torch.randn(6, 6, requires_grad=needs_gradient)).square().mean())
+        engine.step()
+
+    with pytest.raises(RuntimeError, match="First is a leaf module of ZeRO-3.*unset_z3_leaf_mod"):
+        step(False)
+    with torch.no_grad():
+        engine(torch.randn(6, 6))
+    assert same(before, whole(model))
+    step(True)
+    assert not torch.equal(whole(model)["0.used.weight"], before["0.used.weight"])
 
 
 RESIZED = [(stage, policy) for stage in (0, 1, 2, 3) for policy in ("fused", "sharded")]
 
 
 @pytest.mark.parametrize("stage, policy", params(RESIZED, [(1, "fused"), (3, "fused")]))
+@worlds.on(2)
 def test_an_engine_refuses_resized_parameters_in_backward(stage, policy):
-    worlds.run(2, in_engine, stage, policy)
+    """Resizes as transformers' resize_token_embeddings does, after a step of an engine."""
+    model = Words()
+    engine = engines.start(model, ds_ext.AdaLomo(model.parameters()), stage, policy)
+
+    def step() -> None:
+        engine.backward(engine(torch.arange(ROWS)))
+        engine.step()
+
+    step()
+    before, weight = whole(model), model.embed.weight
+    rows = torch.ones(ROWS, 6) if stage == 3 else weight.data
+    weight.data = torch.cat([rows, rows[: MORE - ROWS]])
+    with pytest.raises(REFUSALS, match=r"embed.weight has the shape \[16, 6\] now"):
+        step()
+    after = whole(model) if stage == 3 else dict(model.named_parameters())
+    moved = [n for n, p in after.items() if not p.equal(before[n])]
+    assert moved == ([] if stage == 3 else ["embed.weight"])
 
 
 @pytest.mark.parametrize("fused", [True, False])
+@worlds.on(2)
 def test_states_of_dtensors_are_checked(fused):
-    worlds.run(2, in_fsdp2, fused)
+    """The same of a model of DTensors; a state of another shape is loaded before that."""
+    model = fully_shard(Words())
+    optimizer = ds_ext.AdaLomo(model.parameters())
+    if fused:
+        ds_ext.fuse_into_backward(model, optimizer)
+
+    def step() -> None:
+        model(torch.arange(ROWS)).backward()
+        optimizer.step()
+
+    step()
+    saved = optimizer.state_dict()
+    other = ds_ext.AdaLomo(fully_shard(Words(MORE)).parameters())
+    with pytest.raises(REFUSALS, match="not a state of AdaLomo for these parameters"):
+        optimizer.load_state_dict(other.state_dict())
+    optimizer.load_state_dict(saved)
+    optimizer.state[model.embed.weight]["v"]["row"] = torch.zeros(1, 3)
+    with pytest.raises(REFUSALS, match=r"does not fit it: v.row has the shape \[1, 3\]"):
+        step()
 
 
 ONLY_F64 = [F64, F64]

@@ -15,7 +15,7 @@ from tests import worlds
 from tests.common import by_role, engines, models, updates
 from tests.common.authors import ordinary
 from tests.common.choose import params
-from tests.common.ranks import identical, in_shared_folder, logged, whole
+from tests.common.ranks import identical, logged, whole
 from tests.common.updates import check_each
 
 STEPS = 4
@@ -41,7 +41,6 @@ def advance(engine: deepspeed.DeepSpeedEngine, steps: range) -> None:
     engines.train(engine, functools.partial(zoo_loss, world=dist.get_world_size()), steps)
 
 
-@in_shared_folder
 def train(stage: int, folder: str) -> dict[str, Any]:
     """The weights before and after, and those of a run that was broken off."""
     with logged() as said:
@@ -130,8 +129,8 @@ def by_hand(model):
 
 
 @pytest.mark.parametrize("ranks, stage", params(CASES, {(2, 3)}))
-def test_each_parameter_is_stepped_by_its_own_rule(ranks, stage):
-    got = worlds.run(ranks, train, stage)[0]
+def test_each_parameter_is_stepped_by_its_own_rule(tmp_path, ranks, stage):
+    got = worlds.run(ranks, train, stage, str(tmp_path))[0]
     torch.manual_seed(0)
     model, steps, before = models.Zoo(), STEPS, got["before"]
     loss = functools.partial(zoo_loss, world=ranks)

@@ -71,32 +71,6 @@ def engine_of(kind: str, stage: int, dtype: str) -> deepspeed.DeepSpeedEngine:
     return engine
 
 
-def loads(folder: str, kind: str, stage: int, dtype: str) -> None:
-    """What one kind of optimizer saves with ``PLAIN`` is loaded by ours."""
-    engine_of(kind, stage, dtype).save_checkpoint(folder, tag="t", client_state=PLAIN)
-    path, found = engine_of("AdaLomo", stage, dtype).load_checkpoint(folder, tag="t")
-    assert path is not None
-    for key, value in PLAIN.items():
-        assert repr(value) == repr(found[key]) and type(value) is type(found[key]), key
-
-
-def planted(folder: str, kind: str, stage: int) -> None:
-    """Code put into each file in turn is not run, and the file is named."""
-    engine_of(kind, stage, "fp32").save_checkpoint(folder, tag="good")
-    other, files = engine_of("AdaLomo", stage, "fp32"), [*Path(folder, "good").glob("*.pt")]
-    assert any("model_states" in file.name for file in files)
-    for file in files:
-        bad = Path(shutil.copytree(file.parent, f"{folder}/{file.name}.bad"))
-        saved = torch.load(bad / file.name, weights_only=False)
-        torch.save({**saved, "planted": Code(f"touch {folder}/RUN")}, bad / file.name)
-        if (manifest := bad / "ds_ext.json").exists():
-            describe_anew(manifest, bad / file.name)
-        words = f"{file.name} was not loaded, because it may run code: posix.system."
-        with pytest.raises(REFUSALS, match=re.escape(words)):
-            other.load_checkpoint(folder, tag=bad.name)
-    assert not Path(folder, "RUN").exists()
-
-
 def describe_anew(manifest: Path, path: Path) -> None:
     """Writes the size and checksum of a changed file into the manifest."""
     said = json.loads(manifest.read_text())
@@ -128,15 +102,35 @@ QUICK = [("AdamW", 3, "fp32"), ("AdamW", 1, "bf16"), ("AdaLomo", 0, "fp32"), ("A
 
 
 @pytest.mark.parametrize("kind, stage, dtype", params(CASES, QUICK))
+@worlds.on(1)
 def test_plain_objects_of_users_and_what_deepspeed_saves_are_loaded(tmp_path, kind, stage, dtype):
-    worlds.run(1, loads, str(tmp_path), kind, stage, dtype)
+    """What one kind of optimizer saves with ``PLAIN`` is loaded by ours."""
+    engine_of(kind, stage, dtype).save_checkpoint(tmp_path, tag="t", client_state=PLAIN)
+    path, found = engine_of("AdaLomo", stage, dtype).load_checkpoint(tmp_path, tag="t")
+    assert path is not None
+    for key, value in PLAIN.items():
+        assert repr(value) == repr(found[key]) and type(value) is type(found[key]), key
 
 
 @pytest.mark.parametrize(
     "kind, stage", [("AdamW", 3), ("AdamW", 1), ("AdaLomo", 0), ("AdaLomo", 3)]
 )
+@worlds.on(1)
 def test_code_in_a_file_is_not_run(tmp_path, kind, stage):
-    worlds.run(1, planted, str(tmp_path), kind, stage)
+    """Code put into each file in turn is not run, and the file is named."""
+    engine_of(kind, stage, "fp32").save_checkpoint(tmp_path, tag="good")
+    other, files = engine_of("AdaLomo", stage, "fp32"), [*(tmp_path / "good").glob("*.pt")]
+    assert any("model_states" in file.name for file in files)
+    for file in files:
+        bad = Path(shutil.copytree(file.parent, f"{tmp_path}/{file.name}.bad"))
+        saved = torch.load(bad / file.name, weights_only=False)
+        torch.save({**saved, "planted": Code(f"touch {tmp_path}/RUN")}, bad / file.name)
+        if (manifest := bad / "ds_ext.json").exists():
+            describe_anew(manifest, bad / file.name)
+        words = f"{file.name} was not loaded, because it may run code: posix.system."
+        with pytest.raises(REFUSALS, match=re.escape(words)):
+            other.load_checkpoint(tmp_path, tag=bad.name)
+    assert not (tmp_path / "RUN").exists()
 
 
 def test_how_to_load_a_class_of_ones_own_is_said(tmp_path):

@@ -92,25 +92,6 @@ def loaded_dtypes(stage: int, folder: str) -> tuple[dict[str, bytes], dict[str, 
     return bits(held(first.module)), bits(held(second.module))
 
 
-def own_tags(folder: str, mode: str) -> None:
-    """Tags of each rank's own are refused, taken or told of, as "tag_validation" says."""
-    engine = engine_of(1, nn.Linear(3, 5), checkpoint={"tag_validation": mode})
-    weight, told = engine.module.weight, "the ranks give different tags"
-    with logged() as said:
-        for value, action in ((2, engine.save_checkpoint), (3, engine.load_checkpoint)):
-            with torch.no_grad():
-                weight.fill_(value)
-            error = message(functools.partial(action, folder, tag=f"tag{dist.get_rank()}"))
-            assert (told in error) == (mode == "Fail")
-    assert (told in " ".join(said)) == (mode == "Warn" and dist.get_rank() == 0)
-    dist.barrier()
-    entries = {entry.name for entry in Path(folder).iterdir()}
-    if mode == "Fail":
-        assert not entries and weight.mean() == 3
-    else:
-        assert "tag0" in entries and "tag1" not in entries and weight.mean() == 2
-
-
 class Fault(Exception):
     """An error that no code expects."""
 
@@ -198,37 +179,6 @@ def failing_one_by_one(actions: dict[str, Callable[[], Any]], least: int, every:
     assert number > least and not wrong
 
 
-def failing_engine(folder: str, stage: int, every: int) -> None:
-    engine = engine_of(stage, Quantized(seed=1))
-    save = functools.partial(engine.save_checkpoint, folder, client_state={"a": 1})
-    load = functools.partial(engine.load_checkpoint, folder)
-    failing_one_by_one({"save_checkpoint": save, "load_checkpoint": load}, 100, every)
-
-
-def interrupted(folder: str) -> None:
-    """After Ctrl-C within a save one goes on: at each call of the file system in turn."""
-    saved = engine_of(1, nn.Linear(3, 5, bias=False))
-
-    def stepped(steps: int) -> None:
-        saved.global_steps = steps
-        with torch.no_grad():
-            saved.module.weight.fill_(steps)
-
-    for number in range(1000):
-        stepped(number)
-        done = not _interrupted(number, lambda: saved.save_checkpoint(folder, tag="both"))
-        before = manifests.newest_checkpoint(folder)
-        assert not number or (before and before.steps in (number, number - 1 + 5000)), number
-        stepped(number + 5000)
-        saved.save_checkpoint(folder, tag="both")
-        saved.load_checkpoint(folder)
-        assert (saved.module.weight == 5000 + number).all(), number
-        assert not [*Path(folder).glob(".*")], number
-        if done:
-            break
-    assert number > 20
-
-
 CALLS = ("rename", "replace", "unlink", "rmdir", "mkdir", "open", "fsync")
 
 
@@ -270,14 +220,54 @@ def test_frozen_weights_of_any_dtype_are_loaded(tmp_path, stage):
 
 
 @pytest.mark.parametrize("mode", ["Ignore", "Warn", "Fail"])
+@worlds.on(2)
 def test_tags_that_differ_by_rank_are_taken_as_tag_validation_says(tmp_path, mode):
-    worlds.run(2, own_tags, str(tmp_path), mode)
+    engine = engine_of(1, nn.Linear(3, 5), checkpoint={"tag_validation": mode})
+    weight, told = engine.module.weight, "the ranks give different tags"
+    with logged() as said:
+        for value, action in ((2, engine.save_checkpoint), (3, engine.load_checkpoint)):
+            with torch.no_grad():
+                weight.fill_(value)
+            error = message(functools.partial(action, tmp_path, tag=f"tag{dist.get_rank()}"))
+            assert (told in error) == (mode == "Fail")
+    assert (told in " ".join(said)) == (mode == "Warn" and dist.get_rank() == 0)
+    dist.barrier()
+    entries = {entry.name for entry in tmp_path.iterdir()}
+    if mode == "Fail":
+        assert not entries and weight.mean() == 3
+    else:
+        assert "tag0" in entries and "tag1" not in entries and weight.mean() == 2
 
 
 @pytest.mark.parametrize("stage, every", params([(0, 2), (3, 1), (3, 40)], [(3, 40)]))
+@worlds.on(2, limit=300)
 def test_a_function_of_a_save_or_load_that_fails_on_one_rank_fails_on_all(tmp_path, stage, every):
-    worlds.run(2, failing_engine, str(tmp_path), stage, every, limit=300)
+    engine = engine_of(stage, Quantized(seed=1))
+    save = functools.partial(engine.save_checkpoint, tmp_path, client_state={"a": 1})
+    load = functools.partial(engine.load_checkpoint, tmp_path)
+    failing_one_by_one({"save_checkpoint": save, "load_checkpoint": load}, 100, every)
 
 
+@worlds.on(1)
 def test_after_ctrl_c_in_a_save_one_goes_on(tmp_path):
-    worlds.run(1, interrupted, str(tmp_path / "run"))
+    """At each call of the file system in turn."""
+    saved = engine_of(1, nn.Linear(3, 5, bias=False))
+
+    def stepped(steps: int) -> None:
+        saved.global_steps = steps
+        with torch.no_grad():
+            saved.module.weight.fill_(steps)
+
+    for number in range(1000):
+        stepped(number)
+        done = not _interrupted(number, lambda: saved.save_checkpoint(tmp_path, tag="both"))
+        before = manifests.newest_checkpoint(tmp_path)
+        assert not number or (before and before.steps in (number, number - 1 + 5000)), number
+        stepped(number + 5000)
+        saved.save_checkpoint(tmp_path, tag="both")
+        saved.load_checkpoint(tmp_path)
+        assert (saved.module.weight == 5000 + number).all(), number
+        assert not [*tmp_path.glob(".*")], number
+        if done:
+            break
+    assert number > 20

@@ -139,59 +139,6 @@ def first_of_many() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return before, weights(made[0])
 
 
-def beside_a_failed_pass() -> None:
-    """An engine that has failed in backward takes no part in another's, which clips exactly."""
-    g, d = (start(model, 0, "", 0.1) for model in make())
-
-    def fail(grad: torch.Tensor) -> None:
-        raise ArithmeticError
-
-    loss = g(noise(0, dist.get_rank(), 3)).square().mean()
-    list(g.module.parameters())[-1].register_hook(fail)
-    with contextlib.suppress(ArithmeticError):
-        g.backward(loss)
-    assert g.optimizer.fused.uses.used_at
-    with mock.patch.object(g.optimizer.fused, "finish") as ended:
-        d.backward(d(noise(0, dist.get_rank(), 5)).square().mean())
-        d.step()
-    assert not ended.called
-
-
-def of_two_precisions(stage: int, is_last: bool, other_kind: str) -> None:
-    """One loss of an fp16 model and of another one is refused, and weights stay.
-
-    Otherwise the gradients of an fp32 model would be 256 times too large.
-    """
-    models = make()
-    if is_last:  # one of the two is hidden from the graph of the other
-        models = models[0], Checkpointed(models[1])
-    half, other = models[is_last], models[not is_last]
-    fp16 = {"enabled": True, "loss_scale": 256.0}
-    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
-        optimizer = ds_ext.LOMO(half.half().parameters(), lr=LR)
-        scaled = engines.start(half, optimizer, stage, "", fp16=fp16)
-        if other_kind == "fp16":
-            optimizer = ds_ext.LOMO(other.half().parameters(), lr=LR)
-            called = scaled, engines.start(other, optimizer, stage, "", fp16=fp16)
-    optimizer = ds_ext.LOMO(other.parameters(), lr=LR)
-    if other_kind == "fp32":
-        engines.start(other, optimizer, stage)
-    elif other_kind == "no engine":
-        ds_ext.fuse_into_backward(other, optimizer)
-    before = parts(models)
-    g, d = models
-    if other_kind == "fp16":  # the hooks of each engine see the backward pass
-        g, d = reversed(called) if is_last else called
-    of_other = torch.half if other_kind == "fp16" else torch.float
-    h = g(noise(0, dist.get_rank(), 3).to(of_other if is_last else torch.half))
-    loss = d(h.to(torch.half if is_last else of_other)).float().square().mean()
-    is_seen = other_kind == "fp16" and not is_last  # the other engine's hooks run, too
-    words = "one loss is of two engines with" if is_seen else "loss scales are"
-    with pytest.raises(RuntimeError, match=f"(?s){words}.*use bf16 or fp32 for both models"):
-        scaled.backward(loss)
-    assert all(map(torch.equal, before, parts(models)))
-
-
 def parts(models: tuple[nn.Module, nn.Module]) -> list[torch.Tensor]:
     """What this rank holds of the weights. Padding may be NaN."""
     params = [p for model in models for p in model.parameters()]
@@ -228,13 +175,56 @@ def test_ranks_end_the_backward_passes_of_many_engines_in_the_same_order():
         assert_equal_updates(after, alone.after.values(), before)
 
 
+@worlds.on(2)
 def test_an_engine_whose_backward_pass_has_failed_takes_no_part_in_another_engines():
-    worlds.run(2, beside_a_failed_pass)
+    g, d = (start(model, 0, "", 0.1) for model in make())
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    loss = g(noise(0, dist.get_rank(), 3)).square().mean()
+    list(g.module.parameters())[-1].register_hook(fail)
+    with contextlib.suppress(ArithmeticError):
+        g.backward(loss)
+    assert g.optimizer.fused.uses.used_at
+    with mock.patch.object(g.optimizer.fused, "finish") as ended:
+        d.backward(d(noise(0, dist.get_rank(), 5)).square().mean())
+        d.step()
+    assert not ended.called
 
 
-@pytest.mark.parametrize("other", ["fp32", "no engine", "fp16"])
+@pytest.mark.parametrize("other_kind", ["fp32", "no engine", "fp16"])
 @pytest.mark.parametrize(
     "stage, is_last", params([(1, True), (2, False), (3, False)], [(1, True), (3, False)])
 )
-def test_one_loss_of_two_loss_scales_is_refused_before_a_weight_moves(stage, is_last, other):
-    worlds.run(2, of_two_precisions, stage, is_last, other)
+@worlds.on(2)
+def test_one_loss_of_two_loss_scales_is_refused_before_a_weight_moves(stage, is_last, other_kind):
+    """Otherwise the gradients of an fp32 model would be 256 times too large."""
+    models = make()
+    if is_last:  # one of the two is hidden from the graph of the other
+        models = models[0], Checkpointed(models[1])
+    half, other = models[is_last], models[not is_last]
+    fp16 = {"enabled": True, "loss_scale": 256.0}
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
+        optimizer = ds_ext.LOMO(half.half().parameters(), lr=LR)
+        scaled = engines.start(half, optimizer, stage, "", fp16=fp16)
+        if other_kind == "fp16":
+            optimizer = ds_ext.LOMO(other.half().parameters(), lr=LR)
+            called = scaled, engines.start(other, optimizer, stage, "", fp16=fp16)
+    optimizer = ds_ext.LOMO(other.parameters(), lr=LR)
+    if other_kind == "fp32":
+        engines.start(other, optimizer, stage)
+    elif other_kind == "no engine":
+        ds_ext.fuse_into_backward(other, optimizer)
+    before = parts(models)
+    g, d = models
+    if other_kind == "fp16":  # the hooks of each engine see the backward pass
+        g, d = reversed(called) if is_last else called
+    of_other = torch.half if other_kind == "fp16" else torch.float
+    h = g(noise(0, dist.get_rank(), 3).to(of_other if is_last else torch.half))
+    loss = d(h.to(torch.half if is_last else of_other)).float().square().mean()
+    is_seen = other_kind == "fp16" and not is_last  # the other engine's hooks run, too
+    words = "one loss is of two engines with" if is_seen else "loss scales are"
+    with pytest.raises(RuntimeError, match=f"(?s){words}.*use bf16 or fp32 for both models"):
+        scaled.backward(loss)
+    assert all(map(torch.equal, before, parts(models)))
