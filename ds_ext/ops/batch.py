@@ -48,19 +48,19 @@ class Batch:
         assert all(geometry_class(s) == geometry_class(shards[0]) for s in shards), (
             "a batch of several kinds"
         )
-        self.row_firsts, self.all_rows = _offsets([s.mats * s.rows for s in shards])
-        self.col_firsts, self.all_cols = _offsets([s.mats * s.cols for s in shards])
+        # The elements of each parameter's tensors: statistics, runs, groups of their 8-bit moments.
+        self.row_sizes = tuple(s.mats * s.rows for s in shards)
+        self.col_sizes = tuple(s.mats * s.cols for s in shards)
+        self.run_sizes = tuple(len(s) for s in shards)
+        self.group_sizes = tuple(-(-n // SCALE_GROUP) for n in self.run_sizes)
+        self.row_firsts, self.all_rows = _offsets(self.row_sizes)
+        self.col_firsts, self.all_cols = _offsets(self.col_sizes)
         sizes = [(s.numel, s.rows, s.cols) for s in shards]
         sizes_of_each = torch.tensor(sizes, dtype=torch.float32, device=CPU).t().contiguous()
         self.numel, self.rows, self.cols = sizes_of_each.to(device).unbind()
         self.whole_geometries = [(0, s.numel, s.mats, s.rows, s.cols) for s in shards]
         boxes = [_box(s) for s in shards]
         self.geometries = [geometry for geometry, *_ in boxes]
-        # The elements of each parameter's tensors: runs, groups of their 8-bit moments, statistics.
-        self.run_sizes = tuple(len(s) for s in shards)
-        self.group_sizes = tuple(-(-n // SCALE_GROUP) for n in self.run_sizes)
-        self.row_sizes = tuple(s.mats * s.rows for s in shards)
-        self.col_sizes = tuple(s.mats * s.cols for s in shards)
         self.noise_firsts = [s.start for s in shards] if firsts is None else firsts
         row_skips = np.array([row for _, row, _ in boxes])
         col_skips = np.array([col for *_, col in boxes])
@@ -132,10 +132,10 @@ def stacked(states: Sequence[State], parts: Parts) -> State:
     return found
 
 
-def _offsets(sizes: list[int]) -> tuple[NDArray[np.int64], int]:
+def _offsets(sizes: tuple[int, ...]) -> tuple[NDArray[np.int64], int]:
     """The offsets of consecutive pieces, and their total size."""
-    ends = np.cumsum(np.array(sizes, dtype=np.int64))
-    return ends - np.array(sizes, dtype=np.int64), int(ends[-1])
+    ends = np.cumsum(sizes, dtype=np.int64)
+    return ends - sizes, int(ends[-1])
 
 
 def _box(shard: Shard) -> tuple[GeometryTuple, int, int]:

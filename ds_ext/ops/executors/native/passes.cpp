@@ -1011,7 +1011,8 @@ static void weighted_sums(const Call &call, const Entry &e, const Strip &s, floa
 
 // Moves row and col of one matrix by ``weight`` towards in / cols + eps and in2 / rows + eps. out, out2
 // ← the factors of 1 / sqrt(row · col / mean(row)). Returns mean(row) · the sum of in3 / col.
-INLINE double factors_of(const Entry &e, int64_t mat, int64_t rows, int64_t cols) {
+INLINE double factors_of(const Entry &e, int64_t mat) {
+    const int64_t rows = e.rows, cols = e.cols;
     float *__restrict row = e.row + mat * rows, *__restrict col = e.col + mat * cols;
     const float *in = e.in + mat * rows, *in2 = e.in2 + mat * cols;
     float *__restrict out = e.out + mat * rows, *__restrict out2 = e.out2 + mat * cols;
@@ -1039,11 +1040,9 @@ INLINE double factors_of(const Entry &e, int64_t mat, int64_t rows, int64_t cols
     return static_cast<double>(mean) * weighted;
 }
 
-// The factors of the matrices [begin, end) of a parameter.
-static void factors(const Entry &e, int64_t begin, int64_t end, double *partial) {
-    double sum = 0;
-    for (int64_t mat = begin; mat < end; ++mat) sum += factors_of(e, mat, e.rows, e.cols);
-    *partial = sum;
+// The factors of some matrices of a parameter.
+static void factors(const Entry &e, const Strip &s, double *partial) {
+    for (int64_t mat = s.begin; mat < s.end; ++mat) *partial += factors_of(e, mat);
 }
 
 static void advance(const Call &call, const Entry &e, const Strip &s) {
@@ -1174,7 +1173,7 @@ static void pass_over(const Call &call, const Entry &e, const Strip &s, float *c
     case SQUARE_SUMS: square_sums(call, e, s, sums); break;
     case ROW_COL_SUMS: row_col_sums(call, e, s, col, is_one); break;
     case WEIGHTED_SUMS: weighted_sums(call, e, s, col, is_one ? col + e.cols : e.out3, is_one); break;
-    case FACTORS: factors(e, s.begin, s.end, sums); break;
+    case FACTORS: factors(e, s, sums); break;
     case LERP:
     case SQUARE_LERP: advance(call, e, s); break;
     case APPLY: apply(call, e, s, sums); break;

@@ -73,26 +73,21 @@ def _square_sums(table: Launcher, call: Call) -> None:
         columns = {k: v for k, v in call.columns.items() if k in ("w", "aux", "out")}
         table.launch("cached_norm", _constants(call), cache.tiles, {**columns, **cache.columns})
         return
-    outs = {"out": ("part", tiles.of_tiles)}
-    _adding_up(table, call, _constants(call), _tiles(call), outs)
+    _adding_up(table, call, _tiles(call), {"out": ("part", tiles.of_tiles)})
 
 
 def _row_col_sums(table: Launcher, call: Call) -> None:
     outs = {"out": ("part", tiles.row_sums), "out2": ("part2", tiles.col_sums)}
-    _adding_up(table, call, _constants(call), "for_sums", outs)
+    _adding_up(table, call, "for_sums", outs)
 
 
 def _weighted_sums(table: Launcher, call: Call) -> None:
     outs = {"out2": ("part", tiles.col_sums), "out3": ("part2", tiles.col_sums)}
-    _adding_up(table, call, _constants(call), "by_strip", outs)
+    _adding_up(table, call, "by_strip", outs)
 
 
 def _adding_up(
-    table: Launcher,
-    call: Call,
-    constants: Constants,
-    tiles_of: str,
-    outs: Mapping[str, tuple[str, KindOfSums]],
+    table: Launcher, call: Call, tiles_of: str, outs: Mapping[str, tuple[str, KindOfSums]]
 ) -> None:
     """A pass and a fold; ``outs`` has the column and the kind of the partial sums of outputs."""
     columns: Columns = {}
@@ -105,7 +100,7 @@ def _adding_up(
             sums.append((partials, columns[part], value))
         elif name != "norm_cache":
             columns[name] = value
-    table.launch(call.name, constants, tiles_of, columns)
+    table.launch(call.name, _constants(call), tiles_of, columns)
     table.fold(*sums)
 
 

@@ -30,11 +30,6 @@ class KernelConstants:
         self._name = "of_" + hashlib.sha256(text.encode()).hexdigest()[:16]
         vars(self).update(fields)
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"the kernel has no constant {name}. Its constants: {', '.join(self.fields)}"
-        )
-
     def __repr__(self) -> str:
         return self._name
 
