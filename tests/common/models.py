@@ -86,6 +86,17 @@ class Rows(Zoo):
         return h
 
 
+class Given(nn.Module):
+    """Its loss is sum(p · g), so that the gradient of p is the g that it is called with."""
+
+    def __init__(self, params: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(p.detach()) for p in params)  # same memory
+
+    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        return sum((p * g).sum() for p, g in zip(self.weights, gradients, strict=True))
+
+
 def layers(*widths: int, seed: int = 0) -> nn.Sequential:
     """Linear layers of these widths with tanh between them."""
     torch.manual_seed(seed)

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
+
+from tests.common import models
 
 
 def authors(rule: str, params: list[Tensor], **hypers: Any) -> Any:
@@ -30,24 +32,13 @@ def authors(rule: str, params: list[Tensor], **hypers: Any) -> Any:
     return came_pytorch.CAME(params, **({"lr": 2e-4} | hypers))  # CAME's authors have no default
 
 
-class _Linear(nn.Module):
-    """Its loss is sum(p · g), so that the gradient of p is g, to the bit."""
-
-    def __init__(self, params: list[Tensor]) -> None:
-        super().__init__()
-        self.params = nn.ParameterList(nn.Parameter(p.detach()) for p in params)  # same memory
-
-    def forward(self, grads: list[Tensor]) -> Tensor:
-        return sum((p * g).sum() for p, g in zip(self.params, grads, strict=True))
-
-
 class Fused:
     """An optimizer of lomo_optim, which steps in backward, stepped by what is in ``grad``."""
 
     def __init__(
         self, kind: type, params: list[Tensor], hypers: dict[str, Any], **fixed: Any
     ) -> None:
-        self.params, self.model = params, _Linear(params)
+        self.params, self.model = params, models.Given(params)
         with _without_cuda(), _in_dtype(params[0].dtype):
             self.optimizer = kind(self.model, **fixed, **hypers)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_ext.optimizer import OPTIMIZERS
-from tests.common import engines
+from tests.common import engines, plain
 from tests.common.ranks import logged, message
 
 DualPipeVModule = pipe.DualPipeVModule
@@ -182,17 +182,13 @@ def batches(engine: deepspeed.PipelineEngine, step: int) -> Iterator[tuple[Tenso
         yield tokens, tokens.roll(-1, 1)
 
 
-def copied(engine: deepspeed.PipelineEngine) -> dict[str, Tensor]:
-    return {n: p.detach().clone() for n, p in engine.module.named_parameters()}
-
-
 def train(run: Run) -> dict[str, Any]:
     """This stage's weights before and after, and what was told of the steps."""
     with logged() as said:
         engine = start(run)
     filled = mock.Mock(side_effect=engine.buffered_allreduce_fallback)
     engine.buffered_allreduce_fallback = filled
-    before, losses, norms, metrics = copied(engine), [], [], []
+    before, losses, norms, metrics = plain.weights(engine.module), [], [], []
     for step in range(STEPS):
         losses.append(float(engine.train_batch(batches(engine, step))))
         norms.append(engine.get_global_grad_norm())
@@ -205,7 +201,7 @@ def train(run: Run) -> dict[str, Any]:
         "said": said,
         "averaged by DeepSpeed": filled.call_count,
         "before": before,
-        "after": copied(engine),
+        "after": plain.weights(engine.module),
         "seen": [float(b) for n, b in engine.module.named_buffers() if n.endswith("seen")],
         "counts": (engine.global_steps, engine.global_samples, engine.skipped_steps),
         "groups": [
@@ -219,7 +215,7 @@ def train(run: Run) -> dict[str, Any]:
 def go_on(run: Run, folder: str, first: int, last: int) -> dict[str, Any]:
     """Steps ``first`` to ``last``, from a checkpoint if there is one; then saves another."""
     engine = start(run)
-    before, client = copied(engine), None
+    before, client = plain.weights(engine.module), None
     if first:
         with torch.no_grad():
             for param in engine.module.parameters():
@@ -231,7 +227,7 @@ def go_on(run: Run, folder: str, first: int, last: int) -> dict[str, Any]:
     engine.save_checkpoint(folder, tag=str(last), client_state={"saved after": last})
     return {
         "before": before,
-        "after": copied(engine),
+        "after": plain.weights(engine.module),
         "client": client,
         "seen": {n: b.clone() for n, b in engine.module.named_buffers()},
         "steps": engine.global_steps,
@@ -253,11 +249,11 @@ def faulty(run: Run, stage: int, data: int) -> dict[str, Any]:
             return grad * float("nan") if seen == 1 and step == 1 else grad
 
         param.register_hook(poison)
-    weights, scales = [copied(engine)], []
+    weights, scales = [plain.weights(engine.module)], []
     with logged() as said:
         for step in range(STEPS):
             engine.train_batch(batches(engine, step))
-            weights.append(copied(engine))
+            weights.append(plain.weights(engine.module))
             scales.append(engine.optimizer.loss_scale)
     trained = {n for n, p in engine.module.named_parameters() if p.requires_grad}
     moved = [

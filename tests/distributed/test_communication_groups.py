@@ -18,7 +18,7 @@ from ds_ext.backward.buckets import Buckets
 from ds_ext.distributed import groups
 from ds_ext.distributed.placement import Sharded
 from tests import worlds
-from tests.common import engines
+from tests.common import engines, models
 from tests.common.choose import params
 from tests.common.states import same
 from tests.common.streams import simulated
@@ -27,15 +27,11 @@ from tests.distributed.test_faults import LOST
 STAGES = (3, 2)
 
 
-def model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(12, 9), torch.nn.Tanh(), torch.nn.Linear(9, 10))
-
-
 def trained(stage: int) -> dict[str, torch.Tensor]:
     """Weights after three steps of CAME, whose rules take rounds."""
     came = {"type": "CAME", "params": {"lr": 0.1}}
-    engine = engines.start(model(), None, stage, optimizer=came, zero={"overlap_comm": True})
+    model, zero = models.layers(12, 9, 10), {"overlap_comm": True}
+    engine = engines.start(model, None, stage, optimizer=came, zero=zero)
     weights = engines.trained(engine, loss_of, 3)["after"]
     engine.destroy()
     return weights
@@ -118,7 +114,7 @@ def renewed() -> int:
 
 def killed(has_own_groups: bool) -> None:
     """A rank killed in its third backward pass, without an engine."""
-    module = model()
+    module = models.layers(12, 9, 10)
     optimizer = ds_ext.CAME(module.parameters())
     shared = set() if has_own_groups else groups.WITHOUT_QUEUES
     with mock.patch.object(groups, "WITHOUT_QUEUES", shared):

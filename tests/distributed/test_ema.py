@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ds_ext
 from tests import worlds
-from tests.common import engines
+from tests.common import engines, plain
 from tests.common.choose import params
 from tests.common.ranks import identical, shared_folder, whole
 from tests.common.states import same
@@ -35,8 +35,8 @@ class Net(nn.Module):
         self.up = nn.Linear(6, 13)
         self.down = nn.Linear(13, 5)
 
-    def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
-        return self.down(torch.tanh(self.up(x))).float().square().mean() * factor
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x))).float().square().mean()
 
 
 def model_of(dtype: torch.dtype = torch.float32) -> Net:
@@ -127,10 +127,6 @@ class Mixture(mixtures.Run):
         return {"lr": 1e-2, "ema_decay": DECAY}
 
 
-def local(model: nn.Module) -> dict[str, Tensor]:
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
-
-
 def divided(kind: str) -> dict[str, Any]:
     """Training of a model whose ranks have different weights: what this rank has of them."""
     params = {"lr": 1e-2, "ema_decay": DECAY}
@@ -143,7 +139,7 @@ def divided(kind: str) -> dict[str, Any]:
     else:
         run = Mixture("mixtral", "adamw", 2, ep=2, json=True)
         engine = experts_jobs.start(run, run.stage, run.ep)
-    start, steps = local(engine.module), []
+    start, steps = plain.weights(engine.module), []
     for step in range(STEPS):
         if kind == "pipeline":
             engine.train_batch(pipelines_jobs.batches(engine, step))
@@ -152,10 +148,10 @@ def divided(kind: str) -> dict[str, Any]:
         else:
             engine.backward(experts_jobs.loss_of(engine, step, dist.get_rank()))
             engine.step()
-        steps.append(local(engine.module))
+        steps.append(plain.weights(engine.module))
     with engine.optimizer.ema():
-        inside = local(engine.module)
-    assert same(steps[-1], local(engine.module))
+        inside = plain.weights(engine.module)
+    assert same(steps[-1], plain.weights(engine.module))
     return {"start": start, "steps": steps, "inside": inside}
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import ds_ext
 from tests import worlds
-from tests.common import engines, int8_model
+from tests.common import engines, int8_model, models
 from tests.common.choose import params
 from tests.common.ranks import logged, message, whole
 from tests.common.states import same
@@ -28,11 +28,7 @@ from tests.distributed.test_int8_engines import engine_of
 
 STEPS = 3
 Weights = dict[str, Tensor]
-
-
-def make() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
+make = functools.partial(models.layers, 6, 9, 4, seed=1)
 
 
 def loss_of(model: nn.Module, number: int, rank: int) -> torch.Tensor:

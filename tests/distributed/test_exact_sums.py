@@ -17,7 +17,7 @@ import ds_ext
 from ds_ext.checkpoint import resharding
 from ds_ext.engine.checkpoint_contents import owned
 from tests import worlds
-from tests.common import authors, engines, plain, table
+from tests.common import authors, engines, models, plain, table
 from tests.common.choose import params
 from tests.common.ranks import whole
 from tests.distributed import fully_shard_jobs
@@ -31,17 +31,6 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-class Given(nn.Module):
-    """Parameters whose gradients are what its loss is called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(table.weights(SHAPES, torch.float32))
-
-    def forward(self, gradients: list[Tensor]) -> Tensor:
-        return sum((p * g).sum() for p, g in zip(self.weights, gradients, strict=True))
-
-
 def gradients(step: int, rank: int) -> list[Tensor]:
     """A rank's, multiples of 6 of which fp32 holds the mean of 2 or 3 ranks in any order."""
     generator = torch.Generator().manual_seed(31 * step + rank)
@@ -53,7 +42,8 @@ def train(name: str, stage: int) -> dict[str, Any]:
     """The weights after the steps, and this rank's pieces of the state."""
     optimizer = {"type": f"ds_ext.{name}", "params": RULES[name]}
     zero = {"reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 40}
-    engine = engines.start(Given(), None, stage, optimizer=optimizer, zero=zero)
+    model = models.Given(table.weights(SHAPES, torch.float32))
+    engine = engines.start(model, None, stage, optimizer=optimizer, zero=zero)
     found = engines.trained(engine, lambda model, *of: model(gradients(*of)), STEPS)
     kept = resharding.save_state(engine.optimizer.optimizer, owned(engine.optimizer.layout))
     return {"after": found["after"], "state": kept}

@@ -19,7 +19,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from tests import worlds
-from tests.common import engines, updates
+from tests.common import engines, plain, updates
 from tests.common.choose import pairs, params
 from tests.common.ranks import REFUSALS, shared_folder, whole
 from tests.common.states import same, tensors
@@ -313,7 +313,7 @@ def loaded(layout: str, stage: int, folder: str) -> None:
 
 
 def _none(*_: Any) -> Any:
-    """A pipeline has no losses of its own to be run backward."""
+    """A pipeline runs backward itself, and ``piped`` copies its weights."""
     raise NotImplementedError
 
 
@@ -322,25 +322,24 @@ def _loss_of_rows(model: nn.Module, number: int, rank: int) -> Tensor:
 
 
 _NAMES = "^(1|4)[.]", "3.weight", "1.weight"
-_COPIED = pipelines_jobs.copied
-PIPELINE = Special(_none, _none, _none, pipelines_jobs.Chain, _loss_of_rows, 1, _COPIED, *_NAMES)
+PIPELINE = Special(_none, _none, _none, pipelines_jobs.Chain, _loss_of_rows, 1, _none, *_NAMES)
 
 
 def piped(zero: int) -> dict[str, Any]:
     """The same edits under a pipeline of two stages, and a checkpoint after one more of them."""
     params = HYPERS | {"param_groups": [{"match": PIPELINE.second, "lr": HYPERS["lr"]}]}
     engine = pipelines_jobs.start(pipelines_jobs.Run("adamw", params, zero=zero))
-    before = pipelines_jobs.copied(engine)
+    before = plain.weights(engine.module)
     for step in range(STEPS):
         edit(PIPELINE, engine.module, engine.optimizer, step)
         engine.train_batch(pipelines_jobs.batches(engine, step))
-    after, twice = pipelines_jobs.copied(engine), []
+    after, twice = plain.weights(engine.module), []
     edit(PIPELINE, engine.module, engine.optimizer, EDITS.index(take_out) + 1)
     with shared_folder() as folder:
         engine.save_checkpoint(folder)
         for _ in range(2):
             engine.train_batch(pipelines_jobs.batches(engine, STEPS))
-            twice.append(pipelines_jobs.copied(engine))
+            twice.append(plain.weights(engine.module))
             engine.load_checkpoint(folder)
     assert same(*twice)
     return {"before": before, "after": after}

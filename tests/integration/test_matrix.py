@@ -29,10 +29,10 @@ def parabola(centre):
     return loss
 
 
-def follow(lines, starts, data, loss, most=1000):
+def follow(lines, starts, data, loss):
     """Makes the runs that are wanted one after another -> their points."""
     made = []
-    while (point := search.next_run(lines, starts, data, seeds=3)) and len(made) < most:
+    while (point := search.next_run(lines, starts, data, seeds=3)) and len(made) < 1000:
         lines.add(point._asdict() | {"loss": loss(point), "accuracy": 0.5, "machine": "m"})
         made.append(point)
     return made

@@ -18,9 +18,10 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from tests import worlds
 from tests.common import authors
 from tests.common.choose import params
+from tests.common.plain import weights
 from tests.common.ranks import whole
 from tests.integration import trainer_jobs
-from tests.integration.test_trainer import compare, of, split, weights
+from tests.integration.test_trainer import compare, of, split
 from tests.integration.trainer_jobs import config, load
 
 PROMPTS, GROUP, TOKENS, STEPS = 2, 4, 6, 3  # a step, completions of each, their length; steps

@@ -17,7 +17,7 @@ import ds_ext
 from tests import worlds
 from tests.common import authors, by_role, hypers, updates
 from tests.common.choose import pairs, params
-from tests.common.plain import mean_step
+from tests.common.plain import mean_step, weights
 from tests.integration import own_loops, trainer_jobs
 from tests.integration.own_loops import LOOPS
 from tests.integration.trainer_jobs import BATCH, JOBS, STEPS
@@ -47,10 +47,6 @@ def result(folder, name):
 def build(lora=False, vocab=67):
     model = trainer_jobs.model(vocab)
     return trainer_jobs.adapted(model) if lora else model
-
-
-def weights(model):
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
 def split(model, decay):

@@ -86,12 +86,12 @@ def test_scales_are_those_of_fp16_where_that_is_normal_and_reach_further():
     assert x[x < 2.0**-26].half().count_nonzero() == 0  # what the published scales lose
 
 
-def small_steps(scale, steps=30):
+def small_steps(scale):
     """FlashAdamW and AdamW after gradients of a size, with an eps below all of them."""
     shape, hypers = (64, 50), {"eps": 1e-15, "weight_decay": 0.0}
     before, made = table.weights([shape]), []
     for cls in (all_rules.FlashAdamW, all_rules.AdamW):
-        scaled = [[g * scale for g in grads] for grads in table.gradients(steps, [shape])]
+        scaled = [[g * scale for g in grads] for grads in table.gradients(30, [shape])]
         made.append(ranks_after(cls(**hypers), before, scaled).params)
     return max(errors(*made, before))
 
