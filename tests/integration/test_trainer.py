@@ -28,7 +28,7 @@ QUICK = ["lomo-both-nonreentrant"]
 COMPARED = pairs(
     [name for name in JOBS if name not in OTHER],
     lambda name: JOBS[name].settings,
-    [*QUICK, "lora-adalomo-stage3"],
+    [*QUICK, "lora-adalomo-stage3", "adalomo-compiled"],
 )
 FULL = [name for name in COMPARED if not JOBS[name].lora]
 

@@ -121,6 +121,8 @@ def _jobs() -> dict[str, Job]:
         for name in ("adalomo", "came"):
             made[f"lora-{name}-stage{stage}"] = Job(name, TIGHTER | TWICE, stage=stage, lora=True)
     made["lora-lomo-nonreentrant"] = Job("lomo", TIGHTER | _checkpointing(False), lora=True)
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}  # accelerate compiles it
+    made["adalomo-compiled"] = Job("adalomo", FREE | compiled)
     made["scheduler"] = Job("adalomo", FREE, {"scheduler": WARMUP_DECAY})
     for name, power in (("fp16", 8), ("fp16-overflow", 19)):
         fp16 = {"enabled": "auto", "initial_scale_power": power, "hysteresis": 1}
