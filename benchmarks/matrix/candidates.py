@@ -224,6 +224,13 @@ def adamw8bit(model: nn.Module, lr: float, seed: int) -> Stepper:
     return PlainStepper(model, AdamW8bit(model.parameters(), lr=lr, weight_decay=0.0))
 
 
+def gefen(model: nn.Module, lr: float, seed: int) -> Stepper:
+    """Returns Gefen of the package gefen, which is installed for this candidate only."""
+    from gefen import Gefen
+
+    return PlainStepper(model, Gefen(model.named_parameters(), lr=lr, fused=False))
+
+
 CANDIDATES: dict[str, Candidate] = {
     "deepspeed-adamw": Candidate("AdamW, DeepSpeed ZeRO-1", 3e-4, adamw),
     "adalomo": Candidate("AdaLomo", 3e-3, ours("AdaLomo")),
@@ -250,4 +257,5 @@ CANDIDATES: dict[str, Candidate] = {
     "transformers": Candidate("transformers' Adafactor", 1e-3, adafactor, tier=1),
     "galore-torch": Candidate("galore-torch's GaLoreAdamW", 1e-3, galore, tier=1),
     "apollo-torch": Candidate("apollo-torch's APOLLO", 1e-3, apollo, tier=1),
+    "gefen": Candidate("gefen's Gefen", 3e-4, gefen, tier=1),
 }
