@@ -60,7 +60,8 @@ def check_sequences(config: DeepSpeedConfig, mpu: Any) -> None:
             "deepspeed.initialize as mpu."
         )
     if size > 1:
-        raise_all(problems(values | {"sequence_parallel_size": size}))
+        found = problems(values | {"sequence_parallel_size": size})
+        raise_all(f"{line} The mpu sets sequence_parallel_size." for line in found)
 
 
 def check_ranks(model: Any, client: Any, config: DeepSpeedConfig) -> None:

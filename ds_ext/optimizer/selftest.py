@@ -147,7 +147,7 @@ def stepped(
     shards: dict[Tensor, Shard] = {
         p: dataclasses.replace(Shard.of_rank(tuple(p.shape), *ranks), turn=ranks[0]) for p in params
     }
-    are_checked = optimizer.in_batches(shards, device) == shards.keys()
+    are_checked = optimizer.in_batches(shards, params[0].device) == shards.keys()
     tensors = [[tensors_of(optimizer, p, shards[p]) for p in params]]
     bad: list[Tensor] = []
     for i in range(STEPS + are_checked):

@@ -102,7 +102,7 @@ def refusals() -> None:
         (needs_mpu, size | mesh, {}),
         (needs_mpu, {"sequence_parallel_size": 4}, {"mpu": sequences}),
         ("together with tensor_parallel.autotp_size = 2", tensor | size, {"mpu": sequences}),
-        ("together with tensor_parallel.autotp_size = 2", tensor, {"mpu": sequences}),
+        ("autotp_size = 2: .* The mpu sets sequence_par", tensor, {"mpu": sequences}),
         (left, {}, {}),
         ("would not sum the gradients of the ranks that share", {}, {"mesh_param": (2, 2)}),
     ):

@@ -317,10 +317,11 @@ def test_a_wrong_pass_of_native_code_is_seen(monkeypatch):
 
 
 @needs.triton
-def test_a_nan_that_kernels_let_through_is_seen(kernels, monkeypatch):
+@pytest.mark.parametrize("device", [CPU, torch.device("cpu", 0)], ids=str)  # as "cuda:0", "cuda"
+def test_a_nan_that_kernels_let_through_is_seen(kernels, monkeypatch, device):
     monkeypatch.setattr(selftest, "MATRICES", ((6, 20),))
     monkeypatch.setattr(selftest, "OTHER_SHAPES", ((9,),))
-    of = ds_ext.LOMO, ["lomo", {"lr": 0.1}, "bf16"], (1, 3), CPU
+    of = ds_ext.LOMO, ["lomo", {"lr": 0.1}, "bf16"], (1, 3), device
     assert selftest.check(*of)["verdict"] == RIGHT
     monkeypatch.setattr(nonfinite, "MAX_GOOD_VOTES", math.inf)
     assert selftest.check(*of)["verdict"] == "WRONG: a NaN in a gradient"
