@@ -110,11 +110,11 @@ class Buckets:
         frozen = not param.requires_grad
         # Python's garbage collector does not see the hooks that torch holds, so a model that a hook
         # refers to would never be freed.
-        take = weakref.WeakMethod(self.take)
+        buckets, take = weakref.ref(self), type(self).take
 
         def hook(param: Tensor) -> None:
-            if (found := take()) is not None:
-                found(param)
+            if (found := buckets()) is not None:
+                take(found, param)
 
         with torch.inference_mode(param.is_inference()):  # torch unfreezes it there only
             if frozen:
