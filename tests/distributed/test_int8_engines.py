@@ -270,6 +270,13 @@ def test_partitions_are_stored_gathered_edited_and_exported(tmp_path):
 
 
 @worlds.on(2)
+def test_a_model_in_fp32_is_cast_at_each_stage():
+    for stage in range(4):
+        first, other = (engine_of(stage, model) for model in (made().float(), made()))
+        assert same(stored(first), stored(other)) and same(values(first), values(other))
+
+
+@worlds.on(2)
 def test_models_and_uses_that_exclude_weights_in_8_bits_are_refused():
     """Of engines and of ``fully_shard``."""
     no_support = re.escape('does not support weights that are stored in 8 bits ("ds_ext": {"weigh')
