@@ -1,16 +1,12 @@
 """The columns, forms, storage formats, passes and constants of tables, each written once.
 
 A table has a row for each parameter of a batch. All readers take the layout and the enumerations
-from this module: NumPy as a dtype, kernels as constants, C++ from ``executors/native/schema.h``,
-which ``make readme`` writes. A test fails if that file is stale.
+from this module: NumPy as a dtype, kernels as constants, C++ from ``header()``.
 """
 
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-
-HEADER = Path(__file__).parent / "executors" / "native" / "schema.h"
 
 PROBES = 31  # sampled weights that show whether a cached norm is still valid: see passes.cpp
 # sixteen_bit.CorrectedWeight stores the rounding error of a weight in 8 bits: in
@@ -214,28 +210,14 @@ def native_columns() -> list[Column]:
 
 
 def header() -> str:
-    """Returns the text of ``schema.h``, which passes.cpp includes."""
-    lines = [
-        "// Written by `make readme` from ds_ext/ops/schema.py. Do not edit.",
-        "#include <cstdint>",
-        "",
-        "// One parameter.",
-        "struct Entry {",
-    ]
-    for one in native_columns():
-        space = "" if one.type.endswith("*") else " "
-        note = f"  // {one.meaning}" if one.meaning else ""
-        lines.append(f"    {one.type}{space}{one.name};{note}")
+    """Returns the text of schema.h, which passes.cpp includes."""
+    columns = [f"{one.type} {one.name};" for one in native_columns()]
+    lines = ["#include <cstdint>", "struct Entry {", *columns, "};"]
+    lines.append(f"struct Call {{ int {', '.join(CALL)}; }};")
     stored = [f"{format_}_{DTYPES[dtype]}" for format_, dtype in STORED]
-    lines += ["};", "", "// Arguments that all parameters of a call share.", "struct Call {"]
-    lines += [f"    int {', '.join(CALL)};", "};", ""]
-    for name, values in (
-        ("Form", FORMS),
-        ("Dtype", DTYPES.values()),
-        ("Storage", stored),
-        ("Pass", [name.upper() for name in PASSES]),
-    ):
-        lines += [f"enum {name} {{", *(f"    {value}," for value in values), "};", ""]
+    passes = [name.upper() for name in PASSES]
+    enums = {"Form": FORMS, "Dtype": DTYPES.values(), "Storage": stored, "Pass": passes}
+    lines += [f"enum {name} {{ {', '.join(values)} }};" for name, values in enums.items()]
     for kind, names in CONSTANTS.items():
         literal = {"float": "{}f", "uint32_t": "{:#x}u"}.get(kind, "{}")
         lines += [f"const {kind} {name} = {literal.format(globals()[name])};" for name in names]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_ext.ops import schema
 from ds_ext.ops.executors.native import library
 from tests.common import apart
 
@@ -35,7 +36,9 @@ def built(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("sanitized") / "passes.so"
     own = [flag for flag in library.FLAGS if flag != "-O3"]
     flags = [*own, *FLAGS, f"-fsanitize={request.param}"]
-    subprocess.run(["g++", *flags, "-o", path, library.SOURCE], check=True, timeout=300)
+    path.with_name("schema.h").write_text(schema.header())
+    command = ["g++", *flags, f"-I{path.parent}", "-o", path, library.SOURCE]
+    subprocess.run(command, check=True, timeout=300)
     return request.param, path, " ".join(found)
 
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ds_ext.commands import config
-from ds_ext.ops import expressions, functions, moments, schema
+from ds_ext.ops import expressions, functions, moments
 from ds_ext.rules import REGISTRY
 from tests.tools import rates, reference, stubs
 
@@ -140,12 +140,11 @@ def unmarked(text: str) -> Iterator[str]:
 
 
 def generated() -> Iterator[tuple[Path, str]]:
-    """The files that are generated whole, and their texts: C++'s schema, types, and configs.
+    """The files that are generated whole, and their texts: types and configs.
 
     Configs are what ``python -m ds_ext config`` prints: those of HF Trainer have "auto"; those in
     ``plain`` have numbers, for ``deepspeed.initialize``.
     """
-    yield schema.HEADER, schema.header()
     yield ROOT / "ds_ext/__init__.pyi", stubs.text()
     for name in REGISTRY:
         for folder, numbers in (("configs", False), ("configs/plain", True)):

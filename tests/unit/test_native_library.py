@@ -25,7 +25,6 @@ def unloaded(monkeypatch, tmp_path):
     """A machine where nothing was built yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(library.SWITCH, raising=False)
-    monkeypatch.setattr(library, "_shipped", lambda: None)  # none came with an installation
     library.load.cache_clear()
     yield tmp_path
     library.load.cache_clear()

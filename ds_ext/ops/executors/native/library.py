@@ -1,4 +1,4 @@
-"""Builds and loads the C++ library: with the wheel, or once per machine at its first use.
+"""Builds and loads the C++ library, once per machine, at its first use.
 
 Without it, the reference executor makes the passes, and one line in the log says so. A file in the
 cache folder ends with the SHA-256 hash of its other bytes. It is read if the hash is right and
@@ -21,7 +21,7 @@ from ds_ext.logs import logger
 from ds_ext.ops import schema
 
 SOURCE = Path(__file__).with_name("passes.cpp")
-FLAGS = (  # setup.py has the same for wheels
+FLAGS = (
     "-O3 -std=c++17 -fPIC -shared -pthread -fvisibility=hidden "
     # None of these changes a result: no fused multiply-add, no reordered sums.
     "-fno-math-errno -fno-trapping-math -ffp-contract=off"
@@ -38,7 +38,7 @@ def load() -> ctypes.CDLL | None:
     if os.environ.get(SWITCH, "1") == "0":
         return None
     try:
-        library = _shipped() or ctypes.CDLL(str(_built()))
+        library = ctypes.CDLL(str(_built()))
         ctypes.c_int.in_dll(library, "process_with_threads").value = PROCESS
     except Exception as error:  # of a compiler, a disk or a loader: training goes on without it
         logger.info(
@@ -60,34 +60,14 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds_ext"
 
 
-def _shipped() -> ctypes.CDLL | None:
-    """The library from the wheel, if this machine can load it.
-
-    In a source tree it may be built from an older source; it is then ignored.
-    """
-    for path in SOURCE.parent.glob("_passes*.so"):
-        with contextlib.suppress(OSError):  # it may need a newer C++ runtime
-            library = ctypes.CDLL(str(path))
-            source = getattr(library, "passes_source", None)  # earlier ones do not export it
-            if source is not None:
-                source.restype = ctypes.c_char_p
-                if source().decode() == hashlib.sha256(_source().encode()).hexdigest():
-                    return library
-    return None
-
-
-def _source() -> str:
-    """The complete source of the library."""
-    return schema.HEADER.read_text("utf-8") + SOURCE.read_text("utf-8")
-
-
 def _built() -> Path:
     """The path of the built library. Raises OSError or SubprocessError if the build fails."""
     names = os.environ.get("CXX", ""), "g++", "c++", "clang++"
     compiler = next(filter(None, map(shutil.which, names)), None)
     if compiler is None:
         raise OSError("there is no C++ compiler (g++, c++ or $CXX)")
-    key = [_source(), *FLAGS, platform.machine(), platform.libc_ver()[1], compiler]
+    source = schema.header(), SOURCE.read_text("utf-8")
+    key = [*source, *FLAGS, platform.machine(), platform.libc_ver()[1], compiler]
     name = f"passes-{hashlib.sha256(chr(0).join(key).encode()).hexdigest()[:16]}.so"
     path, own = cache_file(name)
     if own is not None:
@@ -129,7 +109,8 @@ def _is_whole(path: Path) -> bool:
 
 def _build(compiler: str, path: Path) -> Path:
     """Builds the library, followed by its hash, and waits until it is on disk."""
-    command = [compiler, *FLAGS, "-o", str(path), str(SOURCE)]
+    path.with_name("schema.h").write_text(schema.header(), "utf-8")
+    command = [compiler, *FLAGS, f"-I{path.parent}", "-o", str(path), str(SOURCE)]
     done = subprocess.run(
         command, capture_output=True, text=True, errors="replace", timeout=SECONDS
     )

@@ -84,7 +84,7 @@ def is_available() -> bool:
     """Returns whether this machine has native passes; may build them."""
     found = library.load()
     if found is not None:
-        assert found.passes_entry_bytes() == ENTRY.itemsize, "schema.h is stale"
+        assert found.passes_entry_bytes() == ENTRY.itemsize, "C++ has other columns"
     return found is not None
 
 

@@ -11,10 +11,6 @@
 #ifndef DS_EXT_BODY
 #define DS_EXT_BODY
 
-#ifndef DS_EXT_SOURCE
-#define DS_EXT_SOURCE ""
-#endif
-
 // Sanitizer builds define DS_EXT_PLAIN: one body is enough, and compiles in a third of the time.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(DS_EXT_PLAIN)
 #define DS_EXT_VECTORS
@@ -29,7 +25,7 @@
 #include <unistd.h>
 #include <vector>
 
-#include "schema.h"
+#include "schema.h"  // an Entry is one parameter, by the columns of ops/schema.py
 
 // Entry.norm_cache holds the sum of squares of the weights as last written, negative if not cached,
 // and PROBES of these weights: if one has changed, the weights were edited since.
@@ -189,9 +185,6 @@ static Runner chosen() {
 }
 
 extern "C" __attribute__((visibility("default"))) int64_t passes_entry_bytes() { return sizeof(Entry); }
-
-// The hash of the source, if built with a wheel: setup.py.
-extern "C" __attribute__((visibility("default"))) const char *passes_source() { return DS_EXT_SOURCE; }
 
 // Makes a pass over ``entries``. isa 0 is the processor's best instruction set, 1 the baseline.
 extern "C" __attribute__((visibility("default"))) void passes_run(const Call *call, Entry *entries, int64_t n, int threads, int isa) {
