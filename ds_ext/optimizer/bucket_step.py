@@ -67,7 +67,7 @@ class BatchedStep:
         passes.gradients, passes.square_parts = self.gradients, None
         # A batch replaces the shard, and its weights those of a run.
         step = rule.step(p, self.gradients, self.state, t, self.batch)  # type: ignore[arg-type]
-        passes.begin(p, self.gradients, self.state)
+        passes.begin(p, self.gradients)
         if not rule.ema_decay:
             return step
         e = ema.average(self.state, rule, plan.param_ids, t)

@@ -4,7 +4,7 @@ Tables read and write by address. ``inputs`` and ``checked`` make sure of the dt
 the size of what they read and write.
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -21,7 +21,6 @@ from ds_ext.ops.executors.triton.kernel_table import DeviceNormCache, KernelTabl
 from ds_ext.ops.executors.triton.launch_memory import DeviceArrays
 from ds_ext.ops.expressions import Scaled, Source, WeightStorage
 from ds_ext.ops.runs import Columns, Pointers, Runs
-from ds_ext.ops.state import State
 
 AnyTable: TypeAlias = NativeTable | KernelTable
 
@@ -59,17 +58,20 @@ class BatchTables:
         self.gradients: object = None
         self.square_parts: Runs | None = None
 
-    def begin(self, p: WeightStorage, gradients: object, state: State) -> None:
-        """Copies the addresses that a step's launches need to the device, if they run there."""
+    def begin(self, p: WeightStorage, gradients: object) -> None:
+        """Copies the addresses that a step's launches need to the device, if they run there.
+
+        Weights and states mostly lie where they lay in the step before.
+        """
         self.arrays.limits = {}  # a step that failed has left its limits
         if self.is_limited:
             self._skip(np.zeros(len(self.batch), dtype=np.bool_))
         if self.arrays.memory is None:
             return
-        known = [*_addresses((p, gradients, state))]
-        for shift in (self.batch.row_offsets, self.batch.col_offsets):
-            if shift.any():
-                known += [x + shift for x in known]
+        run = gradients.x if isinstance(gradients, Scaled) else gradients
+        known = [run.pointers] if isinstance(run, Runs) else []
+        if isinstance(p.key, np.ndarray):
+            known.append(p.key.astype(np.int64))
         self.arrays.begin(x.tobytes() for x in known)
 
     def skip_bad(self, found: Tensor, most: NDArray[np.float32]) -> None:
@@ -190,23 +192,6 @@ def checked(
     if layout.device != batch.device:
         raise Unsupported
     return runs
-
-
-def _addresses(x: object) -> Iterator[NDArray[np.int64]]:
-    """The addresses in the inputs of a step, [n] each, and its keys."""
-    if isinstance(x, Runs):
-        yield x.pointers
-    elif isinstance(x, Mapping):
-        yield from _addresses(tuple(x.values()))
-    elif isinstance(x, tuple):
-        for one in x:
-            yield from _addresses(one)
-    elif isinstance(x, WeightStorage):
-        yield from _addresses((x.run, x.aux))
-        if isinstance(x.key, np.ndarray):
-            yield x.key.astype(np.int64)
-    elif isinstance(x, Scaled):
-        yield from _addresses(x.x)
 
 
 def totals_of(sums: Tensor, firsts: Pointers, n: int) -> Runs:
