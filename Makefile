@@ -33,6 +33,8 @@ BIN     = .venv/bin
 
 # Waiting threads sleep instead of spinning: ranks share the cores of a small machine.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Python keeps what it compiles, or each worker and rank would compile all tests anew: 30 s.
+unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Each environment has its own folder for what DeepSpeed builds: see docs/install.md.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.venv/torch_extensions
