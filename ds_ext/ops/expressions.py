@@ -35,9 +35,6 @@ class WeightStorage(ReadByPasses):
     aux: Tensor | Runs | None = None
     key: int | NDArray[np.uint32] = 0
     start: int | None = None  # first element of the run in its parameter; None: its shard's start
-    # Σ(Δw²) and Σw² of each parameter of a batch: added in fp64 on a CPU, overwritten in fp32 on a
-    # GPU.
-    update_sums: Runs | None = None
     norm_cache: object = None  # the executor's cached norms of the weights of a batch
 
     def storage(self) -> "WeightStorage":

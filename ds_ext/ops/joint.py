@@ -218,7 +218,7 @@ def apply_(
 ) -> Generator[Sums, Sums, None]:
     """``ops.apply_``: p ← p · (1 − lr · weight_decay) − lr · u, for a run of weights."""
     stored = storage_of(p)
-    if stored is not None and stored.update_sums is None and stored.norm_cache is None:
+    if stored is not None and stored.norm_cache is None:
         u = yield from _multiplied(u, shard)
         passes, numbers = functions.passes_writing(shard, p), (lr, weight_decay)
         asked = _asked(_apply_, "apply", u, passes, stored, numbers)

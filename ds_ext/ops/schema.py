@@ -108,11 +108,6 @@ SHARED = (
 # Columns that only native passes have. Native passes need no columns for partial sums.
 NATIVE = (
     Column("out3", "float *", "third output"),
-    Column(
-        "update_sums",
-        "double *",
-        "[2]: sums of squares of the weight changes and of the new weights",
-    ),
     Column("norm_cache", "float *", "[1 + PROBES]: cached sum of squares, and sampled weights"),
 )
 # Columns that only kernels have: tiles, partial sums of tiles, and checks of gradients.

@@ -1,7 +1,6 @@
 """The step of a bucket: batches of runs, and runs that are stepped alone."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from operator import itemgetter
 from typing import Any, cast
 
@@ -14,9 +13,10 @@ from ds_ext import ops, rules
 from ds_ext.distributed.lockstep import StepGenerator, advance
 from ds_ext.ops import sixteen_bit
 from ds_ext.ops.executors.native.native_table import NormCache
-from ds_ext.ops.executors.triton import devices
 from ds_ext.ops.executors.triton.launch_memory import Memory
+from ds_ext.ops.functions import Geometry
 from ds_ext.ops.runs import Runs
+from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import ema, expert_stacks, nonfinite, sections
 from ds_ext.optimizer.ema import GroupRule
 from ds_ext.optimizer.nonfinite import GradCheck
@@ -29,24 +29,26 @@ WeightNorms = dict[NormCache, Runs]  # by cache of weight norms: the weights
 
 
 class BatchedStep:
-    """The step of some runs of a bucket, as one batch."""
+    """The step of some runs of a bucket, as one batch.
+
+    ``measure`` is called before weights are written.
+    """
 
     def __init__(
         self,
-        table: ParamTable,
+        measure: Callable[[Sequence[RunUpdate], object, Geometry], None],
         plan: BatchPlan,
         rule: GroupRule,
         updates: Sequence[RunUpdate],
         states: Sequence[State],
     ) -> None:
-        self.table, self.rule, self.plan, self.batch = table, rule, plan, plan.batch
+        self.measure, self.rule, self.plan, self.batch = measure, rule, plan, plan.batch
         self.updates = [updates[i] for i in plan.positions]  # of the pieces' parameters
         self.states = [states[i] for i in plan.positions]
         self.params, runs, grads, *_ = map(list, zip(*self.updates, strict=True))
         self.t, self.state = self.states[0]["step"], plan.state(self.states)
         self.runs = plan.runs(runs)
         self.gradients = _gradients(plan, grads)
-        self.totals: Tensor | None = None  # [2 n], of the update statistics, for each piece
         # What passes check: numbers, their limits, and whether they are sums of squares.
         self.flags: list[tuple[Tensor, NDArray[np.float32], bool]] = []
 
@@ -57,17 +59,12 @@ class BatchedStep:
             plan.norm_cache.check(self.runs)
         masters = self.state.get("master")
         p = sixteen_bit.weights(self.runs, masters, rule, plan.param_ids, t, plan.norm_cache)
-        if self.table.update_stats is not None:
-            n, device = len(plan.pieces), self.batch.device
-            dtype = torch.float32 if devices.supports(device) else torch.float64
-            self.totals = totals = torch.zeros(2 * n, dtype=dtype, device=device)
-            places = 2 * totals.itemsize * np.arange(n)
-            p = replace(p, update_sums=Runs.at(totals.data_ptr(), places, (totals,)))
         passes = self.batch.passes
         passes.gradients, passes.square_parts = self.gradients, None
         # A batch replaces the shard, and its weights those of a run.
         step = rule.step(p, self.gradients, self.state, t, self.batch)  # type: ignore[arg-type]
         passes.begin(p, self.gradients)
+        self.measure(self.updates, p, self.batch)
         if not rule.ema_decay:
             return step
         e = ema.average(self.state, rule, plan.param_ids, t)
@@ -106,16 +103,6 @@ class BatchedStep:
 
     def end(self, norms: WeightNorms) -> None:
         """Increments the weights' version counters, and adds the caches of their norms."""
-        stats = self.table.update_stats
-        if self.totals is not None and stats is not None:
-            totals = self.totals.view(-1, 2).double()
-            alike: dict[int, tuple[Tensor, list[Tensor]]] = {}  # the sums to add to, what to add
-            runs = zip(self.plan.pieces, self.runs.tensors, self.updates, totals, strict=True)
-            for x, run, u, own in runs:
-                sums = stats.sums_of(x.number, self.plan.group_index, run, u.num_replicas)
-                alike.setdefault(id(sums), (sums, []))[1].append(own)
-            for sums, some in alike.values():
-                sums += torch.stack(some).sum(0)
         for run in self.runs.tensors:
             torch.autograd.graph.increment_version(run)
         if self.plan.norm_cache is not None:
@@ -148,10 +135,11 @@ class BucketStep:
         self.batches: list[BatchedStep] = []
         self.memory: Memory | None = None
         self.generators: list[StepGenerator] = []
+        self.measured: list[Callable[[], None]] = []  # what ``UpdateStats.begin`` has returned
         if plan.uses_kernels:
             self.memory = Memory(updates[0].g.device, plan.memory_sizes)
         for x in plan.batches:
-            step = BatchedStep(table, x, plan.rules[x.group_index], updates, states)
+            step = BatchedStep(self._measure, x, plan.rules[x.group_index], updates, states)
             self.batches.append(step)
             if self.memory is None and check is None:
                 self.generators.append(step.begin())
@@ -161,10 +149,22 @@ class BucketStep:
             u = updates[i]._replace(shard=shard)
             assert check is None or not any(check.ways([u.param])), "passes check only batches"
             rule = plan.rules[table.group_index_of[u.param]]
+            p = sixteen_bit.weight(u.p, states[i], rule, 0, u.shard)  # to be read
+            self._measure([u], p, Shard.whole(u.p.shape))
             self.generators += begin_rules(table, u, states[i], rule)
+
+    def _measure(self, updates: Sequence[RunUpdate], p: object, shard: Geometry) -> None:
+        """Copies the weights ``p`` of some updates before their step, if updates are measured."""
+        if self.table.update_stats is None:
+            return
+        numbers, groups = self.table.number_of, self.table.group_index_of
+        keys = [(numbers[u.param], groups[u.param], u.num_replicas) for u in updates]
+        self.measured.append(self.table.update_stats.begin(p, shard, keys))
 
     def end(self) -> None:
         """Stores weights, states and flags of gradients, after the rules have ended."""
+        for add_squares in self.measured:
+            add_squares()
         for batch in self.batches:
             for found in batch.flags:  # a step that fails has no flags: it is undone as a whole
                 assert self.check is not None
@@ -190,11 +190,6 @@ def begin_rules(
     t, number = state["step"], table.number_of[u.param]
     before = table.elements_before(u.param, u.shard)
     p = sixteen_bit.weight(u.p, state, rule, number, u.shard, before)
-
-    squares: Tensor | None = None
-    if table.update_stats is not None:
-        group_index = table.group_index_of[u.param]
-        squares = table.update_stats.sums_of(number, group_index, u.p, u.num_replicas)
     first = before + u.shard.start
     begun = []
     for i, (run, shard, s) in enumerate(expert_stacks.matrices(u.shard, state)):
@@ -207,7 +202,7 @@ def begin_rules(
         if isinstance(g, Tensor) and not rules.entry_of(type(rule)).is_own:
             g = ops.Scaled(g)  # torch operations on it raise an error here too
         e = ema.average(s, rule, number, t, first + run.start)
-        begun += sections.steps(rule, own, g, s, t, shard, squares, e)
+        begun += sections.steps(rule, own, g, s, t, shard, e)
     return begun
 
 

@@ -21,7 +21,6 @@ from ds_ext.ops.sixteen_bit import Weight
 from ds_ext.ops.state import Part, State
 from ds_ext.optimizer import ema, expert_stacks
 from ds_ext.optimizer.ema import GroupRule
-from ds_ext.optimizer.update_stats import measured
 
 Shape = tuple[int, ...]
 
@@ -114,18 +113,16 @@ def steps(
     s: State,
     t: int,
     whole: Shard,
-    squares: Tensor | None,
     average: Any,
 ) -> list[StepGenerator]:
     """Returns the generators that step a run: one, or one for each section.
 
-    ``squares`` are the sums of update statistics, None if updates are not measured; ``average`` is
-    as ``ema.average`` returns it. A rule that has sections has one number of state per element.
+    ``average`` is as ``ema.average`` returns it. A rule that has sections has one number of state
+    per element.
     """
     sections = of(rule, whole.shape)
     if not sections:
-        step = measured(rule.step(p, g, s, t, whole), p, squares, len(whole))
-        return [ema.averaged(step, rule, p, average, t, whole)]
+        return [ema.averaged(rule.step(p, g, s, t, whole), rule, p, average, t, whole)]
     made = []
     for shift, places, shard in _divided(sections, whole):
         own = _Copies(places)
@@ -133,7 +130,6 @@ def steps(
         part = sixteen_bit.changed(p, own.of, shift)
         e = None if average is None else sixteen_bit.changed(average, own.of, shift)
         step = rule.step(part, expert_stacks.part(g, own.read), kept, t, shard)
-        step = measured(step, part, squares, len(shard))
         made.append(own.step(ema.averaged(step, rule, part, e, t, shard)))
     return made
 

@@ -1,25 +1,26 @@
-"""RMS of updates and weights by parameter group, measured while weights are written.
+"""RMS of updates and weights by parameter group, from copies of the weights before their step.
 
-Batches add up the squares while they write weights. Runs that are stepped alone are compared with
-copies from before the step: ``measured``. Sums are over this rank's runs. The caller adds them up
-over ranks, and ``rms`` computes the figures from the totals.
+Sums are over this rank's runs. The caller adds them up over ranks, and ``rms`` computes the figures
+from the totals.
 """
 
 import math
-from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ds_ext import ops
-from ds_ext.distributed.lockstep import StepGenerator
-from ds_ext.ops import sixteen_bit
-from ds_ext.ops.shard import Shard
-from ds_ext.ops.sixteen_bit import Weight
+from ds_ext.ops.expressions import WeightStorage, accumulator, storage_of
+from ds_ext.ops.functions import Geometry
+from ds_ext.ops.runs import Runs
+
+Key = tuple[int, int, int]  # number of a parameter, position of its group, ranks with the same run
 
 
 class UpdateStats:
-    """Sums of squares by parameter group, over all weights written since the last ``clear``."""
+    """Sums of squares by parameter group, over all weights stepped since the last ``clear``."""
 
     def __init__(self, groups: int) -> None:
         self.groups = groups
@@ -27,40 +28,47 @@ class UpdateStats:
 
     def clear(self) -> None:
         """Resets all sums."""
-        # By number of the parameter, position of its group, and number of replicas.
-        self.elements: Counter[tuple[int, int, int]] = Counter()
-        self.squares: dict[tuple[int, int, torch.device], Tensor] = {}
+        self.totals: dict[Key, Tensor] = {}  # of each parameter, [3] fp64 as in ``sums``
 
     def discount(self, number: int) -> None:
-        """Removes a parameter's elements from the count, after its step was skipped."""
-        for key in [key for key in self.elements if key[0] == number]:
-            del self.elements[key]
+        """Removes a parameter's sums, after its step was skipped."""
+        self.totals = {key: total for key, total in self.totals.items() if key[0] != number}
 
-    def sums_of(self, number: int, group: int, run: Tensor, num_replicas: int = 1) -> Tensor:
-        """Counts a run; returns the tensor to add squares of its updates and weights to, [2] fp64.
+    def begin(self, p: Any, shard: Geometry, keys: Sequence[Key]) -> Callable[[], None]:
+        """Copies a run of weights, or those of a batch, before their step.
 
-        ``group`` is the position of its param group; ``num_replicas`` ranks measure the same run,
-        [n].
+        Returns:
+            A function to call after the step, which adds the squares. ``keys`` has a key for each
+            run.
         """
-        self.elements[number, group, num_replicas] += run.numel()
-        key = group, num_replicas, run.device
-        if key not in self.squares:
-            self.squares[key] = torch.zeros(2, dtype=torch.float64, device=run.device)
-        return self.squares[key]
+        stored = cast(WeightStorage, storage_of(p)).run
+        runs = stored.tensors if isinstance(stored, Runs) else [stored]
+        copies = [torch.zeros_like(run, dtype=accumulator(run.dtype)) for run in runs]
+        before: Any = Runs(copies) if isinstance(stored, Runs) else copies[0]
+        ops.lerp_(before, p, 1.0, shard)  # exact from 0
+
+        def end() -> None:
+            squares = ops.square_sums((ops.plus(before, p, -1.0), p), shard, copies[0])
+            for key, run, own in zip(keys, runs, torch.stack(squares, -1).view(-1, 2), strict=True):
+                zeros = torch.zeros(3, dtype=torch.float64, device=run.device)
+                total = self.totals.setdefault(key, zeros)
+                total[:2] += own
+                total[2] += len(run)
+
+        return end
 
     def sums(self) -> Tensor:
         """Returns sums of squares of updates and weights, and elements: [groups, 3] fp64.
 
         On the device of the weights; on the CPU if none was stepped.
         """
-        devices = [device for *_, device in self.squares]
-        device = devices[0] if devices else torch.device("cpu")
-        total = torch.zeros(self.groups, 3, dtype=torch.float64, device=device)
-        for (_, group, num_replicas), n in self.elements.items():
-            total[group, 2] += n / num_replicas
-        for (group, num_replicas, _), squares in self.squares.items():
-            total[group, :2] += squares.to(total.device) / num_replicas
-        return total
+        if not self.totals:
+            return torch.zeros(self.groups, 3, dtype=torch.float64, device="cpu")
+        found = [total / num_replicas for (*_, num_replicas), total in self.totals.items()]
+        device = found[0].device
+        groups = torch.tensor([group for _, group, _ in self.totals], device=device)
+        total = found[0].new_zeros(self.groups, 3)
+        return total.index_add_(0, groups, torch.stack([x.to(device) for x in found]))
 
 
 def rms(totals: Tensor) -> list[dict[str, float]]:
@@ -72,19 +80,3 @@ def rms(totals: Tensor) -> list[dict[str, float]]:
         {"update_rms": math.sqrt(moved / (n or 1)), "weight_rms": math.sqrt(weight / (n or 1))}
         for moved, weight, n in totals.tolist()
     ]
-
-
-def measured(step: StepGenerator, p: Weight, squares: Tensor | None, n: int) -> StepGenerator:
-    """Yields from a step, and adds squares of its updates and of the new weights to ``squares``.
-
-    Without ``squares``, updates are not measured. The run has n elements.
-    """
-    if squares is None:
-        yield from step
-        return
-    before = sixteen_bit.changed(p, Tensor.clone)
-    yield from step
-    for b in Shard.whole((n,)).blocks():
-        new, old = (ops.read(x, b).view(-1) for x in (p, before))
-        for total, x in zip(squares, (new - old, new), strict=True):
-            total += torch.dot(x, x)  # fp32: relative error up to 2e-4 if all x are equal

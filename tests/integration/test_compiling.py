@@ -125,7 +125,7 @@ def test_kernels_compile_and_read_vectors_where_runs_are_aligned(monkeypatch, tm
     assert {name for name, *_ in asked} == {
         *("square_sums", "row_col_sums", "weighted_sums", "lerp", "square_lerp", "apply", "fold"),
         *("factors", "clipped_factors"),
-        *("measured_apply", "apply_and_cache_norm", "cached_norm"),
+        *("apply_and_cache_norm", "cached_norm"),
     }
     written = [[label, warps, {k: plain(x) for k, x in of.items()}] for label, warps, of in asked]
     compiling(tmp_path, "-m", "tests.integration.compiling_jobs", given=json.dumps(written))

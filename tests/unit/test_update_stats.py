@@ -80,7 +80,7 @@ def test_sums_are_those_of_what_was_stored_and_measuring_changes_no_bit(
 
 
 @pytest.mark.parametrize("path", paths.EACH)
-def test_groups_are_measured_apart_and_replicas_once(path, monkeypatch):
+def test_groups_are_measured_apart_replicas_once_and_skipped_steps_not_at_all(path, monkeypatch):
     paths.use(monkeypatch, path)
     a, b, c = (nn.Parameter(torch.full((3, 4), x)) for x in (1.0, 2.0, 3.0))
     optimizer = OPTIMIZERS["lomo"]([{"params": [a]}, {"params": [b], "lr": 0.1}], lr=0.5)
@@ -94,7 +94,10 @@ def test_groups_are_measured_apart_and_replicas_once(path, monkeypatch):
     figures = rms(optimizer.update_stats.sums())
     assert [f["update_rms"] for f in figures] == pytest.approx([0.5, 0.1, 0])
     assert [f["weight_rms"] for f in figures] == pytest.approx([0.5, 1.9, 0])
-    assert optimizer.update_stats.sums()[:, 2].tolist() == [12, 6, 0]
+    sums = optimizer.update_stats.sums()
+    assert sums[:, 2].tolist() == [12, 6, 0]
+    optimizer.rollback_step([b])
+    assert optimizer.update_stats.sums().tolist() == [sums[0].tolist(), [0, 0, 0], [0, 0, 0]]
 
 
 def test_a_meter_goes_with_a_copy_and_stays_when_a_state_is_loaded():

@@ -227,8 +227,6 @@ class TablePasses(BatchTables, Reference):
             if "decay" in source.scalars:
                 raise Unsupported
             numbers["decay"] = weight_decay
-        if stored.update_sums is not None:
-            numbers["update_sums"] = stored.update_sums
         if stored.norm_cache is not None:
             numbers["norm_cache"] = stored.norm_cache
         self._run("apply", source, stored, decays, **numbers)

@@ -19,7 +19,7 @@ ENTRY = np.dtype(_FIELDS, align=True)  # the layout of C++
 INSTRUCTIONS = 0  # 0: the processor's best instruction set; 1: the baseline
 # Values of columns that a pass does not set.
 DEFAULTS = {"factor": 1.0, "bound": np.inf, "scale": 1.0}
-DEFAULTS |= dict.fromkeys(("out2", "out3", "in3", "update_sums", "norm_cache"), 0)
+DEFAULTS |= dict.fromkeys(("out2", "out3", "in3", "norm_cache"), 0)
 GEOMETRY = ("start", "n", "mats", "rows", "cols", "origin")
 _FORMS = {name: i for i, name in enumerate(schema.FORMS)}
 _DTYPES = {dtype: i for i, dtype in enumerate(schema.DTYPES)}

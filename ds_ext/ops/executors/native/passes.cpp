@@ -446,7 +446,7 @@ static __attribute__((noinline)) void store(const Entry &e, int storage, int64_t
             w[j] = static_cast<uint16_t>((bits + random[j]) >> 16);
         }
         if (most > 0x7F7F0000u) round_odd(x, random, n, w);
-        if (e.update_sums || e.norm_cache) loaded(e.w, BF16, i, n, x);
+        if (e.norm_cache) loaded(e.w, BF16, i, n, x);
         break;
     }
     case STOCHASTIC_FP16: {
@@ -1094,34 +1094,27 @@ static bool step_at_once(const Call &call, const Entry &e, Stepped stepped, int6
 // w ← w − lr · (u + decay · w)
 static void apply(const Call &call, const Entry &e, const Strip &s, double *partial) {
     alignas(ALIGNED) float buffer[CHUNK], old[CHUNK], now[CHUNK];
-    double changes = 0, weights = 0;
     const Stepped stepped{e.lr, e.decay, call.decays != 0};
     for (int64_t i = s.begin; i < s.end; i += CHUNK) {
         int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
         double squares = 0;
         const float *u = value(call, e, i, n, buffer);
-        if (!e.update_sums && step_at_once(call, e, stepped, i, n, u, squares)) {
-            weights += squares;
+        if (step_at_once(call, e, stepped, i, n, u, squares)) {
+            *partial += squares;
             continue;
         }
         const float *w = weight(e, call.storage, i, n, old);
         for (int64_t j = 0; j < n; ++j) now[j] = stepped(w[j], u[j]);
-        if (e.update_sums && w != old) std::memcpy(old, w, sizeof(float) * static_cast<size_t>(n));
         store(e, call.storage, i, n, now);
-        if (e.update_sums || e.norm_cache) weights += square_sum(now, n);
-        if (!e.update_sums) continue;
-        for (int64_t j = 0; j < n; ++j) old[j] = now[j] - old[j];
-        changes += square_sum(old, n);
+        if (e.norm_cache) *partial += square_sum(now, n);
     }
-    partial[0] = changes;
-    partial[1] = weights;
 }
 
 // The work of a call: its strips, and memory for their partial sums.
 struct Work {
     std::vector<Strip> strips;
     std::vector<Aligned> buffer;   // column sums of strips of large matrices, [2, cols] each
-    std::vector<double> sums;    // [2] per strip
+    std::vector<double> sums;    // one per strip
     int64_t elements = 0;
 
     float *columns() { return reinterpret_cast<float *>(buffer.data()); }
@@ -1155,26 +1148,26 @@ static Work cut_all(const Call &call, Entry *entries, int64_t count) {
         }
     }
     work.buffer.resize(static_cast<size_t>(floats / WIDTH), Aligned{});
-    work.sums.resize(2 * work.strips.size(), 0.0);
+    work.sums.resize(work.strips.size(), 0.0);
     return work;
 }
 
-static void pass_over(const Call &call, const Entry &e, const Strip &s, float *columns, double *sums) {
+static void pass_over(const Call &call, const Entry &e, const Strip &s, float *columns, double *sum) {
     bool is_one = has_parts(call, e);
     float *col = is_one ? columns + s.partial : e.out2;
     switch (call.pass) {
-    case SQUARE_SUMS: square_sums(call, e, s, sums); break;
+    case SQUARE_SUMS: square_sums(call, e, s, sum); break;
     case ROW_COL_SUMS: row_col_sums(call, e, s, col, is_one); break;
     case WEIGHTED_SUMS: weighted_sums(call, e, s, col, is_one ? col + e.cols : e.out3, is_one); break;
-    case FACTORS: factors(e, s, sums); break;
+    case FACTORS: factors(e, s, sum); break;
     case LERP:
     case SQUARE_LERP: advance(call, e, s); break;
-    case APPLY: apply(call, e, s, sums); break;
+    case APPLY: apply(call, e, s, sum); break;
     }
 }
 
-// Uses the two sums of a parameter as the pass requires.
-static void end_with(const Call &call, const Entry &e, double sum, double other) {
+// Uses the sum of a parameter as the pass requires.
+static void end_with(const Call &call, const Entry &e, double sum) {
     switch (call.pass) {
     case SQUARE_SUMS:
         *e.out = e.norm_cache && e.norm_cache[0] >= 0 ? e.norm_cache[0] : static_cast<float>(sum);
@@ -1188,9 +1181,8 @@ static void end_with(const Call &call, const Entry &e, double sum, double other)
         }
         break;
     case APPLY:
-        if (e.update_sums) e.update_sums[0] += sum, e.update_sums[1] += other;
         if (e.norm_cache) {
-            e.norm_cache[0] = static_cast<float>(other);
+            e.norm_cache[0] = static_cast<float>(sum);
             probed(call, e, true);
         }
         break;
@@ -1203,10 +1195,9 @@ static void put_together(const Call &call, Entry *entries, int64_t count, Work &
     size_t k = 0;
     for (int64_t i = 0; i < count; ++i) {
         const Entry &e = entries[i];
-        double sum = 0, other = 0;
+        double sum = 0;
         for (; k < work.strips.size() && work.strips[k].entry == i; ++k) {
-            sum += work.sums[2 * k];
-            other += work.sums[2 * k + 1];
+            sum += work.sums[k];
             if (!has_parts(call, e)) continue;
             int64_t first = (e.start + work.strips[k].begin) / (e.rows * e.cols) * e.cols;
             const float *from = work.columns() + work.strips[k].partial;
@@ -1214,7 +1205,7 @@ static void put_together(const Call &call, Entry *entries, int64_t count, Work &
             if (call.pass == WEIGHTED_SUMS && e.out3)
                 for (int64_t c = 0; c < e.cols; ++c) e.out3[first + c] += from[e.cols + c];
         }
-        end_with(call, e, sum, other);
+        end_with(call, e, sum);
     }
 }
 
@@ -1222,7 +1213,7 @@ static void run(const Call &call, Entry *entries, int64_t count, int threads) {
     Work work = cut_all(call, entries, count);
     auto task = [&](int64_t k) {
         const Strip &s = work.strips[static_cast<size_t>(k)];
-        pass_over(call, entries[s.entry], s, work.columns(), &work.sums[static_cast<size_t>(2 * k)]);
+        pass_over(call, entries[s.entry], s, work.columns(), &work.sums[static_cast<size_t>(k)]);
     };
     parallel(static_cast<int64_t>(work.strips.size()), work.elements < STRIP ? 1 : threads, task);
     put_together(call, entries, count, work);

@@ -122,21 +122,11 @@ def _apply(table: Launcher, call: Call) -> None:
     columns = dict(_numbers(call))
     if call.storage is not None and call.storage[0] == "STOCHASTIC":
         columns["noise"] = Runs((rounding.shifted_noise(table.device),), firsts=0 * table.own)
-    sums, cache = columns.pop("update_sums", None), columns.pop("norm_cache", None)
-    notes = cache is not None
-    if notes:
+    kernel, cache = "apply", columns.pop("norm_cache", None)
+    if cache is not None:
+        kernel = "apply_and_cache_norm"
         columns |= cache.noted_by(_tiles(call))
-    if sums is None:
-        kernel = "apply_and_cache_norm" if notes else "apply"
-        table.launch(kernel, _constants(call), _tiles(call), columns)
-        return
-    reduction = table.partials(_tiles(call), tiles.of_tiles)
-    columns["part"] = table.allocate(reduction)
-    if not notes:
-        columns["part2"] = table.allocate(reduction)
-    constants = (*_constants(call), ("CACHES_NORM", notes))
-    table.launch("measured_apply", constants, _tiles(call), columns)
-    table.fold((reduction, columns["part"], sums), (reduction, columns["part2"], sums.shifted(4)))
+    table.launch(kernel, _constants(call), _tiles(call), columns)
 
 
 def _name(dtype: torch.dtype | None) -> str:

@@ -60,19 +60,12 @@ def apply(t, tile, P: tl.constexpr):
     """w ← w − lr · u.
 
     ``apply_and_cache_norm`` writes part2 too: the sum of squares of the stored weights of each
-    tile, [tiles], which ``cached_norm`` reads in the next step. ``measured_apply`` writes part:
-    the sum of squares of the changes too.
+    tile, [tiles], which ``cached_norm`` reads in the next step.
     """
     e, ok, u = _read(t, tile, P)
-    old = load_weight(t, e, ok, P)
-    new = old - number(t, F.LR) * u
+    new = load_weight(t, e, ok, P) - number(t, F.LR) * u
     held = store_weight(t, e, ok, new, P)
-    if P.name == "measured_apply":
-        tl.store(pointer(t, F.PART, tl.float32) + tile, _sum_of_squares(ok, held - old))
-        tl.store(pointer(t, F.PART2, tl.float32) + tile, _sum_of_squares(ok, held))
-        if P.CACHES_NORM:
-            _store_probe(t, tile, P)
-    elif P.name == "apply_and_cache_norm":
+    if P.name == "apply_and_cache_norm":
         # 0 outside the run, or NaN if elements of the run are NaN too
         tl.store(pointer(t, F.PART2, tl.float32) + tile, tl.sum(held * held))
         _store_probe(t, tile, P)
