@@ -118,7 +118,7 @@ class Runs(ReadByPasses):
         runs.base, runs._offsets, runs.is_checked = base, offsets, True
         return runs
 
-    def shifted(self, by: Pointers | int) -> "Runs":
+    def shifted(self, by: Pointers) -> "Runs":
         """Returns runs that begin later, by bytes, [n]."""
         return Runs.at(self.base, self.offsets + by, self.tensors)
 
