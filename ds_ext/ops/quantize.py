@@ -7,7 +7,7 @@ constants of bitsandbytes.
 import functools
 from dataclasses import dataclass
 from types import ModuleType
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def functional() -> ModuleType:
 class Quantized:
     """A run that is read and written in blocks that start at multiples of 256."""
 
-    signed: ClassVar[bool] = True
+    signed: bool
     state: dict[str, Tensor]
 
     def block(self, b: Block) -> Tensor:
@@ -58,17 +58,12 @@ class Quantized:
         return self.state["code"][b.run], self.state["absmax"][groups_of(b.run, SIZE)]
 
 
-class QuantizedSquares(Quantized):
-    """Non-negative numbers."""
+def _format(signed: bool) -> Format:
+    opened = functools.partial(Quantized, signed)
+    return Format(opened, SIZE, torch.uint8, torch.float32, "absmax")
 
-    signed = False
 
-
-# Adam's m and v.
-MOMENTS = (
-    Format(Quantized, SIZE, torch.uint8, torch.float32, "absmax"),
-    Format(QuantizedSquares, SIZE, torch.uint8, torch.float32, "absmax"),
-)
+MOMENTS = _format(True), _format(False)  # Adam's m and v
 
 
 @functools.cache

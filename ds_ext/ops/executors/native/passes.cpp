@@ -613,37 +613,6 @@ INLINE float largest_of(const float *x, int64_t n, float least) {
     return within(least, as_float(most), MAX_SCALE);
 }
 
-INLINE void read_signed_group(const int8_t *code, float scale, int64_t n, float *__restrict m) {
-    for (int64_t k = 0; k < n; ++k) {
-        float c = static_cast<float>(code[k]);
-        m[k] = c / (254.0f - std::fabs(c)) * scale;
-    }
-}
-
-INLINE void write_signed_group(const float *m, float scale, int64_t n, int8_t *__restrict code) {
-    float inverse = 1.0f / scale;
-    for (int64_t k = 0; k < n; ++k) {
-        float x = within(-1.0f, m[k] * inverse, 1.0f);
-        code[k] = static_cast<int8_t>(rounded(x * 254.0f / (1.0f + std::fabs(x))));
-    }
-}
-
-INLINE void read_square_group(const uint8_t *code, float scale, int64_t n, float *__restrict v) {
-    float step = scale / 255.0f;
-    for (int64_t k = 0; k < n; ++k) {
-        float root = static_cast<float>(code[k]) * step;
-        v[k] = root * root;
-    }
-}
-
-INLINE void write_root_group(const float *root, float scale, int64_t n, uint8_t *__restrict code) {
-    float steps = 1.0f / scale * 255.0f;
-    for (int64_t k = 0; k < n; ++k) {
-        float x = root[k] * steps;
-        code[k] = static_cast<uint8_t>(static_cast<int>((x < 255.0f ? x : 255.0f) + 0.5f));
-    }
-}
-
 // Calls ``task(j, size)`` for each group of n elements. ``size`` is a constant but for the last one.
 template <class Task> INLINE void each_group(int64_t n, const Task &task) {
     int64_t j = 0;
@@ -653,34 +622,51 @@ template <class Task> INLINE void each_group(int64_t n, const Task &task) {
 
 static __attribute__((noinline)) void read_signed(const Entry &e, int64_t i, int64_t n, float *__restrict m) {
     const int8_t *code = reinterpret_cast<const int8_t *>(e.m) + i;
-    const uint16_t *scale = e.m_scale + i / SCALE_GROUP;
     prefetch(code, n);
-    each_group(n, [&](int64_t j, auto size) { read_signed_group(code + j, scale_of(scale[j / SCALE_GROUP]), size, m + j); });
+    each_group(n, [&](int64_t first, auto size) {
+        float scale = scale_of(e.m_scale[(i + first) / SCALE_GROUP]);
+        for (int64_t j = first; j < first + size; ++j) {
+            float c = static_cast<float>(code[j]);
+            m[j] = c / (254.0f - std::fabs(c)) * scale;
+        }
+    });
 }
 
 static __attribute__((noinline)) void read_squares(const Entry &e, int64_t i, int64_t n, float *__restrict v) {
     const uint8_t *code = reinterpret_cast<const uint8_t *>(e.v) + i;
-    const uint16_t *scale = e.v_scale + i / SCALE_GROUP;
     prefetch(code, n);
-    each_group(n, [&](int64_t j, auto size) { read_square_group(code + j, scale_of(scale[j / SCALE_GROUP]), size, v + j); });
+    each_group(n, [&](int64_t first, auto size) {
+        float step = scale_of(e.v_scale[(i + first) / SCALE_GROUP]) / 255.0f;
+        for (int64_t j = first; j < first + size; ++j) {
+            float root = static_cast<float>(code[j]) * step;
+            v[j] = root * root;
+        }
+    });
 }
 
-// Writes numbers as codes, by ``write`` of each group, and their scales, which are at least ``least``.
-template <class Code, class Write> INLINE void write_groups(const float *x, int64_t n, float least, Code *code, uint16_t *scale, const Write &write) {
+// Writes numbers as codes, ``encoded(x, 1 / scale)`` of each, and their scales, which are at least ``least``.
+template <class Code, class Encoded> INLINE void write_groups(const float *x, int64_t n, float least, Code *__restrict code, uint16_t *scale, const Encoded &encoded) {
     float most[CHUNK / SCALE_GROUP + 1];
     each_group(n, [&](int64_t j, auto size) { most[j / SCALE_GROUP] = largest_of(x + j, size, least); });
     for (int64_t j = 0; j < n; j += SCALE_GROUP) scale[j / SCALE_GROUP] = code_of(most[j / SCALE_GROUP]);
-    each_group(n, [&](int64_t j, auto size) { write(x + j, most[j / SCALE_GROUP], size, code + j); });
+    each_group(n, [&](int64_t first, auto size) {
+        float inverse = 1.0f / most[first / SCALE_GROUP];
+        for (int64_t j = first; j < first + size; ++j) code[j] = static_cast<Code>(encoded(x[j], inverse));
+    });
 }
 
 static __attribute__((noinline)) void write_signed(const Entry &e, int64_t i, int64_t n, const float *m) {
-    write_groups(m, n, MIN_SCALE, reinterpret_cast<int8_t *>(e.m) + i, e.m_scale + i / SCALE_GROUP,
-                 [](auto... of) { write_signed_group(of...); });
+    write_groups(m, n, MIN_SCALE, reinterpret_cast<int8_t *>(e.m) + i, e.m_scale + i / SCALE_GROUP, [](float x, float inverse) {
+        x = within(-1.0f, x * inverse, 1.0f);
+        return rounded(x * 254.0f / (1.0f + std::fabs(x)));
+    });
 }
 
 static __attribute__((noinline)) void write_roots(const Entry &e, int64_t i, int64_t n, const float *root) {
-    write_groups(root, n, MIN_ROOT_SCALE, reinterpret_cast<uint8_t *>(e.v) + i, e.v_scale + i / SCALE_GROUP,
-                 [](auto... of) { write_root_group(of...); });
+    write_groups(root, n, MIN_ROOT_SCALE, reinterpret_cast<uint8_t *>(e.v) + i, e.v_scale + i / SCALE_GROUP, [](float x, float inverse) {
+        x *= inverse * 255.0f;
+        return static_cast<int>((x < 255.0f ? x : 255.0f) + 0.5f);
+    });
 }
 
 // Adam's update with 8-bit moments; the update uses them before they are rounded.
