@@ -16,6 +16,7 @@
 #define DS_EXT_VECTORS
 #endif
 
+#include <algorithm>
 #include <atomic>
 #include <cfenv>
 #include <cmath>
@@ -41,6 +42,7 @@ const int64_t CHUNK = 512;       // elements processed at a time
 const int64_t AHEAD = 4096;      // prefetch distance, bytes
 const int64_t FEW_LINES = 128;   // elements prefetched at a time in loops that do little else
 const int64_t STRIP = 1 << 17;   // elements that a thread takes at a time, roughly
+const int64_t TALL = 724;        // rows added up at a time, √2¹⁹: two sums in fp32 then lose the fewest digits
 
 // Runs ``function(data)`` on torch's threads, if torch has loaded an OpenMP runtime; else null. Threads
 // of our own would compete with torch's, which spin for a while after each of torch's operations.
@@ -133,17 +135,20 @@ bool is_by_matrix(const Call &call) {
     return call.pass == ROW_COL_SUMS || call.pass == WEIGHTED_SUMS;
 }
 
+// Whether each strip of row and column sums lies in one matrix, and has column sums of its own.
+bool is_large(const Entry &e) { return e.rows * e.cols > STRIP || e.rows > TALL; }
+
 // Cuts a run into strips. For row and column sums, strips have whole rows, and whole matrices if
 // these are small. Strips have the same size, except the first and last of a run and the last of
 // each large matrix.
 void cut(const Entry &e, int64_t number, bool by_matrix, std::vector<Strip> &strips) {
     int64_t whole = by_matrix ? e.rows * e.cols : 0, size = STRIP;
-    bool is_large = whole > STRIP;  // strips do not cross large matrices
-    if (whole > 0) size = is_large ? (e.cols < STRIP ? STRIP / e.cols * e.cols : e.cols) : STRIP / whole * whole;
+    bool is_one = by_matrix && is_large(e);
+    if (whole > 0) size = is_one ? std::clamp<int64_t>(STRIP / e.cols, 1, TALL) * e.cols : STRIP / whole * whole;
     for (int64_t at = e.start, stop = e.start + e.n, next; at < stop; at = next) {
-        int64_t base = is_large ? at / whole * whole : by_matrix ? 0 : e.start;
+        int64_t base = is_one ? at / whole * whole : by_matrix ? 0 : e.start;
         next = base + ((at - base) / size + 1) * size;
-        if (is_large && next > base + whole) next = base + whole;
+        if (is_one && next > base + whole) next = base + whole;
         if (next > stop) next = stop;
         strips.push_back({number, at - e.start, next - e.start, 0});
     }
@@ -791,13 +796,6 @@ static void square_sums(const Call &call, const Entry &e, const Strip &s, double
     }
 }
 
-// Rows with at most this many elements are processed many at a time.
-const int64_t NARROW = 64;
-
-// With more rows, a column sum of narrow rows adds up sums of chunks: a long row of additions in fp32
-// would lose digits.
-const int64_t TALL = 512;
-
 // If ``notes``, stores the probes of a weight; else compares them, and returns whether all match.
 static bool probed(const Call &call, const Entry &e, bool notes) {
     float buffer[1];
@@ -809,13 +807,6 @@ static bool probed(const Call &call, const Entry &e, bool notes) {
             return false;
     }
     return true;
-}
-
-// The number of elements of a strip with narrow rows to process at once: of one matrix if it is tall.
-INLINE int64_t narrow_part(const Entry &e, int64_t i, int64_t end) {
-    int64_t n = end - i < CHUNK ? end - i : CHUNK, whole = e.rows * e.cols;
-    int64_t left = whole - (e.start + i) % whole;
-    return e.rows > TALL && left < n ? left : n;
 }
 
 // The weights of column sums: 1 / the new statistic of a row whose squares add up to ``sum``.
@@ -832,48 +823,9 @@ struct RowWeights {
     }
 };
 
-// The sums of narrow rows: row_col_sums, or weighted_sums, whose rows are whole.
-template <bool WEIGHTED> static void sums_of_narrow_rows(const Call &call, const Entry &e, const Strip &s, float *col, float *by_weight, bool is_one) {
-    alignas(ALIGNED) float buffer[CHUNK];
-    const RowWeights weight(e);
-    const bool is_tall = e.rows > TALL;
-    for (int64_t i = s.begin; i < s.end;) {
-        int64_t n = narrow_part(e, i, s.end);
-        if (WEIGHTED) n = n / e.cols * e.cols;
-        int64_t line = (e.start + i) / e.cols, c = (e.start + i) % e.cols, mat = line / e.rows;
-        int64_t first = is_one ? 0 : mat * e.cols;
-        const float *x = value(call, e, i, n, buffer);
-        float part[NARROW] = {}, weighted[NARROW] = {};
-        i += n;
-        for (int64_t last = (mat + 1) * e.rows, length; n > 0; x += length, n -= length, c = 0) {
-            length = e.cols - c < n ? e.cols - c : n;
-            int64_t to = is_one ? 0 : mat * e.cols;
-            float sum = 0, *plain = (is_tall ? part : col + to) + c;
-            for (int64_t k = 0; k < length; ++k) sum += x[k] * x[k];
-            e.out[line] += sum;
-            if constexpr (WEIGHTED) {
-                float inverse = weight(line, sum), *divided = is_tall ? weighted : by_weight + to;
-                for (int64_t k = 0; k < length; ++k) {
-                    float q = x[k] * x[k];
-                    plain[k] += q;
-                    divided[k] += q * inverse;
-                }
-            } else {
-                for (int64_t k = 0; k < length; ++k) plain[k] += x[k] * x[k];
-            }
-            if (++line == last) ++mat, last += e.rows;
-        }
-        for (int64_t k = 0; k < e.cols && is_tall; ++k) {
-            col[first + k] += part[k];
-            if (WEIGHTED) by_weight[first + k] += weighted[k];
-        }
-    }
-}
-
 // Adds row sums of squares to out, and column sums to ``col``: [cols] if the strip lies in one large
 // matrix, or [mats, cols] if it has small matrices.
 static void row_col_sums(const Call &call, const Entry &e, const Strip &s, float *col, bool is_one) {
-    if (e.cols <= NARROW) return sums_of_narrow_rows<false>(call, e, s, col, nullptr, is_one);
     alignas(ALIGNED) float buffer[CHUNK];
     for (int64_t i = s.begin; i < s.end;) {
         int64_t line = (e.start + i) / e.cols, c = (e.start + i) % e.cols;
@@ -979,7 +931,6 @@ template <class Weights, class X> static void weighted_sums_wide(const Entry &e,
 // Of a gradient: out ← row sums of squares, and column sums with and without weights. Of a quotient: out
 // ← factors that give whole rows the norm √cols, and column sums of the squares of the normalized rows.
 static void weighted_sums(const Call &call, const Entry &e, const Strip &s, float *col, float *by_weight, bool is_one) {
-    if (call.form == IS_RUN && e.cols <= NARROW) return sums_of_narrow_rows<true>(call, e, s, col, by_weight, is_one);
     with_gradient(e, call.dtype, 0, [&](auto x) {
         if (call.form == IS_RUN)
             weighted_sums_wide<RowWeights>(e, s, x, col, by_weight, is_one);
@@ -1106,8 +1057,7 @@ struct Work {
     float *columns() { return reinterpret_cast<float *>(buffer.data()); }
 };
 
-// Whether each strip lies in one large matrix, and has partial column sums of it.
-INLINE bool has_parts(const Call &call, const Entry &e) { return is_by_matrix(call) && e.rows * e.cols > STRIP; }
+INLINE bool has_parts(const Call &call, const Entry &e) { return is_by_matrix(call) && is_large(e); }
 
 static Work cut_all(const Call &call, Entry *entries, int64_t count) {
     Work work;
