@@ -16,8 +16,8 @@ from ds_ext.rules.apollo import APOLLO
 from tests.common import low_rank, plain, table
 from tests.common.simulated import Formula, Ranks, errors, ranks_after
 
-STEPS = 12
-GAP = 5  # a projection is renewed twice
+STEPS = 6
+GAP = 2  # a projection is renewed twice
 SHAPES = ((13, 29), (29, 13), (16, 16), (1, 7), (7, 1), (1, 1), (3, 5), (64, 33))
 
 SETTINGS = {

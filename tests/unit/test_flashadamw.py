@@ -24,7 +24,7 @@ from tests.common.companded import scale_of
 from tests.common.simulated import Formula, errors, ranks_after
 from tests.common.table import SHAPES
 
-STEPS = 10
+STEPS = 5
 WIDE = ((70, 90), (1500,), (7, 31, 9), (64, 32), (33,))  # cuts go through groups of most
 ADAMW = {"defaults": {}, "decay": {"lr": 0.02, "weight_decay": 0.3}}
 ADAMW |= {"betas-eps": {"betas": (0.8, 0.95), "eps": 0.3}}

@@ -25,7 +25,7 @@ from tests.common.simulated import BROKEN, EXACT, Formula, Ranks, errors, ranks_
 from tests.common.spies import noted
 from tests.common.table import WORLDS
 
-STEPS, GAP = 20, 7  # a basis is renewed twice
+STEPS, GAP = 8, 3  # a basis is renewed twice
 SHAPES = ((13, 29), (29, 13), (16, 16), (1, 7), (7, 1), (1, 1), (3, 5), (64, 33), (5,), ())
 SHAPES += ((4, 3, 5),)
 MATRICES = tuple(shape for shape in SHAPES if len(shape) == 2)

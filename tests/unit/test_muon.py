@@ -18,7 +18,7 @@ from tests.common.companded import rounded
 from tests.common.simulated import BROKEN, EXACT, Formula, Ranks, errors, stepped
 from tests.common.table import WORLDS
 
-STEPS = 8
+STEPS = 4
 SIZES = ((8, 24), (24, 12), (12, 8))  # inputs and outputs of layers
 SHAPES = ((13, 29), (29, 13), (16, 16), (1, 7), (7, 1), (1, 1), (3, 5), (64, 33), (96, 4))
 # Of the update: the bounds that the rule promises whatever the spectrum.

@@ -221,7 +221,7 @@ def test_steps_with_a_master_have_the_bits_of_fp32(name, half, monkeypatch):
         OPTIMIZERS[name](params, **SETTINGS[name], weight_update=mode)
         for params, mode in ((kept, "master"), (exact, "nearest"))
     ]
-    for gradients in table.gradients(60, shapes, half):
+    for gradients in table.gradients(40, shapes, half):
         for p, q, g in zip(kept, exact, gradients, strict=True):
             p.grad, q.grad = g.clone(), g.float()
         for optimizer in optimizers:

@@ -94,12 +94,12 @@ def test_examples_get_the_rates_to_start_at():
     assert renewed("lr = 0.001") == "lr = 0.001"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "ds_ext").rglob("*.py")), ids=lambda p: p.stem)
-def test_docstrings_and_messages_have_the_rates_to_start_at(path):
-    text = path.read_text()
-    if path.name != "check.py":  # HF Trainer's default
-        quoted = re.findall(r"""["`( ]lr"? ?[=:] ?(\d[\d.]*e-\d)""", text)
-        assert {*map(float, quoted)} <= {rate.start for rate in rates.RATES.values()}
+def test_docstrings_and_messages_have_the_rates_to_start_at():
+    starts = {rate.start for rate in rates.RATES.values()}
+    for path in sorted((ROOT / "ds_ext").rglob("*.py")):
+        quoted = re.findall(r"""["`( ]lr"? ?[=:] ?(\d[\d.]*e-\d)""", path.read_text())
+        # check.py: HF Trainer's default
+        assert path.name == "check.py" or {*map(float, quoted)} <= starts, path
 
 
 @pytest.mark.parametrize("name", [*REGISTRY, "deepspeed_adamw"])

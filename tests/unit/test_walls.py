@@ -1,6 +1,7 @@
 """The walls between the package's rooms, read from the source: imports run downwards only."""
 
 import ast
+import functools
 import re
 import sys
 from pathlib import Path
@@ -68,6 +69,7 @@ def package_of(path: str) -> str:
     return "commands" if first == "__main__" else "unknown"
 
 
+@functools.cache
 def imports(source: str, module: str) -> set[str]:
     """Full names of what a module imports, wherever in it, and torch.distributed used by name.
 
@@ -82,12 +84,13 @@ def imports(source: str, module: str) -> set[str]:
             base = package[: len(package) + 1 - node.level] if node.level else []
             base = ".".join([*base, *([node.module] if node.module else [])])
             found |= {f"{base}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
-            found.add("torch.distributed")
         elif isinstance(node, ast.Name) and node.id == "__import__":
             found.add("a computed name")
         elif isinstance(node, ast.Attribute) and node.attr == "import_module":
             found.add("a computed name")
+        elif isinstance(node, ast.Attribute) and node.attr == "distributed":
+            if ast.unparse(node.value) == "torch":
+                found.add("torch.distributed")
     return found
 
 
