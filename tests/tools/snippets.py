@@ -16,6 +16,7 @@ docs/, and the files in configs/; tests fail while they are not what the source 
 """
 
 import ast
+import functools
 import inspect
 import json
 import re
@@ -124,17 +125,23 @@ def examples() -> dict[str, tuple[str, str]]:
     return found
 
 
-def unmarked(text: str) -> Iterator[str]:
-    """Definitions in blocks without a mark that are headed like one of the package's.
-
-    Those inside a class of the block's own are not meant.
-    """
-    own = {
+@functools.cache
+def _definitions() -> set[str]:
+    """The lines of the package that begin a definition."""
+    return {
         line.strip()
         for path in (ROOT / "ds_ext").rglob("*.py")
         for line in path.read_text().splitlines()
         if re.match(r"\s*(def|class) ", line)
     }
+
+
+def unmarked(text: str) -> Iterator[str]:
+    """Definitions in blocks without a mark that are headed like one of the package's.
+
+    Those inside a class of the block's own are not meant.
+    """
+    own = _definitions()
     for code in _BLOCK.findall(_MARKED.sub("", text)):
         yield from (line for line in code.splitlines() if line in own)
 
