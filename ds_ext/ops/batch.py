@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ds_ext.ops.block_sizes import WIDEST
 from ds_ext.ops.executors.reference import Reference
 from ds_ext.ops.expressions import root
 from ds_ext.ops.runs import Runs
@@ -44,7 +43,7 @@ class Batch:
         device: torch.device = CPU,
     ) -> None:
         self.shards, self.device = shards, device
-        self.is_matrix, self.holds_rows, self.is_wide = geometry_class(shards[0])
+        self.is_matrix, self.holds_rows = geometry_class(shards[0])
         assert all(geometry_class(s) == geometry_class(shards[0]) for s in shards), (
             "a batch of several kinds"
         )
@@ -112,9 +111,9 @@ class Batch:
         return (square_sum / self.numel).sqrt()
 
 
-def geometry_class(shard: Shard) -> tuple[bool, bool, bool]:
+def geometry_class(shard: Shard) -> tuple[bool, bool]:
     """Returns the properties that parameters of one batch share; the same on all ranks."""
-    return shard.is_matrix, shard.holds_rows, shard.holds_rows and shard.cols > WIDEST
+    return shard.is_matrix, shard.holds_rows
 
 
 def may_join(shard: Shard) -> bool:

@@ -7,7 +7,6 @@ from ds_ext.ops.shard import BLOCK
 # Elements of a block for matrix products on a GPU, and for their updates: 32 MiB of fp32 fit into
 # its cache.
 SLICE = 2**23
-WIDEST = 2**14  # the widest rows that a program of a kernel holds
 
 
 def product_limit(device: torch.device) -> int:

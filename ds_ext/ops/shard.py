@@ -11,6 +11,7 @@ T = TypeVar("T")  # a number, or a tensor of them
 
 # Elements of a block of a run: large enough to amortize a call, small enough for the cache.
 BLOCK = 2**19
+WIDEST = 2**14  # the most columns of a matrix whose whole rows a program of a kernel holds
 
 
 @dataclass(frozen=True)
@@ -214,8 +215,8 @@ class Shard:
 
     @functools.cached_property
     def holds_rows(self) -> bool:
-        """Whether every rank's run, and every block of it, consists of whole rows of a matrix."""
-        if not self.is_matrix or not 0 < self.cols <= BLOCK:
+        """Whether every run, and every block of it, has whole rows, of up to ``WIDEST`` columns."""
+        if not self.is_matrix or not 0 < self.cols <= WIDEST:
             return False
         if self.split is not None and any(
             box.cols != self.cols for boxes in self.split.boxes for box in boxes if box.numel

@@ -56,8 +56,8 @@ def normalize(
     """Updates ``v`` with g; returns u = g / sqrt(v), with its RMS bounded by ``clip``.
 
     The first round also sums the partial sums ``more``, and their totals are returned after u.
-    Whole rows and vectors take one round, rows that are cut between ranks two. The new statistic of
-    a whole row is known before the reduction, and
+    Whole rows (``Shard.holds_rows``) and vectors take one round, other rows two. The new statistic
+    of a whole row is known before the reduction, and
 
         sum of u² = mean(row) · sum over columns (1 / col · sum over rows (g² / row)).
 

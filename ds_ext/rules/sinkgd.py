@@ -19,10 +19,10 @@ axolotl, a gradient of zeros leaves u as it is, and u begins with the same numbe
 Norms below ``eps`` count as ``eps``. In every iteration x is g times a row factor and a column
 factor. A step keeps only these factors, 4·(R + C) bytes, and reads g again.
 
-If runs hold whole rows, an iteration takes one read of g and one round with a number per column. If
-a row is cut between ranks, it takes two of both, because column sums need the rows' factors. A
-power iteration takes two reads and one round, or two rounds if a row is cut. Zeros stay zeros; rows
-with a norm below 1e-17 stay small.
+If runs hold whole rows (``Shard.holds_rows``), an iteration takes one read of g and one round with
+a number per column. Otherwise it takes two of both, because column sums need the rows' factors. A
+power iteration takes two reads and one round, otherwise two rounds. Zeros stay zeros; rows with a
+norm below 1e-17 stay small.
 
 The rule is for the matrices of linear layers. FlashAdamW steps embeddings, the output head and
 vectors, which the paper steps with Adam. If a script's own param group contains other shapes, a
@@ -113,7 +113,7 @@ class SinkGD:
             for b in ops.blocks(shard, u):
                 z[b.mats, :, b.cols] += v[b.mats, b.rows].mT @ ops.read(x, b)
             z, length = yield z, v.square().sum(1, keepdim=True)
-            # If rows are cut, each rank has the whole v.
+            # Otherwise, each rank has the whole v.
             length = length if shard.holds_rows else v.square().sum(1, keepdim=True)
             norm = z.norm(dim=2, keepdim=True)
             u.copy_(torch.where(norm > 0, z / norm, u.unsqueeze(1)).squeeze(1))

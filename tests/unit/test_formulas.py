@@ -10,7 +10,7 @@ import pytest
 
 from ds_ext.ops import block_sizes
 from ds_ext.ops.executors import unbatched
-from ds_ext.ops.shard import Shard
+from ds_ext.ops.shard import WIDEST, Shard
 from ds_ext.rules.all_rules import (
     APOLLO,
     CAME,
@@ -86,6 +86,7 @@ def test_blocks_of_any_size_give_the_same(name, setting, shapes, limit, monkeypa
         Shard.of_rank.cache_clear()
 
     monkeypatch.setattr("ds_ext.ops.shard.BLOCK", limit)
+    monkeypatch.setattr("ds_ext.ops.shard.WIDEST", limit)
     monkeypatch.setattr(block_sizes, "product_limit", lambda device: limit)
     forget()
     try:
@@ -117,6 +118,8 @@ ROUNDS += [
 ]
 
 
+# Rows of up to 2**14 columns are whole; wider ones take the rounds of rows that a cut goes through.
+ROUNDS += [(AdaLomo(), (2, WIDEST + more), 1, [1 + more]) for more in (0, 1)]
 # Where a rank holds a part of a row, where rows are whole, and of vectors.
 OF_BUCKETS = {LOMO: (0, 0, 0), AdaLomo: (2, 1, 1), Adafactor: (2, 1, 1), CAME: (3, 2, 1)}
 for world in (1, 3):

@@ -12,7 +12,6 @@ from torch import nn
 
 from benchmarks.host_gpu import Calls
 from ds_ext import ops
-from ds_ext.ops.block_sizes import WIDEST
 from ds_ext.ops.executors.table_passes import TableBatch
 from ds_ext.ops.executors.triton import devices, launcher, launches, tiles
 from ds_ext.ops.expressions import WeightStorage
@@ -22,8 +21,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.optimizer.nonfinite import GradCheck, GradFlags
 from ds_ext.optimizer.selftest import Alone
 from ds_ext.optimizer.update_stats import UpdateStats
-from tests.common import needs, paths, table
-from tests.common.simulated import cut
+from tests.common import needs, paths
 from tests.unit import test_kernels
 from tests.unit.test_native import BATCHED, updates_of
 
@@ -89,24 +87,16 @@ def test_what_kernels_do_not_take_is_stepped_alone(monkeypatch):
     assert len(list(optimizer._plans.values())) == 1
 
 
-@pytest.mark.slow
-def test_rows_wider_than_a_tile_are_read_twice(kernels, launched):
-    (g,) = table.gradients(1, [(4, WIDEST + 16)])[0]
-    shard = Shard(tuple(g.shape), g.shape[1], 3 * g.shape[1], g.shape[1])
-    before = torch.arange(1.0, 5.0).view(1, 4)
-    by_col = torch.rand(1, 1, g.shape[1], generator=torch.Generator().manual_seed(0)) + 0.5
-    made = []
-    for on, dtype in ((True, torch.float32), (False, torch.float64)):
-        kernels(on)
-        x = ops.Scaled(cut(g.float(), shard).to(DEVICE, dtype), 0.5, 0.75)
-        row, col = before.to(DEVICE, dtype), by_col.to(DEVICE, dtype)
-        weighted = ops.weighted_square_sums(x, row, 1e-3, 0.9, shard, x)
-        rows = ops.Quotient(x, row.unsqueeze(-1), col)
-        rows, sums = ops.normalize_whole_rows(rows, 1e3, shard, x)
-        made.append((*weighted, rows.row[:, 1:3], sums))  # of the rows of this rank
-    for a, b in zip(*made, strict=True):
-        assert (a - b).norm() <= 1e-6 * b.norm() and b.norm() > 0
-    assert set(launched) == {"row_col_sums", "fold"}
+@pytest.mark.parametrize("name", ["adalomo", "sinkgd"])
+def test_rows_that_no_program_holds_are_stepped_as_by_the_ops(name, kernels, launched, monkeypatch):
+    """On two ranks with whole rows, beside rows that programs hold."""
+    monkeypatch.setattr("ds_ext.ops.shard.WIDEST", 100)  # of Shards, made for these shapes alone
+    given, shapes = (name, torch.float32, "nearest", 2), ((4, 149), (4, 83))
+    found, before = test_kernels.trained(*given, shapes=shapes)
+    assert {"row_col_sums", "weighted_sums"} < {*launched}
+    kernels(False)
+    expected, _ = test_kernels.trained(*given, shapes=shapes)
+    assert test_kernels.worst(found, expected, before) <= test_kernels.CLOSE
 
 
 @pytest.mark.parametrize("name", ["adalomo", "came", "lamb"])

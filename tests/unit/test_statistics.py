@@ -67,7 +67,9 @@ def test_sums_of_a_run(shape, path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["ops", "native"])
-@pytest.mark.parametrize("shape", [(2**19, 1), (2**19, 2), (1, 2**19), (100_000, 33), (3, 9000, 5)])
+@pytest.mark.parametrize(
+    "shape", [(2**19, 1), (2**19, 2), (1, 2**19), (1, 2**14), (100_000, 33), (3, 9000, 5)]
+)
 def test_long_sums_keep_their_digits(path, shape, monkeypatch):
     """Additions of half a million equal numbers in fp32 would lose 1e-3."""
     paths.use(monkeypatch, path)
@@ -75,9 +77,12 @@ def test_long_sums_keep_their_digits(path, shape, monkeypatch):
     x = torch.full((shard.numel,), 0.3)
     before = torch.full((shard.mats, shard.rows), 0.5)
     found = ops.row_col_square_sums(x, shard, x)
-    found += ops.weighted_square_sums(x, before, 0.0, 0.9, shard, x)
     row, col, weighted = exact(x, before * 0.9, 0.1 / shard.cols, shard)
-    for a, b in zip(found, (row, col, row, col, weighted), strict=True):
+    expected = [row, col]
+    if shard.holds_rows:
+        found += ops.weighted_square_sums(x, before, 0.0, 0.9, shard, x)
+        expected += [row, col, weighted]
+    for a, b in zip(found, expected, strict=True):
         assert ((a - b).abs() / b).max() <= 1e-5
 
 

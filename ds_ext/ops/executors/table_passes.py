@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Concatenate, ParamSpec, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from ds_ext.ops import block_sizes, schema, sixteen_bit
 from ds_ext.ops.batch import Batch
-from ds_ext.ops.executors.reference import LARGEST, Reference, normalized
+from ds_ext.ops.executors.reference import Reference, normalized
 from ds_ext.ops.executors.tables import (
     BatchTables,
     Unsupported,
@@ -26,7 +25,6 @@ from ds_ext.ops.executors.tables import (
     weight_columns,
 )
 from ds_ext.ops.executors.triton import devices
-from ds_ext.ops.executors.triton.kernel_table import KernelTable
 from ds_ext.ops.expressions import (
     Gradient,
     Number,
@@ -83,7 +81,6 @@ class TablePasses(BatchTables, Reference):
         self.one = one
         if one is not None:
             Reference.__init__(self, one, block_sizes.product_limit(batch.device))
-        self.reads_twice = batch.is_wide and isinstance(self.own, KernelTable)
         self.takes_matrices = one is None or devices.supports_matrices(one)
         # Two such runs are at most a block.
         self.is_small = one is not None and 2 * len(one) <= block_sizes.product_limit(batch.device)
@@ -137,8 +134,6 @@ class TablePasses(BatchTables, Reference):
         self, x: Readable, before: Tensor, eps: float, beta: float, like: Gradient
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Row sums, column sums, and column sums of squares divided by their row's new v."""
-        if self.reads_twice:
-            return self._weighted_sums_of_wide_rows(x, before, eps, beta, like)
         batch, source = self.batch, self._source("weighted_sums", x)
         row_runs = checked(before, batch, batch.row_sizes)
         row, col, weighted = self.own.zeros(batch.all_rows, batch.all_cols, batch.all_cols)
@@ -154,18 +149,6 @@ class TablePasses(BatchTables, Reference):
         )
         self.keep_square_parts(x, Runs((row,), firsts=batch.row_firsts))
         return self._by_matrix(row), self._by_matrix(col), self._by_matrix(weighted)
-
-    def _weighted_sums_of_wide_rows(
-        self, x: Readable, before: Tensor, eps: float, beta: float, like: Gradient
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """``weighted_square_sums`` by two passes: the second one divides by the new statistic."""
-        batch = self.batch
-        row, col = self.row_col_square_sums(x, like)
-        old = torch.cat([v.view(-1) for v in checked(before, batch, batch.row_sizes).tensors])
-        mean = row.view(-1) / batch.cols[batch.row_owners[0]]
-        factor = (old * beta + (1 - beta) * (mean + eps)).rsqrt_().clamp_(max=LARGEST)
-        divided = replace(self.unit_quotient(x, like), row=self._row_factor(factor))
-        return row, col, self.row_col_square_sums(divided, like)[1]
 
     @_or_reference
     def factors_(
@@ -269,10 +252,6 @@ class TablePasses(BatchTables, Reference):
         self, x: Quotient, least: Number, like: Gradient
     ) -> tuple[Quotient, Tensor]:
         """x with rows of the norm √cols, and the column sums of its new squares."""
-        if self.reads_twice:
-            rows, _ = self.row_col_square_sums(x, like)
-            x = self.normalize_rows(x, rows, least)
-            return x, self.row_col_square_sums(x, like)[1]
         batch, source = self.batch, self._source("weighted_sums", x)
         row, sums = self.own.zeros(batch.all_rows, batch.all_cols)
         self._run(

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_ext.ops.schema import AT, TILE
+from ds_ext.ops.shard import WIDEST
 
 TR, TC, WARPS = 32, 128, 4  # rows, columns and warps of a tile
 SUMS_TR, SUMS_TC = 64, 64  # of ``row_col_sums``
@@ -23,8 +24,7 @@ ALIGNMENT = 16  # elements, and bytes of an address: vectors of 16 bytes for eve
 # or more of a single row. The pass writes 8 / strip bytes of partial sums per element, which
 # ``fold`` reads again: STRIPS are the largest and smallest heights of a strip, which add 3 and 12 %
 # to the 8 bytes of AdaLomo's step. The height is the largest power of two with which a run has
-# PROGRAMS programs, two for nearly all of 132 multiprocessors. Rows wider than block_sizes.WIDEST
-# are read twice, in tiles of TR x TC.
+# PROGRAMS programs, two for nearly all of 132 multiprocessors.
 STRIPS, PROGRAMS = (64, 16), 256
 NARROWEST = 2**10
 STRIP_COLS, STRIP_ELEMENTS, STRIP_WARPS = 256, 32, 8
@@ -137,6 +137,7 @@ def by_matrix(g: Geometry, height: int = TR, width: int = TC) -> Tiles:
 
 def by_strip(g: Geometry) -> Tiles:
     """Runs as strips of whole rows of the matrices they touch."""
+    assert (g.cols <= WIDEST).all(), "rows that no program holds"
     strip = _strips(g)
     at = _by_rows(g, strip)
     widths = [max(NARROWEST, 1 << (int(n) - 1).bit_length()) for n in g.cols]
