@@ -188,9 +188,13 @@ def checked(
 
 
 def did_you_mean(key: str, known: Iterable[str]) -> str:
-    """Returns " Did you mean ...?" with the closest known name in any case, or "" if none is."""
+    """Returns " Did you mean ...?" with the closest known name in any case, or "" if none is.
+
+    A name that has all words of ``key`` comes first: of warmup_step, warmup_num_steps.
+    """
     by_lower = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(key.lower(), by_lower, n=1)
+    whole = [name for name in by_lower if all(word in name for word in key.lower().split("_"))]
+    near = [x for of in (whole, by_lower) for x in difflib.get_close_matches(key.lower(), of, n=1)]
     return f' Did you mean "{by_lower[near[0]]}"?' if near else ""
 
 

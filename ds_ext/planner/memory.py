@@ -33,7 +33,7 @@ class Stack(tuple[int, ...]):
 Shapes = Mapping[str, tuple[int, ...]]
 
 # DeepSpeed's defaults, in elements.
-PERSIST = 10**5  # stage3_param_persistence_threshold: ZeRO-3 keeps smaller parameters gathered
+PERSIST = 10**5  # stage3_param_persistence_threshold: ZeRO-3 keeps no larger ones gathered
 SUB_GROUP = 10**9  # zero_optimization.sub_group_size: the most elements that AdamW steps at once
 
 FIRST = 16  # the rank with the most memory is searched among this many first ranks
@@ -84,6 +84,7 @@ def optimizer_memory(
     accumulates: str | None = None,
     offloads: Collection[str] = (),
     in_int8: bool = False,
+    persist: int = PERSIST,
 ) -> MemoryUse:
     """Returns the memory of a rule on the rank with the most memory.
 
@@ -99,6 +100,7 @@ def optimizer_memory(
             on the device.
         in_int8: whether large matrices are stored in 8 bits. Their values in bf16, of a bucket that
             is stepped and, at stages 0 to 2, of a module, count as gradients.
+        persist: stage3_param_persistence_threshold, in elements.
     """
     cut = ranks if stage in (1, 2, 3) else 1
     behind = IN_FLIGHT if stage == 3 else 0  # overlap_comm: earlier buckets are not stepped yet
@@ -108,13 +110,13 @@ def optimizer_memory(
     kept = 0 if stage is None else _kept(rules, shapes, cut, accumulates)
 
     # ZeRO-3 stores padded runs, and keeps small weights gathered in bf16.
-    divided, persist = (ranks, PERSIST) if stage == 3 else (1, 0)
+    divided, persist = (ranks, persist) if stage == 3 else (1, 0)
     weights = sum(-(-n // divided) + (n if n <= persist else 0) for n in sizes)
     fitting = [math.prod(shape) for shape in shapes.values() if int8.fits(shape, divided)]
     coded = [n // divided for n in fitting if in_int8 and n > persist]
     widest = max(coded, default=0)
     module = 0 if stage == 3 else widest
-    expanded = min(sum(coded), max(bucket // divided, widest) + module) if coded else 0
+    expanded = min(sum(coded), max(bucket // divided, widest) + module)
     kept += expanded * dtype.itemsize
 
     # A bucket's share of what offload moves to the host is on the device.
@@ -123,9 +125,8 @@ def optimizer_memory(
     weights += math.ceil(share * runs_away) - runs_away
     states, masters = _stored(rules, shapes, cut, dtype)
     smallest = host_offload.SMALL if "optimizer" in offloads else math.inf
-    states_away, masters_away = (
-        sum(n for n in part if n >= smallest) for part in (states, masters)
-    )
+    away = [sum(n for n in part if n >= smallest) for part in (states, masters)]
+    states_away, masters_away = away
     host = runs_away * dtype.itemsize + states_away + masters_away
     # Kept gradients are stepped after backward.
     staged_bytes = 0.0 if accumulates else host / sum(sizes)
@@ -238,11 +239,9 @@ def _stored(
             shard = Shard.of_rank(shape, rank, cut)
             run = torch.empty(len(shard), dtype=dtype, device="meta")
             spec = expert_stacks.state_spec(rule, shard) if stacked else rule.state_spec(shard)
-            for found, made in (
-                (states, zeros(spec, run)),
-                (masters, sixteen_bit.master(run, rule)),
-            ):
-                found += count * [x.nbytes for x in tree_leaves(made) if isinstance(x, Tensor)]
+            made = zeros(spec, run), sixteen_bit.master(run, rule)
+            for found, tree in zip((states, masters), made, strict=True):
+                found += count * [x.nbytes for x in tree_leaves(tree) if isinstance(x, Tensor)]
         return states, masters
 
     return max(map(of_rank, range(min(cut, FIRST))), key=lambda found: sum(map(sum, found)))

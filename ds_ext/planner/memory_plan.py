@@ -31,13 +31,14 @@ class MemoryPlan:
         found = {}
         offloaded = f", {' and '.join(options.offloads)} offloaded" * bool(options.offloads)
         common = (options.ranks, self.dtype, options.bucket)
+        measure = functools.partial(memory.optimizer_memory, persist=options.persist)
         how = (options.accumulates, options.offloads, options.own.weight_storage == "int8")
         for optimizer in options.optimizers:
             rules = memory.rules_of(optimizer, self.model, options.params)
             name = optimizer_names.in_config(optimizer.__name__)
             for stage in options.stages:
                 label = f"{name}, {'plain step()' if stage is None else f'ZeRO-{stage}'}{offloaded}"
-                found[label] = memory.optimizer_memory(rules, self.shapes, stage, *common, *how)
+                found[label] = measure(rules, self.shapes, stage, *common, *how)
         for stage in sorted({stage or 0 for stage in options.stages}):
             found[f"AdamW, DeepSpeed ZeRO-{stage}"] = memory.adamw(self.shapes, stage, *common)
         return found

@@ -17,7 +17,7 @@ from ds_ext.config import config_checks, optimizer_names, parsing
 from ds_ext.config.parsing import edited, lookup
 from ds_ext.errors import raise_all
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, named
-from ds_ext.planner import models
+from ds_ext.planner import memory, models
 from ds_ext.planner.activations import MicroBatch
 from ds_ext.settings import SIZES
 
@@ -27,6 +27,7 @@ ALL = "all"  # optimizers, or stages
 # Keys of a config. Each option that sets one has it as its name in the parsed command line.
 STAGE = "zero_optimization.stage"
 BUCKET = "zero_optimization.reduce_bucket_size"
+PERSIST = "zero_optimization.stage3_param_persistence_threshold"
 OFFLOADS = {what: f"zero_optimization.offload_{what}.device" for what in ("param", "optimizer")}
 BATCH = SIZES[1]
 SPLITS, CHUNKED_LOSS = "ds_ext.batch_splits", "ds_ext.chunked_loss"
@@ -79,6 +80,7 @@ class PlanOptions:
         smallest = min(self.cards, default=float("inf")) * 2**30
         default = gpu_bucket_size(DTYPES[self.dtype].itemsize, smallest)
         self.bucket = int(lookup(config, BUCKET) or default)
+        self.persist = int(lookup(config, PERSIST, memory.PERSIST))
         self.batch = None  # of a rank; None: activations are not counted
         if self.tokens is not None:
             how = self.checkpointing, self.own.batch_splits, bool(self.own.chunked_loss)

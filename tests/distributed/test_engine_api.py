@@ -3,6 +3,7 @@
 import csv
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -80,6 +81,14 @@ def works(stage: int) -> None:
     engine.destroy()
 
 
+def trains(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Begins a training of Trainer's under DeepSpeed that has FuseCallback too."""
+    args = SimpleNamespace(world_size=2, max_grad_norm=0, gradient_accumulation_steps=1)
+    args.deepspeed_plugin = object()
+    given = {"model": engine.module, "optimizer": engine.optimizer}
+    ds_ext.FuseCallback().on_train_begin(args, None, None, **given)
+
+
 def refused(stage: int) -> None:
     """Calls that are refused say what to use, and change no weight."""
     engine = start(stage)
@@ -99,6 +108,7 @@ def refused(stage: int) -> None:
         (lambda: optimizer.load_state_dict({}), "engine.load_checkpoint"),
         (lambda: optimizer.step(closure=lambda: None), "no closure"),
         (lambda: fuse(engine.module, optimizer), "of a DeepSpeed engine.*remove the", TypeError),
+        (lambda: trains(engine), "of a DeepSpeed engine.*remove the", TypeError),
         (lambda: optimizer.add_param_group(stranger), "add_param_group.*not part of the model"),
         (lambda: engine.offload_states(device="nvme"), "NVMe|OffloadDeviceEnum.cpu"),
     ):

@@ -14,6 +14,7 @@ RIGHT = {"optimizer": {"type": "AdaLomo", "params": {"lr": 1e-3}}}
 SUPER = {"device": "cpu", "super_offload": True}
 NVME = {"device": "nvme", "nvme_path": "/x"}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
+MISSPELT = {"type": "WarmupLR", "params": {"warmup_step": 2}}
 DECAY = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}
 CLIPPED = {"gradient_clipping": 1.0}
 FUSED = {"ds_ext": {"gradient_policy": "fused"}}
@@ -122,6 +123,7 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
     (None, ours({"lr": 1e-2}) | {"scheduler": WARMUP}),
     ('Did you mean "offload_optimizer"?', zero(3, offload_optimiser={"device": "cpu"})),
     ('Did you mean "device"?', zero(3, offload_optimizer={"devic": "cpu"})),
+    ('Did you mean "warmup_num_steps"?', {"scheduler": MISSPELT}),
     ('Did you mean "loss_scale"?', {"fp16": {"loss_scael": 128}}),
     ("zero_quantized_weights = True was removed", zero(3, zero_quantized_weights="true")),
     ("zero_optimization.mics_shard_size = 2 is not supported", zero(3, mics_shard_size=2)),

@@ -69,6 +69,18 @@ def rules(name):
     return {key: own if is_ == "linear" else of(is_) for key, is_ in roles.items()}
 
 
+def test_weights_that_zero3_keeps_whole_follow_the_configs_threshold(folder, capsys, tmp_path):
+    options = ["--model", folder, "--ranks", 3, "--optimizer", "lomo", "--config"]
+    key, whole = "stage3_param_persistence_threshold", 4 * memory.elements(SHAPES)
+    config, found = tmp_path / "ds.json", []
+    for threshold in (0, 10**9, "auto"):
+        config.write_text(json.dumps({"zero_optimization": {"stage": 3, key: threshold}}))
+        found.append(float(plan(capsys, *options, config)[1]["LOMO, ZeRO-3"]["weights"]))
+    assert found[0] == pytest.approx(whole / 3 / 2**20, abs=0.0051)
+    assert found[1] == pytest.approx(whole * 4 / 3 / 2**20, abs=0.0051)
+    assert found[0] < found[2] <= found[1]
+
+
 def test_what_is_offloaded_is_not_on_the_device(folder, capsys):
     options = ["--model", folder, "--ranks", 3, "--optimizer", "came", "--dtype", "fp32"]
     ours = ["--stage", 3, "--bucket", 100, "--offload-param", "--offload-optimizer"]
