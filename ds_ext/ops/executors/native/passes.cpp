@@ -527,7 +527,7 @@ INLINE float sum_of(Vector v) {
 #undef SHUFFLED
 
 // The sum of squares of up to CHUNK numbers, in LANES partial sums. Each number is read once.
-template <class X> INLINE double square_sum_of_each(X &x, int64_t n) {
+template <class X> static __attribute__((noinline)) double square_sum_of(X x, int64_t n) {
     Vector sum[LANES / WIDTH] = {};
     int64_t j = 0;
     for (; j + LANES <= n; j += LANES)
@@ -554,8 +554,6 @@ template <class X> INLINE double square_sum_of_each(X &x, int64_t n) {
     }
     return sum_of(rest);
 }
-
-template <class X> static __attribute__((noinline)) double square_sum_of(X x, int64_t n) { return square_sum_of_each(x, n); }
 
 INLINE double square_sum(const float *x, int64_t n) { return square_sum_of(Fp32{x}, n); }
 
@@ -992,31 +990,17 @@ static void advance(const Call &call, const Entry &e, const Strip &s) {
 struct Stepped {
     float lr, decay;
     bool decays;
-    template <class T> INLINE_MEMBER T operator()(T w, T u) const { return w - lr * (decays ? u + decay * w : u); }
-};
-
-// fp32 weights that are stepped as they are read.
-struct SteppedFp32 {
-    float *w;
-    const float *u;
-    Stepped stepped;
-    INLINE_MEMBER float operator[](int64_t j) { return w[j] = stepped(w[j], u[j]); }
-    INLINE_MEMBER void read(int64_t j, Vector &now) {
-        Vector update;
-        std::memcpy(&now, w + j, sizeof now);
-        std::memcpy(&update, u + j, sizeof update);
-        now = stepped(now, update);
-        std::memcpy(w + j, &now, sizeof now);
-    }
+    INLINE_MEMBER float operator()(float w, float u) const { return w - lr * (decays ? u + decay * w : u); }
 };
 
 // Steps weights that are rounded to nearest in one loop, in two of their dtypes; returns whether it did. If
 // norms are cached, ``squares`` becomes the sum of squares of the new weights.
 static bool step_at_once(const Call &call, const Entry &e, Stepped stepped, int64_t i, int64_t n, const float *__restrict u, double &squares) {
     if (call.storage == PLAIN_FP32) {
-        SteppedFp32 weights{static_cast<float *>(e.w) + i, u, stepped};
-        prefetch(weights.w, n);
-        squares = square_sum_of_each(weights, n);
+        float *__restrict w = static_cast<float *>(e.w) + i;
+        prefetch(w, n);
+        for (int64_t j = 0; j < n; ++j) w[j] = stepped(w[j], u[j]);
+        if (e.norm_cache) squares = square_sum(w, n);
     } else if (call.storage == PLAIN_BF16) {
         uint16_t *__restrict w = static_cast<uint16_t *>(e.w) + i;
         prefetch(w, n);
