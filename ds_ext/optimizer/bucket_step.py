@@ -1,5 +1,6 @@
 """The step of a bucket: batches of runs, and runs that are stepped alone."""
 
+import functools
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, cast
@@ -136,10 +137,11 @@ class BucketStep:
         self.memory: Memory | None = None
         self.generators: list[StepGenerator] = []
         self.measured: list[Callable[[], None]] = []  # what ``UpdateStats.begin`` has returned
+        measure = functools.partial(_measure, table, self.measured)  # not a method: no cycle
         if plan.uses_kernels:
             self.memory = Memory(updates[0].g.device, plan.memory_sizes)
         for x in plan.batches:
-            step = BatchedStep(self._measure, x, plan.rules[x.group_index], updates, states)
+            step = BatchedStep(measure, x, plan.rules[x.group_index], updates, states)
             self.batches.append(step)
             if self.memory is None and check is None:
                 self.generators.append(step.begin())
@@ -150,16 +152,8 @@ class BucketStep:
             assert check is None or not any(check.ways([u.param])), "passes check only batches"
             rule = plan.rules[table.group_index_of[u.param]]
             p = sixteen_bit.weight(u.p, states[i], rule, 0, u.shard)  # to be read
-            self._measure([u], p, Shard.whole(u.p.shape))
+            measure([u], p, Shard.whole(u.p.shape))
             self.generators += begin_rules(table, u, states[i], rule)
-
-    def _measure(self, updates: Sequence[RunUpdate], p: object, shard: Geometry) -> None:
-        """Copies the weights ``p`` of some updates before their step, if updates are measured."""
-        if self.table.update_stats is None:
-            return
-        numbers, groups = self.table.number_of, self.table.group_index_of
-        keys = [(numbers[u.param], groups[u.param], u.num_replicas) for u in updates]
-        self.measured.append(self.table.update_stats.begin(p, shard, keys))
 
     def end(self) -> None:
         """Stores weights, states and flags of gradients, after the rules have ended."""
@@ -174,6 +168,21 @@ class BucketStep:
             self.write_back()
         if self.memory is not None:
             self.plan.memory_sizes = [*map(max, self.plan.memory_sizes, self.memory.used)]
+
+
+def _measure(
+    table: ParamTable,
+    measured: list[Callable[[], None]],
+    updates: Sequence[RunUpdate],
+    p: object,
+    shard: Geometry,
+) -> None:
+    """Copies the weights ``p`` of some updates before their step, if updates are measured."""
+    if table.update_stats is None:
+        return
+    numbers, groups = table.number_of, table.group_index_of
+    keys = [(numbers[u.param], groups[u.param], u.num_replicas) for u in updates]
+    measured.append(table.update_stats.begin(p, shard, keys))
 
 
 def begin_rules(

@@ -248,8 +248,8 @@ def test_partitions_are_stored_gathered_edited_and_exported(tmp_path):
     every = [x for x in every if type(x) is not int8.Freed] + [h.stored for h in held]
     storages = {s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in every)}
     how = (3, 2, torch.bfloat16, 70_000)
-    with mock.patch.object(memory, "PERSIST", 1000):
-        plan = memory.optimizer_memory(ds_ext.LOMO.hypers(), shapes, *how, in_int8=True)
+    lomo = ds_ext.LOMO.hypers()
+    plan = memory.optimizer_memory(lomo, shapes, *how, in_int8=True, persist=1000)
     assert sum(storages.values()) == plan.weights
     before = values(first)
     with contextlib.suppress(KeyError):

@@ -175,11 +175,12 @@ def test_a_pretended_device_keeps_to_itself():
 
 def test_the_planner_counts_what_stays(monkeypatch):
     """Beside the share of a bucket, the largest parameter here, of what is offloaded."""
-    monkeypatch.setattr(memory, "PERSIST", 45)
     shapes = {n: tuple(p.shape) for n, p in offload_jobs.Tower().named_parameters()}
     rule = OPTIMIZERS["came"].hypers()
     plain, one, both = (
-        memory.optimizer_memory(rule, shapes, 3, 2, torch.bfloat16, 1, offloads=offloads)
+        memory.optimizer_memory(
+            rule, shapes, 3, 2, torch.bfloat16, 1, offloads=offloads, persist=45
+        )
         for offloads in ((), ("param",), ("param", "optimizer"))
     )
     runs = 2 * sum(-(-math.prod(shape) // 2) for shape in shapes.values())
