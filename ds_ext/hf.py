@@ -134,8 +134,12 @@ class FuseCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
         self, args: Any, state: Any, control: Any, model: Any = None, **given: Any
     ) -> None:
         """Fuses the model and optimizer that Trainer has prepared."""
-        is_whole = not (fully_shard.uses_fsdp2(model) or getattr(args, "deepspeed_plugin", None))
-        if args.world_size > 1 and is_whole:  # of an engine, fuse_into_backward says what to do
+        if getattr(args, "deepspeed_plugin", None):
+            raise TypeError(
+                "ds_ext.FuseCallback is for training without DeepSpeed, whose engine steps inside "
+                "backward by itself with an optimizer of ds_ext: remove the callback."
+            )
+        if args.world_size > 1 and not fully_shard.uses_fsdp2(model):
             raise ValueError(
                 "ds_ext.FuseCallback: several ranks train a model that FSDP2 has not cut. Set "
                 'fsdp_config={"version": 2, ...} of TrainingArguments or fsdp_version: 2 of '

@@ -102,6 +102,12 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
             f"optimizer.type {read.other} is DeepSpeed's or torch's own; those of ds_ext can have "
             'the prefix "ds_ext."'
         )
+        scatters = lookup(read.values, "zero_optimization.reduce_scatter", True)
+        if read.other.lower() == "muon" and scatters and lookup(read.values, _STAGE) == 3:
+            found.append(
+                "optimizer.type Muon is DeepSpeed's, which raises an error at stage 3 unless "
+                'zero_optimization.reduce_scatter is false. For ds_ext\'s, write "ds_ext.Muon".'
+            )
     else:
         notes += config_checks.ignored(read.values, read.ours)
     unchecked += _unchecked(read.values, model, ranks)

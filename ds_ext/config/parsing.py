@@ -78,7 +78,7 @@ def parsed(text: str | bytes, name: str) -> dict[str, Any]:
         found = hjson.loads(text, object_pairs_hook=_unique)
     except ValueError as error:
         raise ValueError(f"{name} is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or not text.strip():  # hjson reads an empty text as {}
         raise ValueError(f'{name} holds no JSON object such as {{"key": ...}}.')
     return found
 

@@ -108,7 +108,7 @@ def refused(stage: int) -> None:
         (lambda: optimizer.load_state_dict({}), "engine.load_checkpoint"),
         (lambda: optimizer.step(closure=lambda: None), "no closure"),
         (lambda: fuse(engine.module, optimizer), "of a DeepSpeed engine.*remove the", TypeError),
-        (lambda: trains(engine), "of a DeepSpeed engine.*remove the", TypeError),
+        (lambda: trains(engine), "FuseCallback.*without DeepSpeed.*remove the callback", TypeError),
         (lambda: optimizer.add_param_group(stranger), "add_param_group.*not part of the model"),
         (lambda: engine.offload_states(device="nvme"), "NVMe|OffloadDeviceEnum.cpu"),
     ):

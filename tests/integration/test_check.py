@@ -108,6 +108,7 @@ def test_names_of_adapters_are_not_checked(tmp_path, capsys):
     [
         ("{", "is not JSON"),
         ("[1]", "holds no JSON object"),
+        ("\n", "holds no JSON object"),
         ('{"bf16": {}, "bf16": {}}', "the key bf16 is there twice"),
         (None, "No such file"),
     ],
@@ -122,6 +123,13 @@ def test_a_file_that_is_no_config_is_named(text, words, tmp_path, capsys):
 def test_optimizers_of_others_are_noted(tmp_path, capsys):
     _, notes = checked(changed(optimizer={"type": "AdamW"}), tmp_path, capsys)
     assert any("AdamW is DeepSpeed's or torch's own" in note for note in notes)
+
+
+@pytest.mark.parametrize("scatters", [True, False])
+def test_deepspeeds_muon_needs_a_key_at_stage_3(scatters, tmp_path, capsys):
+    config = changed(zero_optimization={"stage": 3, "reduce_scatter": scatters})
+    errors, _ = checked(config | {"optimizer": {"type": "Muon"}}, tmp_path, capsys)
+    assert any('write "ds_ext.Muon"' in error for error in errors) == scatters
 
 
 OFFLOADED = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
