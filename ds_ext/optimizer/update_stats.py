@@ -66,10 +66,10 @@ class UpdateStats:
             return torch.zeros(self.groups, 3, dtype=torch.float64, device="cpu")
         found = [total / num_replicas for (*_, num_replicas), total in self.totals.items()]
         device = found[0].device
-        groups = [group for _, group, _ in self.totals]
-        at = torch.tensor(groups, dtype=torch.int64, device=device)
         total = found[0].new_zeros(self.groups, 3)
-        return total.index_add_(0, at, torch.stack([x.to(device) for x in found]))
+        for (_, group, _), own in zip(self.totals, found, strict=True):
+            total[group] += own.to(device)
+        return total
 
 
 def rms(totals: Tensor) -> list[dict[str, float]]:

@@ -114,7 +114,8 @@ def test_a_run_goes_on_with_other_stages_and_ranks(rule, way, tmp_path):
             assert not i or result["client"] == {"saved after": 2 * i}
     before, after = merged(whole, "before"), merged(whole, "after")
     ended = merged(results, "after")
-    assert error(ended, after, before) <= CLOSE.get(rule, 1e-6)
+    roundings = {"adalomo": 2e-6} | CLOSE  # sums of ranks in another order, in each of six steps
+    assert error(ended, after, before) <= roundings.get(rule, 1e-6)
     if way == "other stages":  # one pipeline all the time: its buffer counts micro-batches
         assert [float(b) for got in results for b in got["seen"].values()] == [6 * 4]
     assert results[0]["lr"] == pytest.approx(whole[0]["lr"])

@@ -221,7 +221,7 @@ def test_a_fault_in_a_kernel_is_found_and_training_has_the_losses_of_the_referen
     )
     kernel = tmp_path / "ds_ext/ops/executors/triton/kernels/elementwise.py"
     right = kernel.read_text()
-    wrong = right.replace("old - number(t, F.LR) * u", "old - 1.01 * number(t, F.LR) * u")
+    wrong = right.replace("- number(t, F.LR) * u", "- 1.01 * number(t, F.LR) * u")
     assert wrong != right
     kernel.write_text(wrong)
     (tmp_path / "sitecustomize.py").write_text(AS_IF_ON_A_GPU)
