@@ -120,7 +120,7 @@ class FuseCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
     Raises:
         ValueError: when training begins, if several ranks hold the whole model; or if the policy is
             "fused" and Trainer clips, or accumulates in one process.
-        TypeError: the optimizer is not a ds_ext optimizer.
+        TypeError: the optimizer is not a ds_ext optimizer, or DeepSpeed trains the model.
     """
 
     def __init__(

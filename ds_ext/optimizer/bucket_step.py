@@ -151,8 +151,9 @@ class BucketStep:
             u = updates[i]._replace(shard=shard)
             assert check is None or not any(check.ways([u.param])), "passes check only batches"
             rule = plan.rules[table.group_index_of[u.param]]
-            p = sixteen_bit.weight(u.p, states[i], rule, 0, u.shard)  # to be read
-            measure([u], p, Shard.whole(u.p.shape))
+            if table.update_stats is not None:
+                p = sixteen_bit.weight(u.p, states[i], rule, 0, u.shard)  # to be read
+                measure([u], p, Shard.whole(u.p.shape))
             self.generators += begin_rules(table, u, states[i], rule)
 
     def end(self) -> None:
