@@ -426,34 +426,16 @@ static __attribute__((noinline)) void round_odd(const float *x, const uint16_t *
     }
 }
 
-// Writes ``x`` to the weight from element i on, and replaces ``x`` with the stored values if a sum of their
-// squares is wanted.
+// Writes ``x`` to the weight from element i on, in a format that step_at_once() does not take, and replaces
+// ``x`` with the stored values.
 static __attribute__((noinline)) void store(const Entry &e, int storage, int64_t i, int64_t n, float *__restrict x) {
     uint16_t *__restrict w = static_cast<uint16_t *>(e.w) + i;
     alignas(ALIGNED) uint16_t drawn[CHUNK];
     switch (storage) {
-    case PLAIN_FP32: {
-        float *__restrict to = static_cast<float *>(e.w) + i;
-        for (int64_t j = 0; j < n; ++j) to[j] = x[j];
-        break;
-    }
-    case PLAIN_BF16:
     case PLAIN_FP16:
-        round_all(x, n, w, storage == PLAIN_BF16);
-        loaded(e.w, storage == PLAIN_BF16 ? BF16 : FP16, i, n, x);
+        round_all(x, n, w, false);
+        loaded(e.w, FP16, i, n, x);
         break;
-    case STOCHASTIC_BF16: {
-        const uint16_t *random = noise(e.key, e.origin + i, n, drawn);
-        uint32_t most = 0;
-        for (int64_t j = 0; j < n; ++j) {
-            uint32_t bits = as_bits(x[j]), a = bits & 0x7FFFFFFFu;
-            most = a > most ? a : most;
-            w[j] = static_cast<uint16_t>((bits + random[j]) >> 16);
-        }
-        if (most > 0x7F7F0000u) round_odd(x, random, n, w);
-        if (e.norm_cache) loaded(e.w, BF16, i, n, x);
-        break;
-    }
     case STOCHASTIC_FP16: {
         const uint16_t *random = noise(e.key, e.origin + i, n, drawn);
         for (int64_t j = 0; j < n; ++j) {
@@ -993,22 +975,34 @@ struct Stepped {
     INLINE_MEMBER float operator()(float w, float u) const { return w - lr * (decays ? u + decay * w : u); }
 };
 
-// Steps weights that are rounded to nearest in one loop, in two of their dtypes; returns whether it did. If
-// norms are cached, ``squares`` becomes the sum of squares of the new weights.
-static bool step_at_once(const Call &call, const Entry &e, Stepped stepped, int64_t i, int64_t n, const float *__restrict u, double &squares) {
+// Steps weights in one loop, in the most common of their formats; returns whether it did. If norms are cached,
+// ``squares`` becomes the sum of squares of the new weights. ``now`` is memory for n numbers.
+static bool step_at_once(const Call &call, const Entry &e, Stepped stepped, int64_t i, int64_t n, const float *__restrict u, float *__restrict now, double &squares) {
+    uint16_t *__restrict narrow = static_cast<uint16_t *>(e.w) + i;
+    alignas(ALIGNED) uint16_t drawn[CHUNK];
     if (call.storage == PLAIN_FP32) {
         float *__restrict w = static_cast<float *>(e.w) + i;
         prefetch(w, n);
         for (int64_t j = 0; j < n; ++j) w[j] = stepped(w[j], u[j]);
         if (e.norm_cache) squares = square_sum(w, n);
-    } else if (call.storage == PLAIN_BF16) {
-        uint16_t *__restrict w = static_cast<uint16_t *>(e.w) + i;
-        prefetch(w, n);
-        for (int64_t j = 0; j < n; ++j) w[j] = float_to_bf16(stepped(bf16_to_float(w[j]), u[j]));
-        if (e.norm_cache) squares = square_sum_of(Bf16{w}, n);
-    } else {
-        return false;
+        return true;
     }
+    if (call.storage != PLAIN_BF16 && call.storage != STOCHASTIC_BF16) return false;
+    prefetch(narrow, n);
+    if (call.storage == PLAIN_BF16) {
+        for (int64_t j = 0; j < n; ++j) narrow[j] = float_to_bf16(stepped(bf16_to_float(narrow[j]), u[j]));
+    } else {
+        const uint16_t *random = noise(e.key, e.origin + i, n, drawn);
+        uint32_t most = 0;
+        for (int64_t j = 0; j < n; ++j) {
+            now[j] = stepped(bf16_to_float(narrow[j]), u[j]);
+            uint32_t bits = as_bits(now[j]), a = bits & 0x7FFFFFFFu;
+            most = a > most ? a : most;
+            narrow[j] = static_cast<uint16_t>((bits + random[j]) >> 16);
+        }
+        if (most > 0x7F7F0000u) round_odd(now, random, n, narrow);
+    }
+    if (e.norm_cache) squares = square_sum_of(Bf16{narrow}, n);
     return true;
 }
 
@@ -1020,7 +1014,7 @@ static void apply(const Call &call, const Entry &e, const Strip &s, double *part
         int64_t n = s.end - i < CHUNK ? s.end - i : CHUNK;
         double squares = 0;
         const float *u = value(call, e, i, n, buffer);
-        if (step_at_once(call, e, stepped, i, n, u, squares)) {
+        if (step_at_once(call, e, stepped, i, n, u, now, squares)) {
             *partial += squares;
             continue;
         }
