@@ -133,13 +133,12 @@ def summed_products(
     factor = factor.view(-1, 1, 1) if isinstance(factor, Tensor) else factor
     total = torch.zeros((len(q), *shape), dtype=accumulator(g.dtype), device=q.device)
     for b in shard.blocks(block_sizes.product_limit(q.device)):
-        x = runs[:, b.run].view(-1, *b.shape[1:])
-        if dtype != BF16:
-            x = x.to(dtype) * factor
-            x = x if g.bound is None else x.clamp_(-g.bound, g.bound)
+        x = runs[:, b.run].view(-1, *b.shape[1:]).to(dtype)
+        if g.bound is not None:
+            x = (x * factor).clamp_(-g.bound, g.bound)
         (rows, cols), left, right = of(shard, b, x, q)
         add_product_(total[:, rows, cols], left, right, terms)
-    is_done = dtype != BF16 or isinstance(factor, float) and factor == 1
+    is_done = g.bound is not None or isinstance(factor, float) and factor == 1
     return total if is_done else total.mul_(factor)
 
 
