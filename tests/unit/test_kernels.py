@@ -36,9 +36,9 @@ STEPPED += [
     for dtype in ("bf16", "fp16")
 ]
 STEPPED += [("adalomo", 2, "bf16", "stochastic"), ("adalomo", 2, "fp16", "master24")]
-QUICK_STEPPED = [("lomo", 3, "fp32", "nearest"), ("lamb", 3, "fp32", "nearest")]
-QUICK_STEPPED += [("lomo", 2, "bf16", "stochastic"), ("lomo", 2, "fp16", "nearest")]
-QUICK_STEPPED += [("lomo", 2, "bf16", "master24")]
+QUICK_STEPPED = {("lomo", "fp32", "nearest"), ("lamb", "fp32", "nearest")}  # on any ranks
+QUICK_STEPPED |= {("lomo", "bf16", "stochastic"), ("lomo", "fp16", "nearest")}
+QUICK_STEPPED |= {("lomo", "bf16", "master24")}
 WITH_MOMENTS = list(
     itertools.product(
         [("flashadamw", None), ("adamw", 32), ("lion", 8), ("lion", 32)],
@@ -93,7 +93,9 @@ def worst(found, expected, before):
     return max(float((a - b).norm() / (b - w).norm().clamp(1e-30)) for a, b, w in each)
 
 
-@pytest.mark.parametrize("name, world, dtype, mode", params(STEPPED, QUICK_STEPPED))
+@pytest.mark.parametrize(
+    "name, world, dtype, mode", params(STEPPED, lambda case: (case[0], *case[2:]) in QUICK_STEPPED)
+)
 def test_a_step_is_that_of_the_ops(name, world, dtype, mode, kernels, launched):
     given = name, DTYPES[dtype], mode, world
     found, before = trained(*given)
