@@ -160,7 +160,8 @@ if needs.TRITON:
     on_device = [(name, 1 if name == "flashadamw" else n, way) for name, n, way in on_device]
     # by votes; by sums, beside norms that are known
     quick = [("adamw", 1, WAYS[0]), ("lomo", 2, WAYS[0]), ("adalomo", 1, WAYS[1])]
-    CASES += [("kernels", *case) for case in (*on_device, *quick[:2])]
+    on_device += [case for case in quick if case not in on_device]
+    CASES += [("kernels", *case) for case in on_device]
     QUICK += [("kernels", *case) for case in quick]
 
 
