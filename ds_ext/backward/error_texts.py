@@ -39,6 +39,10 @@ EDITED = (
     "the values before, so the edit counts from the next step on. Edit them before backward, or "
     "keep gradients until the step: {names.sharded}."
 )
+NOTHING = (
+    "{names.step} has stepped nothing: no parameter has got a gradient since the last step. Call "
+    "backward before each step. (This is said once.)"
+)
 STEPPED = (
     "zero_grad() discards gradients, but backward has already updated {stepped} of {params} "
     "parameters, and these updates stay. To discard a whole batch, skip its backward pass, or keep "

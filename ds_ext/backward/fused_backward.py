@@ -35,6 +35,8 @@ from ds_ext.distributed.layout import Layout
 from ds_ext.logs import logger
 from ds_ext.optimizer import RuleOptimizer, ema_exchange, param_checks, state_checks
 
+_warn_once = functools.cache(logger.warning)
+
 
 class FusedBackward:
     """Steps ``optimizer`` by the gradients of ``module``, on the runs that ``layout`` gives.
@@ -254,6 +256,8 @@ class FusedBackward:
                 self._step_kept(state)
         self._begin_step()
         if state.is_empty:
+            if self.layout.is_first and not self.layout.is_pipeline_stage:  # some have no weights
+                _warn_once(error_texts.NOTHING.format(names=self.names))
             return None
         if skipped := state.end():
             self.optimizer.rollback_step(skipped)

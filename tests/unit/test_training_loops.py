@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler
 
 import ds_ext
+from ds_ext.backward import fused_backward
 from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer.updates import RunUpdate
@@ -172,6 +173,20 @@ def test_what_was_stepped_stays_and_a_warning_says_so(caplog):
         optimizer.zero_grad()
     (message,) = (record.getMessage() for record in caplog.records)
     assert "already updated 2 of 4 parameters" in message and "sharded" in message
+
+
+def test_a_step_without_gradients_is_told_of_once(caplog):
+    fused_backward._warn_once.cache_clear()
+    model = make()
+    _, optimizer = fuse(model)
+    model(torch.ones(4, 5)).square().sum().backward()
+    with caplog.at_level(logging.WARNING, "ds_ext"):
+        optimizer.step()
+        assert not caplog.records
+        optimizer.step()
+        optimizer.step()
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert message.startswith("optimizer.step() has stepped nothing: no parameter has got")
 
 
 @pytest.mark.parametrize("name", ["AdamW", "AdaLomo", "Muon"])
