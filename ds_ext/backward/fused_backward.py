@@ -97,6 +97,7 @@ class FusedBackward:
         self.prepass = NormPrepass(module, layout.device)
         optimizer.fused = layout
         self.is_replaced = False  # whether another owner has taken the parameters over
+        self.was_empty = False  # whether the last step had no gradient
         self._on_replaced = on_replaced or self.buckets.remove
         self._on_discarded, self.rerun_context = on_discarded, rerun_context
         torch_calls.install_patches()
@@ -256,9 +257,12 @@ class FusedBackward:
                 self._step_kept(state)
         self._begin_step()
         if state.is_empty:
-            if self.layout.is_first and not self.layout.is_pipeline_stage:  # some have no weights
+            # A stage may have no weights. accelerate may call step() twice.
+            if self.was_empty and self.layout.is_first and not self.layout.is_pipeline_stage:
                 _warn_once(error_texts.NOTHING.format(names=self.names))
+            self.was_empty = True
             return None
+        self.was_empty = False
         if skipped := state.end():
             self.optimizer.rollback_step(skipped)
         return self._report(state)

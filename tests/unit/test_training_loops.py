@@ -182,6 +182,7 @@ def test_a_step_without_gradients_is_told_of_once(caplog):
     model(torch.ones(4, 5)).square().sum().backward()
     with caplog.at_level(logging.WARNING, "ds_ext"):
         optimizer.step()
+        optimizer.step()  # as accelerate may
         assert not caplog.records
         optimizer.step()
         optimizer.step()
