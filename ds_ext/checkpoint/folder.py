@@ -1,30 +1,37 @@
 """Checkpoints on disk: files in a temporary folder, which one rename completes.
 
-FOLDER/.incomplete-TAG.ID/        a checkpoint in progress, or the remains of a failed save
-FOLDER/.incomplete-TAG.ID.lock    locked while the job that writes the checkpoint runs
-FOLDER/.ds_ext.lock               locked while a job moves or removes files
-FOLDER/TAG/.complete/             a complete checkpoint, while its files replace those of FOLDER/TAG
-FOLDER/TAG/ds_ext.json            the manifest: sizes and checksums of all files
-FOLDER/latest                     the tag of the newest checkpoint
+FOLDER/.incomplete-TAG.ID/  a checkpoint in progress, or the remains of a killed save
+FOLDER/.ds_ext.lock         locked (``flock``) while a job moves or removes files
+FOLDER/TAG/.complete/       a complete checkpoint, while its files replace those of FOLDER/TAG
+FOLDER/TAG/ds_ext.json      the manifest: sizes and checksums of all files
+FOLDER/latest               the tag of the newest checkpoint
 
 A checkpoint whose tag is new is complete once its folder is renamed. If FOLDER/TAG exists, the new
 folder becomes FOLDER/TAG/.complete, and its files move from there. A killed job leaves the others
 in .complete, where readers look first, and the next save in FOLDER moves them. Other files in
-FOLDER/TAG, such as a tokenizer or the checkpoint TAG/step1, stay where they are.
+FOLDER/TAG, such as a tokenizer or the checkpoint TAG/step1, stay where they are. A save removes
+temporary folders to which no job has written for a while.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import re
 import secrets
 import shutil
+import time
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TextIO
 
-from ds_ext.checkpoint import locks, manifests
+from ds_ext.checkpoint import manifests
 from ds_ext.checkpoint.manifests import COMPLETE, INCOMPLETE, MANIFEST
 from ds_ext.errors import CheckpointError
 
+LOCK = ".ds_ext.lock"
+SECONDS = 60.0  # timeout for the lock; moving files takes milliseconds
+STALE = 1800.0  # seconds without a write after which a save counts as killed
 # File names of DeepSpeed's checkpoints, with any optimizer.
 _FILE = re.compile(
     r"((bf16_|fp16_)?zero_pp_rank_\d+_|(layer_-?\d+_)?expert_\d+_|expp_rank_\d+_)?"
@@ -58,7 +65,6 @@ class Draft(NamedTuple):
     path: Path  # the final path
     place: Path  # the target of ``path`` if it is a link, else ``path``
     aside: Path  # the temporary folder
-    lock: TextIO
 
 
 def prepare(path: Path) -> Draft:
@@ -71,33 +77,61 @@ def prepare(path: Path) -> Draft:
         raise CheckpointError(f"{path} is a file, not a folder: choose another tag or folder.")
     place = path.resolve() if path.is_symlink() else path
     place.parent.mkdir(parents=True, exist_ok=True)
-    with locks.exclusive(place.parent):
+    with exclusive(place.parent):
         aside = place.with_name(f"{INCOMPLETE}{place.name}.{secrets.token_hex(4)}")
-        draft = Draft(path, place, aside, locks.hold(_lock_of(aside)))
         aside.mkdir()
         for new in place.parent.glob("*/" + COMPLETE):
             _finish_killed(new.parent)
-        for lock in place.parent.glob(INCOMPLETE + "*.lock"):
-            if locks.is_abandoned(lock, lock.with_suffix(""), now=aside.stat().st_mtime):
-                _remove(lock.with_suffix(""))
-    return draft
+        now = aside.stat().st_mtime  # by the clock of the file system
+        for other in place.parent.glob(INCOMPLETE + "*"):
+            with contextlib.suppress(FileNotFoundError):  # its job has just ended
+                if now - max(f.stat().st_mtime for f in (other, *other.glob("*"))) > STALE:
+                    shutil.rmtree(other, ignore_errors=True)
+    return Draft(path, place, aside)
 
 
 def close(draft: Draft) -> None:
     """Ends a save, and removes the temporary folder if ``commit`` has not moved it."""
-    _remove(draft.aside)
-    locks.release(draft.lock)
+    shutil.rmtree(draft.aside, ignore_errors=True)
 
 
-def _lock_of(aside: Path) -> Path:
-    return aside.with_name(aside.name + ".lock")
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Context in which other jobs cannot move or remove files in ``folder``.
+
+    The kernel releases the lock when a process ends. Without locks, as on some network file
+    systems, the context does not keep others out.
+
+    Raises:
+        CheckpointError: another job holds the lock too long.
+    """
+    path, until = folder / LOCK, time.monotonic() + SECONDS
+    while (file := _take(path)) is None:
+        if time.monotonic() > until:
+            raise CheckpointError(
+                f"another process has held {path} for {SECONDS:.0f} s: end that process, or save "
+                "into another folder."
+            )
+        time.sleep(0.005)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # before the release: waiting jobs create a new file
+        file.close()
 
 
-def _remove(aside: Path) -> None:
-    """Removes a temporary folder and its lock. The next save removes any remains."""
-    shutil.rmtree(aside, ignore_errors=True)
-    if not aside.exists():
-        _lock_of(aside).unlink(missing_ok=True)
+def _take(path: Path) -> TextIO | None:
+    """The locked file; None if another process has locked or just removed it."""
+    file, is_free = open(path, "a"), True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:  # any other error: locks are not supported
+        is_free = not isinstance(error, BlockingIOError)
+    with contextlib.suppress(FileNotFoundError):
+        if is_free and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+            return file
+    file.close()
+    return None
 
 
 def commit(draft: Draft, manifest: dict[str, Any], is_latest: bool) -> None:
@@ -113,7 +147,7 @@ def commit(draft: Draft, manifest: dict[str, Any], is_latest: bool) -> None:
     Raises:
         CheckpointError: a file that a rank wrote is missing, or a folder has its name.
     """
-    path, place, aside, _ = draft
+    path, place, aside = draft
     for name in (MANIFEST, *manifest["files"]):
         if (place / name).is_dir():
             raise CheckpointError(f"{path / name} is a folder, but a file needs its name: move it.")
@@ -124,7 +158,7 @@ def commit(draft: Draft, manifest: dict[str, Any], is_latest: bool) -> None:
                 "a file system that all ranks share."
             )
     _write(aside / MANIFEST, manifests.text(manifest))
-    with locks.exclusive(place.parent):
+    with exclusive(place.parent):
         _finish_killed(place)  # another job may have been killed meanwhile
         if (place / COMPLETE).is_dir() and any((place / COMPLETE).iterdir()):
             raise CheckpointError(
@@ -135,7 +169,7 @@ def commit(draft: Draft, manifest: dict[str, Any], is_latest: bool) -> None:
         _finish(place)
     if is_latest:
         folder = path.parents[len(Path(manifest["tag"]).parts) - 1]
-        with locks.exclusive(folder):
+        with exclusive(folder):
             _write(folder / "latest", manifest["tag"])
 
 

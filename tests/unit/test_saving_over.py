@@ -90,6 +90,17 @@ def test_tags_need_not_be_texts(tmp_path):
     assert folder.checkpoint_path(tmp_path, "run/step1") == tmp_path / "run/step1"
 
 
+def leftovers(root: Path) -> list[str]:
+    return [path.name for path in root.rglob(".*")]
+
+
+def age(root: Path) -> None:
+    """Lets temporary folders look as if nobody had written to them for long."""
+    for aside in root.rglob(".incomplete-*"):
+        for entry in (aside, *aside.iterdir()):
+            os.utime(entry, (1e9, 1e9))
+
+
 MOVES = ("rename", "replace", "unlink", "rmdir", "mkdir")
 
 
@@ -152,6 +163,7 @@ def test_killed_at_any_moment_nothing_is_lost(tmp_path, monkeypatch, kind):
         assert manifests.newest_checkpoint(root).steps in (2, 3)
         assert set(KEPT.values()) <= texts(root)
         # The next save brings all of it where it was.
+        age(root)
         save(root, "run", 4)
         assert steps_of(root, "run") == 4 and steps_of(root, "run/step2") == 2
         assert set(KEPT.values()) <= texts(root / "run" if kind == "folder" else root / "disk/here")
@@ -207,10 +219,6 @@ def test_a_checkpoint_that_version_1_0_left_between_two_renames_is_found(tmp_pat
     assert manifests.newest_checkpoint(tmp_path) == (str(tmp_path), ".replaced-run", 1)
     assert steps_of(tmp_path, ".replaced-run") == 1
     assert folder.checkpoint_path(tmp_path, ".replaced-run") == tmp_path / ".replaced-run"
-
-
-def leftovers(root: Path) -> list[str]:
-    return [path.name for path in root.rglob(".*")]
 
 
 def moving_files(monkeypatch, root: Path, tag: str, steps: int, moved: int) -> None:
