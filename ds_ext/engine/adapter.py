@@ -62,7 +62,14 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         grad_config = parsing.gradients(config, engine.monitor.enabled, kept_for)
         if engine_settings.is_filled_in(engine, grad_config.bucket_size):
             grad_config = replace(grad_config, bucket_size=None)
-        self._prepare_optimizer(config["zero_optimization"].get("offload_optimizer"))
+        # Offload, parameter numbers and experts, which only the engine knows.
+        offload = config["zero_optimization"].get("offload_optimizer")
+        optimizer.offload = HostOffload.from_config(offload or {})
+        optimizer.index_parameters()  # DeepSpeed may have replaced expert parameters
+        pipeline.number_parameters(engine, optimizer)
+        positions = {p: expert_parallel.stack_position(p) for p in self.layout.names}
+        firsts = {p: position[0] for p, position in positions.items() if position}
+        optimizer.separate_experts(self.module, firsts, unpartitioned_shape)
         self.fused = FusedBackward(
             engine.module,
             optimizer,
@@ -102,16 +109,6 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         warnings = consensus.gathered(list(startup_log.warnings(self.optimizer, self.layout)))
         for warning in dict.fromkeys(itertools.chain(*warnings)):
             warn(warning)
-
-    def _prepare_optimizer(self, section: dict[str, Any] | None) -> None:
-        """Configures offload, parameter numbers and experts, which only the engine knows."""
-        optimizer = self.optimizer
-        optimizer.offload = HostOffload.from_config(section or {})
-        optimizer.index_parameters()  # DeepSpeed may have replaced expert parameters
-        pipeline.number_parameters(self.engine, optimizer)
-        positions = {p: expert_parallel.stack_position(p) for p in self.layout.names}
-        firsts = {p: position[0] for p, position in positions.items() if position}
-        optimizer.separate_experts(self.module, firsts, unpartitioned_shape)
 
     loss_scale = cur_scale = property(lambda self: self.loss_scaler.loss_scale)
     param_groups = property(lambda self: self.optimizer.param_groups)

@@ -4,7 +4,7 @@
 |----------------------------------------|----------------------|-----------------------------|
 | weights; the optimizer's state, groups | ``resharding.save_`` | ``resharding.load_``        |
 | gradients between micro-batches        | ``save_gradients``   | ``load_gradients``          |
-| loss scaler, norm, skipped steps       | ``save_scaler``      | ``load_scaler``             |
+| loss scaler, norm, skipped steps       | ``Contents.save``    | ``Contents.load``           |
 | buffers                                | DeepSpeed            | ``load_buffers``            |
 | steps, samples, schedules, data order  | DeepSpeed            | ``load_counts``             |
 | the user's ``client_state``            | DeepSpeed            | ``client_state``            |
@@ -64,7 +64,6 @@ class Contents:
         self.layout: Layout = self.fused.layout
         self.optimizer = self.fused.optimizer
         self.owned = owned(self.layout)
-        self.names = [plain_name(weight.name) for weight in self.layout.weights]  # on all ranks
 
     def save(self) -> dict[str, Any]:
         """Returns the state that ``load`` reads. Frozen weights are in DeepSpeed's file."""
@@ -72,8 +71,11 @@ class Contents:
         return {
             **saved,
             **self._for_zero_to_fp32(saved["weights"]),
-            **self.save_scaler(),
             "accumulated": self.save_gradients(),
+            # What the next step needs, equal on every rank.
+            "loss_scaler": {k: v for k, v in vars(self.scaler).items() if k != "dtype"},
+            "previous_norm": self.fused.clipping.previous_norm,
+            "skipped_steps": self.fused.skipped_steps,
         }
 
     def check(self, pieces: Pieces, strict: bool, with_state: bool) -> None:
@@ -82,9 +84,22 @@ class Contents:
         Raises:
             CheckpointError: the checkpoint does not match the model, optimizer or engine.
         """
-        checks.check(pieces, self.optimizer, self.owned, strict, self.names, with_state)
-        if with_state:
-            self.check_gradients(pieces)
+        names = [plain_name(weight.name) for weight in self.layout.weights]  # on all ranks
+        checks.check(pieces, self.optimizer, self.owned, strict, names, with_state)
+        if not with_state:
+            return
+        done, of = pieces.saved[0]["accumulated"]["passes"]
+        steps = self.engine.gradient_accumulation_steps()
+        if done * steps % of:
+            raise CheckpointError(
+                f"this checkpoint was saved after {done} of {of} micro-batches of a step. With "
+                f"gradient_accumulation_steps = {steps} this position does not exist: use a "
+                f"multiple of {of}."
+            )
+        for own in self.owned.values():
+            keys = ("accumulated", "gradients", own.name)
+            if pieces.first(*keys) is not None:
+                pieces.require(own.part, f"{own.name}'s gradient", *keys)
 
     def load(self, pieces: Pieces, with_state: bool) -> None:
         """Loads the results of ``save``. The caller must publish the weights to other ranks.
@@ -109,7 +124,13 @@ class Contents:
                     "change them, edit engine.optimizer.param_groups after loading"
                 )
             resharding.load_state(pieces, self.optimizer, self.owned)
-            self.load_scaler(pieces.saved[0])
+            saved = pieces.saved[0]
+            if saved["loss_scaler"].keys() <= vars(self.scaler).keys():
+                vars(self.scaler).update(saved["loss_scaler"])
+            else:
+                log("the loss scale is not loaded: the checkpoint has another type of loss scaler")
+            self.fused.clipping.previous_norm = saved["previous_norm"]
+            self.fused.skipped_steps = saved["skipped_steps"]
             self.load_gradients(pieces)
         else:
             self.optimizer.state.clear()
@@ -146,25 +167,6 @@ class Contents:
             "gradients": gradients,
         }
 
-    def check_gradients(self, pieces: Pieces) -> None:
-        """Checks that a step can be resumed between its micro-batches.
-
-        Raises:
-            CheckpointError: the number of micro-batches does not match, or gradients are missing.
-        """
-        done, of = pieces.saved[0]["accumulated"]["passes"]
-        steps = self.engine.gradient_accumulation_steps()
-        if done * steps % of:
-            raise CheckpointError(
-                f"this checkpoint was saved after {done} of {of} micro-batches of a step. With "
-                f"gradient_accumulation_steps = {steps} this position does not exist: use a "
-                f"multiple of {of}."
-            )
-        for own in self.owned.values():
-            keys = ("accumulated", "gradients", own.name)
-            if pieces.first(*keys) is not None:
-                pieces.require(own.part, f"{own.name}'s gradient", *keys)
-
     def load_gradients(self, pieces: Pieces) -> None:
         """Begins a step with the saved gradients, rescaled for the current number of ranks."""
         saved = pieces.saved[0]["accumulated"]
@@ -182,25 +184,6 @@ class Contents:
     def _grad_divisor(self) -> int:
         """The number of losses in a summed gradient, if there is no tensor parallelism."""
         return self.layout.world // int(self.engine.sequence_parallel_size)
-
-    # The loss scaler, the norm of the last step, and the number of skipped steps.
-
-    def save_scaler(self) -> dict[str, Any]:
-        """Returns the values that the next step needs. They are equal on every rank."""
-        return {
-            "loss_scaler": {k: v for k, v in vars(self.scaler).items() if k != "dtype"},
-            "previous_norm": self.fused.clipping.previous_norm,
-            "skipped_steps": self.fused.skipped_steps,
-        }
-
-    def load_scaler(self, saved: Saved) -> None:
-        """Loads the result of ``save_scaler``. Skips the state of another type of loss scaler."""
-        if saved["loss_scaler"].keys() <= vars(self.scaler).keys():
-            vars(self.scaler).update(saved["loss_scaler"])
-        else:
-            log("the loss scale is not loaded: the checkpoint has another type of loss scaler")
-        self.fused.clipping.previous_norm = saved["previous_norm"]
-        self.fused.skipped_steps = saved["skipped_steps"]
 
     # DeepSpeed's zero_to_fp32.py reads the same weights, without names.
 

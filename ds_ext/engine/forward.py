@@ -27,7 +27,9 @@ def apply(engine: DeepSpeedEngine, model: nn.Module) -> None:
         _refuse_int8(engine, model)
     at_stage_3 = engine.zero_optimization_stage() == 3  # int8_partitions stores partitions
     if own.weight_storage and not at_stage_3 and not int8_weights.is_stored(model):
-        _cast(engine, model)
+        for param in model.parameters() if engine.bfloat16_enabled() else ():
+            if param.dtype in (torch.float32, torch.float16):
+                param.data = param.data.bfloat16()  # as DeepSpeed does later
         int8_weights.store_int8(model, None if engine.dont_change_device else engine.device)
     if own.chunked_loss:
         chunked_loss.chunk_loss(model, None if own.chunked_loss is True else own.chunked_loss)
@@ -41,13 +43,6 @@ def apply(engine: DeepSpeedEngine, model: nn.Module) -> None:
     if at_stage_3 and all(p.requires_grad for p in model.parameters()):
         for layer in batch_splits.layers_of(model):
             set_z3_leaf_module(layer, True)
-
-
-def _cast(engine: DeepSpeedEngine, model: nn.Module) -> None:
-    """Casts parameters to bf16 if the config says so, as DeepSpeed does later."""
-    for param in model.parameters() if engine.bfloat16_enabled() else ():
-        if param.dtype in (torch.float32, torch.float16):
-            param.data = param.data.bfloat16()
 
 
 def _refuse_int8(engine: DeepSpeedEngine, model: nn.Module) -> None:

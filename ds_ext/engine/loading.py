@@ -8,7 +8,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -77,22 +77,35 @@ def load_checkpoint(
         lambda: _verified(engine, path),
         lambda text: CheckpointError(f"{text} {manifests.advice(load_dir, path)}"),
     )
-    opened = consensus.run_on_all_ranks(lambda: _open(contents, path, manifest), CheckpointError)
+    model, pieces = consensus.run_on_all_ranks(
+        lambda: _open(contents, path, manifest), CheckpointError
+    )
     with_state = manifest is not None and load_optimizer_states and not load_module_only
 
+    def load_contents() -> None:
+        engine.optimizer.checkpoint_event_prologue()
+        contents.load(pieces, with_state)
+        if not with_state:
+            kind = type(contents.optimizer).__name__
+            log(f"{path}: only weights are loaded, the state of {kind} starts from zero")
+        checkpoint_contents.load_buffers(engine.module, model)
+
     def load_counts() -> None:
-        passes = opened.pieces.saved[0]["accumulated"]["passes"] if with_state else (0, 1)
-        checkpoint_contents.load_counts(engine, opened.model, passes, load_lr_scheduler_states)
+        passes = pieces.saved[0]["accumulated"]["passes"] if with_state else (0, 1)
+        checkpoint_contents.load_counts(engine, model, passes, load_lr_scheduler_states)
 
     consensus.run_on_all_ranks(
-        lambda: contents.check(opened.pieces, load_module_strict, with_state),
+        lambda: contents.check(pieces, load_module_strict, with_state),
         lambda text: CheckpointError(f"{path}: {text}"),
     )
-    consensus.run_on_all_ranks(lambda: _load(contents, opened, with_state, path), CheckpointError)
-    _publish(contents)
+    consensus.run_on_all_ranks(load_contents, CheckpointError)
+    # All ranks have read the whole weights that are stored in 8 bits.
+    layout = contents.layout
+    layout.publish([p for p in layout.names if int8.find(p) is None])
+    layout.end_step()
     if not load_module_only:
         consensus.run_on_all_ranks(load_counts, CheckpointError)
-    return str(path), checkpoint_contents.client_state(opened.model)
+    return str(path), checkpoint_contents.client_state(model)
 
 
 def _latest(load_dir: str) -> str | None:
@@ -130,15 +143,12 @@ def _verified(engine: DeepSpeedEngine, path: Path) -> dict[str, Any] | None:
     return manifest
 
 
-class CheckpointData(NamedTuple):
-    """The memory-mapped files of a checkpoint."""
-
-    model: Saved  # this rank's model file
-    pieces: Pieces  # of the states of all ranks, and of weights in DeepSpeed's files
-
-
-def _open(contents: Contents, path: Path, manifest: Mapping[str, Any] | None) -> CheckpointData:
+def _open(
+    contents: Contents, path: Path, manifest: Mapping[str, Any] | None
+) -> tuple[Saved, Pieces]:
     """Maps the files of a checkpoint; ``manifest`` is None if DeepSpeed's optimizer saved it.
+
+    Returns this rank's model file, and the pieces of all ranks' states and of DeepSpeed's weights.
 
     Raises:
         CheckpointError: a file is damaged, or the folder has no model file.
@@ -175,7 +185,7 @@ def _open(contents: Contents, path: Path, manifest: Mapping[str, Any] | None) ->
             _refuse_unfinished(path, models[0].get("optimizer"))
             module = _gathered(path) if is_partitioned else module
         weights = Files([module], lambda found: _whole_weights(found, wanted))
-    return CheckpointData(model, Pieces(saved, index, weights, rank / contents.layout.world))
+    return model, Pieces(saved, index, weights, rank / contents.layout.world)
 
 
 def _state_in(path: Path) -> Saved:
@@ -239,20 +249,3 @@ def _frozen_weights(model: Saved, rank: int, wanted: set[str]) -> dict[str, Any]
 def _piece(values: Any, start: int, shape: torch.Size) -> dict[str, Any]:
     """A weight's elements from ``start`` on. ``values`` may be DeepSpeed's tensor to be read."""
     return {"start": start, "total": shape.numel(), "values": values, "shape": list(shape)}
-
-
-def _load(contents: Contents, opened: CheckpointData, with_state: bool, path: Path) -> None:
-    """Loads weights, buffers and, if ``with_state``, the optimizer's state."""
-    contents.engine.optimizer.checkpoint_event_prologue()
-    contents.load(opened.pieces, with_state)
-    if not with_state:
-        kind = type(contents.optimizer).__name__
-        log(f"{path}: only weights are loaded, the state of {kind} starts from zero")
-    checkpoint_contents.load_buffers(contents.engine.module, opened.model)
-
-
-def _publish(contents: Contents) -> None:
-    """Sends loaded runs to the ranks that hold full parameters, if they have not read all."""
-    layout = contents.layout
-    layout.publish([p for p in layout.names if int8.find(p) is None])
-    layout.end_step()

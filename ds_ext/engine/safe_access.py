@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ds_ext.backward import int8_weights
 from ds_ext.backward.fused_backward import FusedBackward
+from ds_ext.backward.module_hooks import Hook
 from ds_ext.distributed import consensus
 from ds_ext.distributed.groups import Group, explained
 from ds_ext.distributed.placement import as_bytes
@@ -250,47 +251,34 @@ class Access:
         )
 
 
-class _Method:
-    """A method of ``access`` bound to a parameter. It is pickled as None."""
-
-    def __init__(self, access: Access, name: str, param: Tensor) -> None:
-        self.access = access
-        self.method = getattr(access, name)
-        self.param = weakref.ref(param)
-        self.place = int(name.startswith("set_"))  # a setter's first argument is the value
-
-    def __call__(self, *args: Any) -> Any:
-        return self.method(*args[: self.place], self.param(), *args[self.place :])
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
-
 def attach(fused: FusedBackward) -> None:
     """Sets the attributes that ``deepspeed.utils.safe_*`` use on an engine's parameters."""
     access = Access(fused)
-    methods = {
-        "get_full_hp_param": "get_full_hp_param",
-        "set_full_hp_param": "set_full_hp_param",
-        "get_full_hp_grad": "get_fp32_grad_for_param",
-        "set_full_hp_grad": "set_fp32_grad_for_param",
-    }
     for param, placement in fused.layout.placement_of.items():
-        found: dict[str, object] = {"_z3_optimizer": access}
-        if not isinstance(placement, Zero3Placement):
-            bound = {name: _Method(access, method, param) for name, method in methods.items()}
-            found = {"_hp_mapping": access, **bound}
-        for name, value in found.items():
-            setattr(param, name, value)
+        if isinstance(placement, Zero3Placement):
+            vars(param)["_z3_optimizer"] = access
+        else:
+            vars(param).update(_hp_mapping=access, **_bound(access, weakref.ref(param)))
+
+
+def _bound(access: Access, of: Callable[[], Any]) -> dict[str, Hook]:
+    """The methods that DeepSpeed calls without the parameter, which is ``of()``."""
+    return {
+        "get_full_hp_param": Hook(lambda *key: access.get_full_hp_param(of(), *key)),
+        "set_full_hp_param": Hook(lambda x, *key: access.set_full_hp_param(x, of(), *key)),
+        "get_full_hp_grad": Hook(lambda: access.get_fp32_grad_for_param(of())),
+        "set_full_hp_grad": Hook(lambda x: access.set_fp32_grad_for_param(x, of())),
+    }
 
 
 def detach(fused: FusedBackward) -> None:
     """Removes the attributes that ``attach`` set, but keeps attributes of other engines."""
     for param in fused.layout.names:
-        for name, value in list(vars(param).items()):
-            access = value.access if isinstance(value, _Method) else value
+        for name in ("_z3_optimizer", "_hp_mapping"):
+            access = vars(param).get(name)
             if isinstance(access, Access) and access.owner() is fused:
-                delattr(param, name)
+                for each in (name, *_bound(access, lambda: None)):
+                    vars(param).pop(each, None)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

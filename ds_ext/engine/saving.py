@@ -19,7 +19,6 @@ from typing import Any, TypeVar, cast
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.checkpoint import folder, manifests
 from ds_ext.distributed import consensus
 from ds_ext.distributed.groups import with_attribute
@@ -72,9 +71,21 @@ def save_checkpoint(
         ValueError: the tag is not a valid name, or ranks pass different tags and
             ``checkpoint.tag_validation`` is "Fail".
     """
-    _check_complete(engine.optimizer.fused)
+    engine.optimizer.optimizer.refuse_exchanged()
+    state = engine.optimizer.fused.state
+    is_measured = bool(state.squares) and not state.kept
+    if state.used_up or state.projected or is_measured:
+        raise RuntimeError(
+            "save_checkpoint was called between backward and engine.step(): call it after the step."
+        )
     pipeline.follow_groups(engine, engine.optimizer.optimizer)
-    path = _path(engine, save_dir, tag)
+    if not save_dir:
+        raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}; name a folder.")
+    tag = common_tag(engine, tag)
+    path = folder.checkpoint_path(
+        save_dir, f"global_step{engine.global_steps}" if tag is None else tag
+    )
+    consensus.require_equal({"checkpoint path": str(path)})
     more = {
         "client_state": client_state or {},
         "exclude_frozen_parameters": exclude_frozen_parameters,
@@ -86,29 +97,6 @@ def save_checkpoint(
         ),
     )
     return True
-
-
-def _check_complete(fused: FusedBackward) -> None:
-    """Raises RuntimeError if an unfinished step has updated weights or projected gradients."""
-    fused.optimizer.refuse_exchanged()
-    state = fused.state
-    is_measured = bool(state.squares) and not state.kept
-    if state.used_up or state.projected or is_measured:
-        raise RuntimeError(
-            "save_checkpoint was called between backward and engine.step(): call it after the step."
-        )
-
-
-def _path(engine: DeepSpeedEngine, save_dir: str, tag: str | None) -> Path:
-    """The path of the checkpoint to save. Checks that it is equal on all ranks."""
-    if not save_dir:
-        raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}; name a folder.")
-    tag = common_tag(engine, tag)
-    path = folder.checkpoint_path(
-        save_dir, f"global_step{engine.global_steps}" if tag is None else tag
-    )
-    consensus.require_equal({"checkpoint path": str(path)})
-    return path
 
 
 def common_tag(engine: DeepSpeedEngine, tag: str | None) -> str | None:
