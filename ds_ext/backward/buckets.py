@@ -8,6 +8,7 @@ receiver then steps by these runs, measures or keeps them (receivers.py).
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
+from functools import partial
 from typing import cast
 
 import torch
@@ -97,7 +98,9 @@ class Buckets:
         self.untrained = layout.params  # the others
         self.hooks = [module.register_forward_pre_hook(Hook(self.attach)), *layout.hook()]
         for leaf, params in leaves.items():
-            self.hooks.append(leaf.register_full_backward_hook(Hook(self._taker(params))))
+            self.hooks.append(
+                leaf.register_full_backward_hook(Hook(partial(self._take_all, params)))
+            )
             self.hooks.append(leaf.register_forward_pre_hook(Hook(check_leaf_inputs)))
         may_be_trained = (p for p in layout.names if p.is_floating_point() or p.is_complex())
         self.hooks += (self._hooked(p) for p in may_be_trained if p not in self.leaf_params)
@@ -205,15 +208,11 @@ class Buckets:
         if self.elements >= self.size:
             self.flush()
 
-    def _taker(self, params: list[Tensor]) -> Callable[..., None]:
-        """A hook for a leaf module, whose parameters are taken together, used or not."""
-
-        def hook(*_: object) -> None:
-            for param in params:
-                if param.requires_grad:
-                    self.take(param)
-
-        return hook
+    def _take_all(self, params: list[Tensor], *_: object) -> None:
+        """The hook of a leaf module, whose parameters are taken together, used or not."""
+        for param in params:
+            if param.requires_grad:
+                self.take(param)
 
     def _own(self, param: Tensor, grad: Tensor) -> Tensor:
         """A gradient, flat and padded to equal parts for all ranks, in writable memory."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from ds_ext.backward.autograd_graph import nodes
+from ds_ext.backward.norm_prepass import nodes
 from ds_ext.backward.owners import GradientOwner
 
 

@@ -1,7 +1,6 @@
 """The step inside backward without an engine: one process, or the ranks of a process group."""
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -27,6 +26,13 @@ _CUT_LATER = (
     "optimizer.step(): fully_shard (FSDP2) has replaced the model's parameters after "
     "fuse_into_backward, so nothing steps them. Call fully_shard first, then make the optimizer of "
     "model.parameters(), then call fuse_into_backward."
+)
+
+_OTHERS = (
+    "fuse_into_backward: another optimizer steps other parameters of this model. Create one "
+    "optimizer with parameter groups of both, or call fuse_into_backward with the modules that "
+    "contain the parameters of each. If you no longer need the other optimizer, call .remove() on "
+    "the object that fuse_into_backward returned for it."
 )
 
 
@@ -70,7 +76,8 @@ def fuse_into_backward(
         The object that steps the model. After a step, ``norm`` is the norm of all gradients and
         ``metrics`` has more figures. ``remove()`` undoes the call.
     """
-    optimizer = _unwrapped(optimizer)
+    while type(optimizer).__module__.startswith("accelerate."):  # its wrappers
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
     if isinstance(getattr(optimizer, "fused", None), FusedBackward):
         raise TypeError(
             "fuse_into_backward: this is the optimizer of a DeepSpeed engine, which steps inside "
@@ -138,7 +145,11 @@ def fuse_into_backward(
             "backward supports several devices."
         )
     layout = fully_shard.FSDP2Layout(model, group) if is_cut else _whole_layout(model, group)
-    _take_over(model, optimizer, group)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for older in owners.of(trained):
+        if older.optimizer.group_of.keys().isdisjoint(optimizer.group_of):
+            raise ValueError(_OTHERS)
+    owners.take_over(trained, group)
     layout.broadcast(model)
     optimizer.separate_experts(model)
     fused = FusedBackward(model, optimizer, layout, config, is_boundary=layout.brings_gradients)
@@ -172,25 +183,3 @@ def _whole_layout(model: nn.Module, group: Group) -> Layout:
     placement = Replicated(group or everyone())
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     return Layout(placement.group, names, lambda param: placement)
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside accelerate's wrappers."""
-    while type(optimizer).__module__.startswith("accelerate."):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def _take_over(model: nn.Module, optimizer: RuleOptimizer, group: Group) -> None:
-    """Takes ``model`` over; raises ValueError if another optimizer steps other parameters of it."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    for older in owners.of(params):
-        if older.optimizer.group_of.keys().isdisjoint(optimizer.group_of):
-            raise ValueError(
-                "fuse_into_backward: another optimizer steps other parameters of this model. "
-                "Create one optimizer with parameter groups of both, or call fuse_into_backward "
-                "with the modules that contain the parameters of each. If you no longer need the "
-                "other optimizer, call .remove() on the object that fuse_into_backward returned "
-                "for it."
-            )
-    owners.take_over(params, group)

@@ -254,7 +254,10 @@ class FusedBackward:
             state.record(state.measurable())
             state.reduce_norm(self.clipping)
             if not state.bad:
-                self._step_kept(state)
+                order = sorted(state.keeps, key=self.optimizer.number_of.__getitem__)
+                for params in self.layout.in_step(order):
+                    for piece in self.buckets.pieces(params):
+                        self.stepper.step({p: state.pop(p) for p in piece}, state)
         self._begin_step()
         if state.is_empty:
             # A stage may have no weights. accelerate may call step() twice.
@@ -375,13 +378,6 @@ class FusedBackward:
             raise RuntimeError(error_texts.MEASURE_FIRST.format(names=self.names))
         state.coefficient = self.clipping.coefficient(self.clipping.previous_norm)
         return receivers.Stepping(self.stepper, state)
-
-    def _step_kept(self, state: StepState) -> None:
-        """Steps parameters by their kept gradients, a bucket at a time, and frees the gradients."""
-        order = sorted(state.keeps, key=self.optimizer.number_of.__getitem__)
-        for params in self.layout.in_step(order):
-            for piece in self.buckets.pieces(params):
-                self.stepper.step({p: state.pop(p) for p in piece}, state)
 
     def _report(self, state: StepState) -> StepResult:
         """Updates norm, metrics and counts, and logs bad gradients."""

@@ -134,8 +134,3 @@ class GradientConfig:
             return BUCKET_SIZE
         sizes = [placement.max_padded_numel(p) for p, placement in layout.placement_of.items()]
         return min(BUCKET_SIZE_ALONE, max(sizes, default=1))
-
-    def cost(self, elements: int) -> str:
-        """Returns the log message about the memory of ``elements`` kept gradients."""
-        kept = elements * (self.accumulate_in or torch.float32).itemsize
-        return f"gradients are kept until the step: {kept / 2**20:,.1f} MiB on this rank"

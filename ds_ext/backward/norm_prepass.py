@@ -8,15 +8,13 @@ kernels that version counters do not see. A second backward pass would multiply 
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.utils.weak import WeakIdRef
-
-from ds_ext.backward.autograd_graph import nodes
 
 BufferKey: TypeAlias = tuple[nn.Module, str]  # of a buffer
 BufferVersion: TypeAlias = tuple[WeakIdRef, int]  # which tensor it is, and its version counter
@@ -28,6 +26,17 @@ HARMLESS: set[str] = set()
 
 _SMALL = 2**20  # bytes
 _BLOCK = 2**22  # elements that a CPU casts to int64 at a time
+
+
+def nodes(loss: Tensor) -> Iterator[Node]:
+    """Yields each node of the graph of ``loss`` once."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            yield node
 
 
 class NormPrepass:
@@ -45,7 +54,8 @@ class NormPrepass:
 
         The pass can be repeated afterwards if ``changed`` is None.
         """
-        functions = [n for n in nodes(loss) if _is_of_python(n) and _name(n) not in HARMLESS]
+        of_python: list[Any] = [n for n in nodes(loss) if isinstance(n, BackwardCFunction)]
+        functions = [node for node in of_python if _name(node) not in HARMLESS]
         before = _digests(functions, loss.device)
         with torch.random.fork_rng(self.devices), self._same_buffers():
             yield
@@ -86,11 +96,6 @@ def _digests(functions: Iterable[BackwardCFunction], device: torch.device) -> Di
         for name, x in _held(node)
         if type(x) is Tensor and x.layout is torch.strided  # not a parameter
     }
-
-
-def _is_of_python(node: Node) -> TypeGuard[BackwardCFunction]:
-    """Whether a node of a graph is a function written in Python."""
-    return isinstance(node, BackwardCFunction)
 
 
 def _held(node: BackwardCFunction) -> Iterator[tuple[str, Any]]:

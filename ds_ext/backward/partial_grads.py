@@ -6,6 +6,7 @@ parameters together (ZeRO-3's leaf modules, FSDP2's units), and the model calls 
 once.
 """
 
+import functools
 import itertools
 import threading
 from collections import Counter
@@ -57,10 +58,11 @@ class ModuleCalls:
                 p for p in owner.parameters(recurse=False) if p not in self.joint_params
             ]
             if next(owner.parameters(), None) is not None:
-                enter = Hook(self._enter(joint_params.get(owner, own), owner is module))
-                leave = Hook(self._leave)
-                self.hooks.append(owner.register_forward_pre_hook(enter))
-                self.hooks.append(owner.register_forward_hook(leave, always_call=True))
+                enter = functools.partial(
+                    self._enter, joint_params.get(owner, own), owner is module
+                )
+                self.hooks.append(owner.register_forward_pre_hook(Hook(enter)))
+                self.hooks.append(owner.register_forward_hook(Hook(self._leave), always_call=True))
 
     def in_parts(self, params: Iterable[Tensor]) -> set[Tensor]:
         """Returns those of ``params`` whose gradient may come in more than one part."""
@@ -93,24 +95,21 @@ class ModuleCalls:
         self.in_segment.clear()
         self.calls.made.clear()
 
-    def _enter(self, params: list[Tensor], is_whole: bool) -> Callable[..., None]:
-        def hook(*_: object) -> None:
-            if _in_backward():  # a checkpointed segment runs again
-                return
-            grads = torch.is_grad_enabled()
-            if grads and is_whole and self.is_stale:
-                self.clear()
-            if not self.calls.made:
-                self.is_counting = self.brings_gradients()
-            if self.is_counting and (grads or any(self.calls.made)):
-                self.count.update(params)
-                self.used_at = next(_clock)
-                self.thread = threading.get_ident()
-            if not grads and any(self.calls.made):
-                self.in_segment.update(params)
-            self.calls.made.append(grads)
-
-        return hook
+    def _enter(self, params: list[Tensor], is_whole: bool, *_: object) -> None:
+        if _in_backward():  # a checkpointed segment runs again
+            return
+        grads = torch.is_grad_enabled()
+        if grads and is_whole and self.is_stale:
+            self.clear()
+        if not self.calls.made:
+            self.is_counting = self.brings_gradients()
+        if self.is_counting and (grads or any(self.calls.made)):
+            self.count.update(params)
+            self.used_at = next(_clock)
+            self.thread = threading.get_ident()
+        if not grads and any(self.calls.made):
+            self.in_segment.update(params)
+        self.calls.made.append(grads)
 
     def _leave(self, *_: object) -> None:
         if self.calls.made and not _in_backward():

@@ -105,20 +105,18 @@ class Stepper:
             updates = [u for given in found for u in self._updates(*given, grads, state, 1.0)]
             projected_grads.project(self.optimizer, updates, collectives, state.projected, dtype)
 
-    def kept_elements(self, policy: str) -> int:
-        """Returns how many elements of gradients this rank keeps until the step."""
-        shards = self.layout.shards
-        kept = {p: len(shards[p]) for p in self.optimizer.group_of if p.requires_grad}
-        if policy == "projected":
-            for p, numel in self.projected(kept).items():
-                kept[p] = numel * kept[p] // shards[p].numel
-        return sum(kept.values())
-
     def log_kept(self, config: GradientConfig, why: str = "") -> None:
         """Logs once what kept gradients cost, after ``why`` they are kept."""
-        if not self._has_logged and self.layout.is_first:
-            logger.info(why + config.cost(self.kept_elements(config.policy)))
+        if self._has_logged or not self.layout.is_first:
+            return
         self._has_logged = True
+        shards = self.layout.shards
+        kept = {p: len(shards[p]) for p in self.optimizer.group_of if p.requires_grad}
+        if config.policy == "projected":
+            for p, numel in self.projected(kept).items():
+                kept[p] = numel * kept[p] // shards[p].numel
+        mib = sum(kept.values()) * (config.accumulate_in or torch.float32).itemsize / 2**20
+        logger.info(f"{why}gradients are kept until the step: {mib:,.1f} MiB on this rank")
 
     def projected(self, params: Iterable[Tensor]) -> dict[Tensor, int]:
         """Returns the parameters whose gradients are kept projected, and the elements of each."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ds_ext.backward import int8_weights
-from ds_ext.backward.autograd_graph import nodes
+from ds_ext.backward.norm_prepass import nodes
 
 CHECKPOINT = "torch.utils.checkpoint"
 # It forgets its inputs in the first backward pass.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ds_ext.backward import error_texts, foreign_grads, owners
-from ds_ext.backward.autograd_graph import nodes
+from ds_ext.backward.norm_prepass import nodes
 
 _lock = threading.Lock()
 
