@@ -15,6 +15,7 @@ from torch import Tensor
 from ds_ext import ops
 from ds_ext.distributed import lockstep
 from ds_ext.distributed.lockstep import StepGenerator
+from ds_ext.distributed.placement import Placement
 from ds_ext.ops.shard import Shard
 from ds_ext.optimizer import RuleOptimizer, expert_stacks, host_offload, state_checks
 from ds_ext.optimizer.bucket_optimizer import by_device
@@ -39,7 +40,7 @@ def projected(optimizer: RuleOptimizer, shards: Mapping[Tensor, Shard]) -> dict[
 def project(
     optimizer: RuleOptimizer,
     updates: Iterable[RunUpdate],
-    collectives: lockstep.Collectives | None,
+    collectives: Placement | None,
     kept: dict[Tensor, ProjectedGrads],
     dtype: torch.dtype | None,
 ) -> None:

@@ -97,14 +97,12 @@ def _rate(optimizer: RuleOptimizer, param: Tensor) -> tuple[str, Any, bool]:
 
 def _zeros(params: list[Tensor], layout: Layout) -> list[Tensor]:
     """The parameters that are zero on all ranks; all ranks call it."""
-    if not params:
-        return []
-    there = []
+    own = torch.zeros(len(layout.weights), dtype=torch.float32, device=layout.device)
     for param in params:
         with int8.expanded([param]):
             run = layout.run(param)
             # Of most runs, the first elements show it.
-            there.append(float(run[:1024].any() or run.any()))
-    total = layout.total_of_params(torch.tensor(there, dtype=torch.float32, device=layout.device))
+            own[layout.index_of[param]] = float(run[:1024].any() or run.any())
+    total = layout.total(own).tolist()
     layout.take_bytes_sent()  # so that the first step does not count them
-    return [p for p, found in zip(params, total.tolist(), strict=True) if not found]
+    return [p for p in params if not total[layout.index_of[p]]]

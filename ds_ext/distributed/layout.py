@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from ds_ext.distributed import groups
 from ds_ext.distributed.consensus import OrderCheck, RanksDifferError
 from ds_ext.distributed.groups import Group, communicates, everyone, explained, size_of, wait_for
-from ds_ext.distributed.placement import Placement, Summed, broadcast
+from ds_ext.distributed.placement import Placement, broadcast
 from ds_ext.ops import int8, turns
 from ds_ext.ops.shard import Shard
 
@@ -241,7 +241,7 @@ class Layout:
 
         With a uniform placement, votes are sent with the gradients, else by a separate all-reduce.
         """
-        are_sent_along = self.is_uniform and isinstance(self.placements[0], Summed)
+        are_sent_along = self.is_uniform and self.placements[0].group is not None
         flat_of, waits = dict(zip(params, flats, strict=True)), []
         run_of: dict[Tensor, Tensor] = {}
         for placement, some in self.by_placement(params):
@@ -273,10 +273,6 @@ class Layout:
         with explained():
             dist.all_reduce(x, group=group)
         return x
-
-    def total_of_params(self, sums: Tensor) -> Tensor:
-        """Returns the totals of sums of each parameter, over the ranks that have it."""
-        return self.total(sums)
 
     def any(self, flag: bool) -> bool:
         """Returns whether ``flag`` is true on any rank of the model; all ranks call it."""

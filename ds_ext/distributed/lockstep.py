@@ -10,11 +10,12 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds_ext.distributed.placement import Placement
 from ds_ext.ops.exchange import Exchange, Exchanges
 from ds_ext.ops.expressions import Sums
 from ds_ext.ops.joint import Joint
@@ -22,18 +23,6 @@ from ds_ext.ops.joint import Joint
 _OF_TUPLES = re.compile("tuple|sequence|unpack")
 _UNPACK = "yield returns a tuple, with a total for each sum: write (total,) = yield (x,)"
 StepGenerator = Generator[Sums, Sums, None]
-
-
-class Collectives(Protocol):
-    """What ``run`` asks of the ranks that share the parameters."""
-
-    def all_reduce(self, sums: Tensor) -> None:
-        """Adds up partial sums, [n], in place."""
-        ...
-
-    def exchange(self, exchanges: Exchanges) -> None:
-        """Sends the elements of exchanges, and delivers those that are received."""
-        ...
 
 
 def lockstep(generators: Iterable[StepGenerator]) -> Iterator[Tensor | Exchanges]:
@@ -161,7 +150,7 @@ def advance(generator: StepGenerator, totals: Sums | None) -> Sums | None:
     return waiting[0][1] if waiting else None
 
 
-def run(generators: Iterable[StepGenerator], collectives: Collectives | None) -> int:
+def run(generators: Iterable[StepGenerator], collectives: Placement | None) -> int:
     """Runs generators to their end, with one collective per round; returns the rounds.
 
     None means one rank: its partial sums are the totals, and are not copied. Each generator ends

@@ -79,10 +79,6 @@ class PipelineLayout(Layout):
         """Returns the total over all stages of sums of runs, divided by their ``num_replicas``."""
         return self._all_reduce(sums.clone(), self.everyone)
 
-    def total_of_params(self, sums: Tensor) -> Tensor:
-        """Returns the totals of sums of each parameter of this stage, over its ranks."""
-        return self._all_reduce(sums.clone(), self.group)
-
     def tied(self, kept: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Adds up kept gradients of tied weights over their stages; some stages may have none.
 

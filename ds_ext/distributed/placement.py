@@ -14,7 +14,6 @@ parallelism, "all" means the boxes of the matrix that a rank holds, and partial 
 over all ranks that hold a part of it. Unsplit parameters have their own placement, as do experts.
 """
 
-import abc
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -50,10 +49,9 @@ class TensorParallelShard(NamedTuple):
 class Placement:
     """The distribution of parameters over ranks, and its collectives.
 
-    This class assumes that gradients are already summed; ``Summed`` sums them.
-
     Args:
-        group: the ranks over which gradients are summed; None for a single process.
+        group: the ranks over which gradients are summed; None for a single process, and for
+            gradients that torch has summed.
         grad_divisor: the number of mean losses in a summed gradient, by which it is divided; by
             default the size of ``group``.
         statistics_group: the ranks that share a parameter and add up a rule's partial sums; None
@@ -72,6 +70,7 @@ class Placement:
 
     num_shards = 1
     shard_index = 0
+    replicas: Group = None  # other ranks that hold the same runs, over which they are summed too
 
     def __init__(
         self,
@@ -140,17 +139,6 @@ class Placement:
     def _padded(self, numel: int) -> int:
         return numel + -numel % self.num_shards
 
-    def reduce(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-        """Returns this rank's runs of gradients, which are already summed.
-
-        Args:
-            flats: gradients, each [padded_numel], in the same order on all ranks.
-
-        Returns:
-            The runs, and a function that waits for them.
-        """
-        return list(flats), lambda: None
-
     def all_reduce(self, sums: Tensor) -> None:
         """Adds up partial sums [n] in place, over the ranks that share a parameter."""
         if self.sends_sums:
@@ -175,12 +163,6 @@ class Placement:
         """
         for param in params:
             torch.autograd.graph.increment_version(param)
-
-
-class Summed(Placement, abc.ABC):
-    """Parameters whose gradients are summed over ``group``, and over ``replicas`` if it is set."""
-
-    replicas: Group = None  # ranks that hold the same runs
 
     def reduce(self, flats: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
         """Begins to sum flat gradients over the ranks in place, with one collective per dtype.
@@ -207,9 +189,9 @@ class Summed(Placement, abc.ABC):
             return runs, functools.partial(self._sum_replicas, by_dtype(runs), wait)
         return runs, wait
 
-    @abc.abstractmethod
     def _begin_sum(self, runs: list[Tensor], flats: list[Tensor]) -> dist.Work:
         """Begins a collective that writes this rank's part of the sums of ``flats`` to ``runs``."""
+        return self.group.allreduce_coalesced(flats)  # type: ignore[union-attr]
 
     def _sum_replicas(self, runs: list[list[Tensor]], wait: Callable[[], None]) -> None:
         """Sums runs of each dtype over replicas after ``wait``. All receive the same bits."""
@@ -224,17 +206,14 @@ class Summed(Placement, abc.ABC):
         return flat.view(self.num_shards, -1)[self.shard_index]
 
 
-class Replicated(Summed):
+class Replicated(Placement):
     """Parameters that every rank holds and updates whole: ZeRO stage 0, DDP or one process.
 
     Args: see ``Placement``.
     """
 
-    def _begin_sum(self, runs: list[Tensor], flats: list[Tensor]) -> dist.Work:
-        return self.group.allreduce_coalesced(flats)  # type: ignore[union-attr]
 
-
-class Sharded(Summed):
+class Sharded(Placement):
     """Parameters that every rank holds whole, and updates 1/d of: ZeRO stages 1 and 2.
 
     Args:

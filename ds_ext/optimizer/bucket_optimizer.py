@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ds_ext import rules
 from ds_ext.distributed import lockstep
+from ds_ext.distributed.placement import Placement
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import State, mapped
 from ds_ext.optimizer import host_offload, param_checks, sections, state_checks
@@ -101,7 +102,7 @@ class BucketOptimizer(ParamTable):
     def update(
         self,
         updates: Iterable[RunUpdate],
-        collectives: lockstep.Collectives | None,
+        collectives: Placement | None,
         check: GradCheck | None = None,
     ) -> int:
         """Steps runs in lock-step, writing weights and states in place.
