@@ -129,6 +129,8 @@ def run(tree: Path, tests: str) -> str:
     if done.returncode in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
         return ""
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.M)
+    if not failed and done.returncode > 0:  # a plugin or a package is missing
+        raise RuntimeError(f"pytest did not run: {done.stdout[-1000:]}{done.stderr[-1000:]}")
     return failed[1] if failed else f"pytest's exit status {done.returncode}"
 
 
