@@ -14,13 +14,12 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ds_ext.backward import owners
+from ds_ext.backward import owners, streams
 from ds_ext.backward.module_hooks import Hook, check_leaf_inputs
 from ds_ext.backward.owners import GradientOwner
 from ds_ext.backward.partial_grads import ModuleCalls
 from ds_ext.backward.reduced_grad import Receiver, ReducedGrad, add_up, has_other_users
 from ds_ext.backward.reduction import Reducing, Reduction
-from ds_ext.backward.streams import IN_FLIGHT, side_streams
 from ds_ext.distributed.consensus import tell_error
 from ds_ext.distributed.layout import Agreement, Layout
 from ds_ext.logs import logger
@@ -71,7 +70,8 @@ class Buckets:
         self.comm_dtype = comm_dtype
         self.has_followed = False  # edits of groups, since the last forward or backward pass began
         self.overlap = overlap
-        self.streams = side_streams(layout.device, overlap)
+        uses_streams = overlap and layout.device.type in streams.WITH_STREAMS
+        self.streams = streams.SideStreams(layout.device) if uses_streams else None
         self.sent: Reducing | None = None  # the bucket that is being reduced
         self.receiver: Receiver | None = None  # the receiver of this backward pass
         self.waiting: dict[Tensor, Tensor | None] = {}  # flat and padded; None: no gradient
@@ -278,7 +278,7 @@ class Buckets:
             if not (self.overlap and reducing.blocks):
                 self._receive()
             if self.streams is not None:
-                self.streams.make_room(IN_FLIGHT - (self.sent is not None))
+                self.streams.make_room(streams.IN_FLIGHT - (self.sent is not None))
         return agreed.ended
 
     def _receive(self) -> None:
@@ -354,15 +354,6 @@ class Buckets:
     def note(self, event: int) -> None:
         """Notes an event of all ranks. ``Layout.agree`` finds ranks whose events differ."""
         self.history = hash((self.history, event))
-
-    def begin_together(self) -> None:
-        """Begins a pass whose first collective is not ``Layout.agree``. All ranks call it.
-
-        Raises:
-            RuntimeError: on all ranks, if some are in another pass.
-        """
-        self.note(MEASURED)
-        self.layout.agree([], set(), False, self.history)()
 
     def _find_receiver(self) -> Receiver:
         """The receiver of this pass, even if this rank has had no gradient in it."""

@@ -24,7 +24,7 @@ from ds_ext.backward import (
     receivers,
     torch_calls,
 )
-from ds_ext.backward.buckets import READ, Buckets
+from ds_ext.backward.buckets import MEASURED, READ, Buckets
 from ds_ext.backward.gradient_config import GradientConfig
 from ds_ext.backward.norm_prepass import NormPrepass
 from ds_ext.backward.reduced_grad import GradientReader, Receiver, ReducedGrad
@@ -186,7 +186,8 @@ class FusedBackward:
         if self.state.norm is not None or self.state.used_up or self.buckets.holds():
             text = error_texts.SECOND_BACKWARD.format(names=self.names)
             raise RuntimeError(f"{self.names.clipping}: {text}")
-        self.buckets.begin_together()
+        self.buckets.note(MEASURED)
+        self.layout.agree([], set(), False, self.buckets.history)()  # raises for other passes
         who = single_use(loss)
         if self.layout.any(who is not None):
             self.state.must_keep = True

@@ -8,7 +8,7 @@ expands the weights of its bucket, updates them like any bf16 weight, and stores
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -81,8 +81,7 @@ def restore_bf16(model: nn.Module) -> None:
         int8.restore(param)
 
 
-@contextlib.contextmanager
-def expand_int8(params: Tensor | Iterable[Tensor]) -> Iterator[None]:
+def expand_int8(params: Tensor | Iterable[Tensor]) -> contextlib.AbstractContextManager[object]:
     """A context in which weights have their bf16 values, which may be read and changed.
 
     When it ends, also by an exception, the weights are stored in 8 bits again, rounded to nearest.
@@ -92,16 +91,12 @@ def expand_int8(params: Tensor | Iterable[Tensor]) -> Iterator[None]:
     Args:
         params: a parameter, or parameters.
     """
-    params = [params] if isinstance(params, Tensor) else params
-    with int8.expanded(params, stores=True):
-        yield
+    return int8.expanded([params] if isinstance(params, Tensor) else params, stores=True)
 
 
-@contextlib.contextmanager
-def codes_as_data(model: nn.Module) -> Iterator[None]:
+def codes_as_data(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """A context in which the data of stored weights is their codes, as bf16 numbers [bytes / 2]."""
-    with int8.codes_as_data(filter(_is_whole, model.parameters())):
-        yield
+    return int8.codes_as_data(filter(_is_whole, model.parameters()))
 
 
 def is_stored(model: nn.Module) -> bool:

@@ -223,13 +223,6 @@ class StepState:
         self.flagged_square += square / self.coefficient**2
         return bad, sum(numbers)
 
-    def clipped_fraction(self) -> float:
-        """Returns the fraction of elements that were bounded; 1 if all gradients were scaled."""
-        if not self.beyond:
-            return float(self.coefficient < 1)
-        beyond, elements = self.reader.layout.total(torch.stack(self.beyond).sum(0)).tolist()
-        return float(beyond / elements)
-
 
 class StepResult(NamedTuple):
     """How a step ended."""
@@ -250,10 +243,14 @@ def collect_metrics(
     sizes = (
         {} if optimizer.update_stats is None else _sizes(optimizer, optimizer.update_stats, layout)
     )
+    clipped = float(state.coefficient < 1)  # all gradients were scaled
+    if state.beyond:
+        beyond, elements = layout.total(torch.stack(state.beyond).sum(0)).tolist()
+        clipped = beyond / elements
     return {
         "grad_norm": state.norm,
         "clip_coefficient": state.coefficient,
-        "clipped_fraction": state.clipped_fraction(),
+        "clipped_fraction": clipped,
         "skipped_parameters": len(state.bad),
         "skipped_steps": skipped_steps,
         **sizes,

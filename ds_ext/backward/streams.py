@@ -66,11 +66,6 @@ class SideStreams:
         self._held.clear()
 
 
-def side_streams(device: torch.device, overlap: bool) -> SideStreams | None:
-    """Returns the side streams of a device; None without ``overlap``, or on a CPU."""
-    return SideStreams(device) if overlap and device.type in WITH_STREAMS else None
-
-
 def to_host(x: Tensor) -> Callable[[], Tensor]:
     """Starts to copy ``x`` to the host; returns a function that waits for the copy."""
     if x.device.type != "cuda":

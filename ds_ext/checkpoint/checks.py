@@ -45,7 +45,11 @@ def check(
         _check_weights(pieces, owned, strict, names)
         return
     optimizer.follow_groups()
-    _check_kind(pieces, optimizer)
+    saved, kind = pieces.saved[0]["optimizer"], type(optimizer).__name__
+    if saved != kind:
+        raise CheckpointError(
+            f"this checkpoint was saved with {saved}, but the optimizer is {kind}. {_WEIGHTS_ONLY}"
+        )
     _check_weights(pieces, owned, strict, names)
     _check_groups(pieces, optimizer, owned)
     _check_state(pieces, optimizer, owned)
@@ -74,15 +78,6 @@ def _check_weights(
         parts = [f"missing in the checkpoint: {', '.join(missing[:5])}"] if missing else []
         parts += [f"missing in the model: {', '.join(sorted(unknown)[:5])}"] if unknown else []
         raise CheckpointError(f"this checkpoint does not match the model: {'; '.join(parts)}.")
-
-
-def _check_kind(pieces: Pieces, optimizer: RuleOptimizer) -> None:
-    """Raises CheckpointError if another optimizer saved the state."""
-    saved, kind = pieces.saved[0]["optimizer"], type(optimizer).__name__
-    if saved != kind:
-        raise CheckpointError(
-            f"this checkpoint was saved with {saved}, but the optimizer is {kind}. {_WEIGHTS_ONLY}"
-        )
 
 
 def _check_groups(

@@ -238,15 +238,8 @@ class DTensorPlacementCache:
         is_divided = lies.shard.split is not None
         key = lies.ranks, world, is_divided, param.device.type
         if key not in self.made:
-            group = _group(param, lies)
+            # Not of the mesh: torch may return an older one, whose groups were destroyed.
+            own = groups.of_ranks(lies.ranks) if len(lies.ranks) > 1 else groups.alone()
+            group = groups.with_own_queue(own, param.device) if communicates(own) else None
             self.made[key] = DTensorPlacement(group, world // len(lies.ranks), is_divided)
         return self.made[key]
-
-
-def _group(param: "DTensor", lies: DTensorLocation) -> Group:
-    """The group over which the sums of a parameter's parts are added up."""
-    if len(lies.ranks) == 1:
-        alone = groups.alone()
-        return groups.with_own_queue(alone, param.device) if communicates(alone) else None
-    # Torch may return an older mesh, whose groups were destroyed with the process group.
-    return groups.with_own_queue(groups.of_ranks(lies.ranks), param.device)

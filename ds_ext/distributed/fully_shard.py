@@ -6,7 +6,7 @@ parameters. So gradients arrive reduced, in one order on all ranks. Only this fi
 own objects, which are private in torch 2.13.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,14 @@ class FSDP2Layout(Layout):
 
     def __init__(self, module: nn.Module, group: Group) -> None:
         names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
-        _refuse_plain(names)
+        for param, name in names.items():
+            if param.requires_grad and not dtensors.is_dtensor(param):
+                raise ValueError(
+                    f"{name} is trained but is not a DTensor, unlike other parameters of the "
+                    "model, so its gradient would not be averaged over the ranks. Apply "
+                    "fully_shard to the layers and then to the whole model, without "
+                    "ignored_params; or freeze the parameter."
+                )
         made = dtensors.DTensorPlacementCache(size_of(group))
         cut = {p: name for p, name in names.items() if dtensors.is_dtensor(p)}
         super().__init__(group, cut, made.of)  # type: ignore[arg-type]
@@ -102,18 +109,6 @@ class FSDP2Layout(Layout):
         """Frees gathered weights, which FSDP2 may keep after a forward pass without backward."""
         for group in self.param_groups:
             group.reshard()
-
-
-def _refuse_plain(names: Mapping[Tensor, str]) -> None:
-    """Raises ValueError for trained parameters that are no DTensors."""
-    for param, name in names.items():
-        if param.requires_grad and not dtensors.is_dtensor(param):
-            raise ValueError(
-                f"{name} is trained but is not a DTensor, unlike other parameters of the model, so "
-                "its gradient would not be averaged over the ranks. Apply fully_shard to the "
-                "layers and then to the whole model, without ignored_params; or freeze the "
-                "parameter."
-            )
 
 
 def _in_place(own: Any) -> Tensor:

@@ -88,7 +88,7 @@ def of_ranks(ranks: tuple[int, ...]) -> Group:
         return None
     if sorted(ranks) == dist.get_process_group_ranks(world):
         return world
-    return _cached(ranks, _timeout(world))
+    return _cached(ranks, world)
 
 
 def alone() -> Group:
@@ -96,7 +96,7 @@ def alone() -> Group:
     world = everyone()
     if world is None or size_of(world) == 1:
         return world
-    return _cached((dist.get_rank(),), _timeout(world))
+    return _cached((dist.get_rank(),), world)
 
 
 def for_hosts(group: Group, device: torch.device) -> Group:
@@ -108,13 +108,13 @@ def _twin(group: Group, backend: str | None, queue: str) -> Group:
     """The group of these ranks with a backend and a queue."""
     if group is None or not communicates(group):
         return group
-    return _cached(tuple(dist.get_process_group_ranks(group)), _timeout(group), backend, queue)
+    return _cached(tuple(dist.get_process_group_ranks(group)), group, backend, queue)
 
 
 def _cached(
-    ranks: tuple[int, ...], timeout: timedelta, backend: str | None = None, queue: str = ""
+    ranks: tuple[int, ...], like: dist.ProcessGroup, backend: str | None = None, queue: str = ""
 ) -> dist.ProcessGroup:
-    """The group that was made earlier, or a new one."""
+    """The group that was made earlier, or a new one with the time limit of ``like``."""
     made = _made.get((backend, queue, ranks))
     if made is not None and made in dist.distributed_c10d._world.pg_map:  # it was not destroyed
         return made
@@ -129,7 +129,7 @@ def _cached(
         with_attribute(everyone(), "bound_device_id", None),
     ):
         made = dist.new_group(
-            list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True
+            list(ranks), timeout=_timeout(like), backend=backend, use_local_synchronization=True
         )
     assert isinstance(made, dist.ProcessGroup)
     _made[backend, queue, ranks] = made

@@ -54,7 +54,8 @@ def optimizer_of(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:
     made = param_groups.of_config(REGISTRY[name], engine.optimizer_params() or {}, model, params)
     for line in _log_lines(names, optimizer_type.__name__, made):
         log(line)
-    groups = pipeline.of_stage(made.groups)
+    # A stage of a pipeline steps only its own parameters. A group of it may be empty.
+    groups = [{**g, "params": [p for p in g["params"] if not p.is_meta]} for g in made.groups]
     return consensus.run_on_all_ranks(lambda: optimizer_type(groups, **made.hypers), ValueError)
 
 

@@ -19,11 +19,10 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import (
     TiledFusedLogitsLoss,
     TiledMLP,
 )
-from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import Tensor, nn
 
-from ds_ext.backward import foreign_grads, fuse, int8_weights, norm_prepass, owners
+from ds_ext.backward import foreign_grads, fuse, int8_weights, owners
 from ds_ext.config import config_checks, optimizer_names, parsing
 from ds_ext.distributed import groups
 from ds_ext.engine import deepspeed_config, hook_cleanup, optimizers, own_engine, trainer_checks
@@ -90,7 +89,6 @@ def register() -> None:
     """
     methods = [_bound(getattr(patch.owner, patch.name), patch.function) for patch in PATCHES]
     fuse.REFUSALS.append(hook_cleanup.refuse_without_engine)
-    norm_prepass.HARMLESS.add(LinearFunctionForZeroStage3.__name__)  # every linear
     for patch, method in zip(PATCHES, methods, strict=True):
         setattr(patch.owner, patch.name, method)
 

@@ -139,12 +139,11 @@ def gather_params(model: PipelineModelView, params: Sequence[Any]) -> list[Any]:
     others = [x for x in params if not isinstance(x, dict)]
     keys = [_keys(group) for group in groups]
     given = [*(list(group["params"]) for group in groups), others]
-    merged = _merged(keys, given, names)
-    if merged is None:
-        raise ValueError(
-            "the stages of a PipelineModule were given different param groups: give each the same "
-            "groups, with its own parameters, or let optimizer.params.param_groups make them."
-        )
+    error = (
+        "the stages of a PipelineModule were given different param groups: give each the same "
+        "groups, with its own parameters, or let optimizer.params.param_groups make them."
+    )
+    merged = _merged(keys, given, names, error)
     *of_groups, rest = [[by_name[name] for name in some] for some in merged]
     made = [{**own, "params": some} for own, some in zip(keys, of_groups, strict=True)]
     return [*made, *rest]
@@ -156,11 +155,12 @@ def _keys(group: ParamGroup) -> dict[str, Any]:
 
 
 def _merged(
-    keys: list[dict[str, Any]], params: list[list[Tensor]], names: Mapping[Tensor, str]
-) -> list[list[str]] | None:
-    """Each group's parameter names on all stages; None if the stages have different ``keys``.
+    keys: list[dict[str, Any]], params: list[list[Tensor]], names: Mapping[Tensor, str], error: str
+) -> list[list[str]]:
+    """Each group's parameter names on all stages.
 
-    Raises ValueError on all ranks if a parameter is not in ``names``.
+    Raises ValueError on all ranks: ``error`` if the stages have different ``keys``, or if a
+    parameter is not in ``names``.
     """
 
     def named() -> list[list[str]]:
@@ -170,14 +170,9 @@ def _merged(
 
     everyone = consensus.gathered((repr(keys), consensus.run_on_all_ranks(named, ValueError)))
     if len({theirs for theirs, _ in everyone}) > 1:
-        return None
+        raise ValueError(error)
     of_groups = zip(*(own for _, own in everyone), strict=True)
     return [in_order(itertools.chain(*some)) for some in of_groups]
-
-
-def of_stage(groups: Sequence[ParamGroup]) -> list[ParamGroup]:
-    """Returns the groups with only this stage's parameters. A stage's group may be empty."""
-    return [{**g, "params": [p for p in g["params"] if not p.is_meta]} for g in groups]
 
 
 def number_parameters(
@@ -195,12 +190,11 @@ def number_parameters(
     groups = optimizer.param_groups
     names = {p: plain_name(name) for p, name in engine.param_names.items()}
     keys = [{} if may_differ else _keys(group) for group in groups]
-    merged = _merged(keys, [group["params"] for group in groups], names)
-    if merged is None:
-        raise ValueError(
-            "the stages of a PipelineModule have optimizers with different param groups: name the "
-            'optimizer in the config ("optimizer": {"type": ...}), which makes the same for all.'
-        )
+    error = (
+        "the stages of a PipelineModule have optimizers with different param groups: name the "
+        'optimizer in the config ("optimizer": {"type": ...}), which makes the same for all.'
+    )
+    merged = _merged(keys, [group["params"] for group in groups], names, error)
     optimizer.number_among(names, merged)
 
 
