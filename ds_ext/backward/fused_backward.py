@@ -187,7 +187,8 @@ class FusedBackward:
             text = error_texts.SECOND_BACKWARD.format(names=self.names)
             raise RuntimeError(f"{self.names.clipping}: {text}")
         self.buckets.note(MEASURED)
-        self.layout.agree([], set(), False, self.buckets.history)()  # raises for other passes
+        # On all ranks an error, before other collectives, if some are in another pass.
+        self.layout.agree([], set(), False, self.buckets.history)()
         who = single_use(loss)
         if self.layout.any(who is not None):
             self.state.must_keep = True

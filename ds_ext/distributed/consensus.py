@@ -122,12 +122,7 @@ class _Failure(NamedTuple):
 
 
 class _FailedRanks(RuntimeError):
-    """Raised in all ranks' actions at the same time, until the outermost failed action catches it.
-
-    Args:
-        told: the failures, by rank.
-        size: the number of ranks.
-    """
+    """Raised in the actions of all ranks, until the outermost failed action catches it."""
 
     def __init__(self, told: dict[int, _Failure], size: int) -> None:
         ranks: dict[str, list[int]] = {}

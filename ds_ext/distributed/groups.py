@@ -136,6 +136,11 @@ def _cached(
     return made
 
 
+def made() -> list[dist.ProcessGroup]:
+    """Returns the groups that were made here, and not destroyed."""
+    return [group for group in _made.values() if group in dist.distributed_c10d._world.pg_map]
+
+
 def _timeout(group: dist.ProcessGroup) -> timedelta:
     """The timeout of a group's collectives."""
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout

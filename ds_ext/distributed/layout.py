@@ -97,13 +97,6 @@ class Layout:
             with int8.expanded([param]):
                 self.run(param)  # makes its elements contiguous before the first step
 
-    @property
-    def groups(self) -> set[dist.ProcessGroup]:
-        """All groups that collectives run over."""
-        found = {self.group, self.host_group}
-        found = found.union(*(placement.groups for placement in self.placements))
-        return {group for group in found if group is not None}
-
     def name(self, param: Tensor) -> str:
         """Returns a parameter's name in the model, or a phrase if the model lacks it."""
         return self.names.get(param, "a parameter outside the model")

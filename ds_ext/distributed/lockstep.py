@@ -70,14 +70,8 @@ def _advance_all(
     """Begins generators, or sends them totals; answers their joint operations together.
 
     A generator with a joint operation waits until enough others wait for the same one, or until all
-    others have been advanced.
-
-    Args:
-        answered: the generators, with the totals of their last sums; None to begin one.
-        is_alone: whether sums are their own totals, so that generators run to their end.
-
-    Returns:
-        The generators that wait for totals, with their sums, and the most rounds of a generator.
+    others have been advanced. If the rank ``is_alone``, sums are their own totals. Returns the
+    generators that wait for totals, with their sums, and the most rounds of a generator.
     """
     found: dict[int, tuple[StepGenerator, Sums]] = {}
     rounds = Counter[int]()

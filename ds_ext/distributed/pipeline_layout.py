@@ -70,11 +70,6 @@ class PipelineLayout(Layout):
             for param in tie.params:
                 broadcast(param.detach(), source, tie.group)
 
-    @property
-    def groups(self) -> set[dist.ProcessGroup]:
-        """All groups of its collectives."""
-        return super().groups | {tie.group for tie in self.ties}
-
     def total(self, sums: Tensor) -> Tensor:
         """Returns the total over all stages of sums of runs, divided by their ``num_replicas``."""
         return self._all_reduce(sums.clone(), self.everyone)

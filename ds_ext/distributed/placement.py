@@ -14,7 +14,6 @@ parallelism, "all" means the boxes of the matrix that a rank holds, and partial 
 over all ranks that hold a part of it. Unsplit parameters have their own placement, as do experts.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -95,11 +94,6 @@ class Placement:
     def connect(self, with_own_queue: Callable[..., Group]) -> None:
         """Lets the sums of steps use a group with their own queue, as ``groups`` makes it."""
         self.statistics_group = with_own_queue(self.statistics_group)
-
-    @property
-    def groups(self) -> set[Group]:
-        """The groups of its collectives."""
-        return {self.group, self.statistics_group}
 
     def shape(self, param: Tensor) -> tuple[int, ...]:
         """Returns the shape of this rank's part of a parameter, before ZeRO-3 partitions it."""
@@ -185,21 +179,23 @@ class Placement:
                 for of_dtype in zip(by_dtype(runs), by_dtype(flats), strict=True):
                     waits.append(self._begin_sum(*of_dtype).wait)
         wait = wait_for(waits)
-        if self.replicas is not None:  # the caller may change the list of runs before it waits
-            return runs, functools.partial(self._sum_replicas, by_dtype(runs), wait)
-        return runs, wait
+        if self.replicas is None:
+            return runs, wait
+        of_dtypes = by_dtype(runs)  # the caller may change the list of runs before it waits
+
+        def wait_for_replicas() -> None:
+            """All receive the same bits."""
+            wait()
+            with explained():
+                for alike in of_dtypes:
+                    self.bytes_sent += sum(run.nbytes for run in alike)
+                    self.replicas.allreduce_coalesced(alike).wait()  # type: ignore[union-attr]
+
+        return runs, wait_for_replicas
 
     def _begin_sum(self, runs: list[Tensor], flats: list[Tensor]) -> dist.Work:
         """Begins a collective that writes this rank's part of the sums of ``flats`` to ``runs``."""
         return self.group.allreduce_coalesced(flats)  # type: ignore[union-attr]
-
-    def _sum_replicas(self, runs: list[list[Tensor]], wait: Callable[[], None]) -> None:
-        """Sums runs of each dtype over replicas after ``wait``. All receive the same bits."""
-        wait()
-        with explained():
-            for alike in runs:
-                self.bytes_sent += sum(run.nbytes for run in alike)
-                self.replicas.allreduce_coalesced(alike).wait()  # type: ignore[union-attr]
 
     def _own_part(self, flat: Tensor) -> Tensor:
         """A view of this rank's padded run of a flat gradient or weight."""
@@ -207,10 +203,7 @@ class Placement:
 
 
 class Replicated(Placement):
-    """Parameters that every rank holds and updates whole: ZeRO stage 0, DDP or one process.
-
-    Args: see ``Placement``.
-    """
+    """Parameters that every rank holds and updates whole: ZeRO stage 0, DDP or one process."""
 
 
 class Sharded(Placement):
@@ -244,11 +237,6 @@ class Sharded(Placement):
         self.publish_group = group
         self.num_shards = self.world
         self.shard_index = 0 if group is None else dist.get_rank(group)
-
-    @property
-    def groups(self) -> set[Group]:
-        """See ``Placement.groups``."""
-        return super().groups | {self.publish_group}
 
     def connect(self, with_own_queue: Callable[..., Group]) -> None:
         """Lets reductions use a group, too; updated runs are published in that of steps."""

@@ -16,6 +16,7 @@ from ds_ext import logs
 from ds_ext.backward import error_texts, startup_log, streams
 from ds_ext.backward.buckets import ENDED
 from ds_ext.backward.fused_backward import FusedBackward
+from ds_ext.backward.module_hooks import Hook
 from ds_ext.config import config_checks, parsing
 from ds_ext.distributed import consensus
 from ds_ext.distributed.groups import with_attribute
@@ -56,7 +57,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.dp_process_group = self.layout.group  # DeepSpeed uses it in file names
         if isinstance(self.layout, Zero3Layout):  # trainers remove its hooks during generation
             self.parameter_offload = self.layout.offload
-        share_time_limit(engine, self.layout)
+        share_time_limit(engine)
         config = engine_settings.effective(engine)
         kept_for, overlap = pipeline.gradients_kept_for(engine), bool(engine.zero_overlap_comm())
         grad_config = parsing.gradients(config, engine.monitor.enabled, kept_for)
@@ -77,7 +78,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             replace(grad_config, average=engine.gradient_average, overlap=overlap, has_engine=True),
             self._comm_dtype,
             self._is_boundary,
-            on_replaced=self._leave,
+            on_replaced=self.destroy,
             on_discarded=self._discarded,
             rerun_context=self._suspend_engine_hooks,
         )
@@ -89,7 +90,9 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self._is_prepass = False
         engine.torch_autocast_z0_gradscaler = None  # the adapter scales the loss, and clips
         engine._config.gradient_clipping = 0.0
-        hook_cleanup.hide_from_copies(engine)
+        for handle in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
+            hooks = handle.hooks_dict_ref()
+            hooks[handle.id] = Hook(hooks[handle.id])  # copies of the model have no engine
         safe_access.attach(self.fused)
 
     def log_start(self) -> None:
@@ -335,13 +338,9 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
     checkpoint_event_prologue = empty_partition_cache  # before weights are saved or loaded
 
     def destroy(self) -> None:
-        """Removes our hooks and attributes from the model."""
+        """Removes all hooks and attributes from the model, so that it does not hold this engine."""
         self.fused.remove()
         safe_access.detach(self.fused)
         if isinstance(self.layout, Zero3Layout):
             self.layout.offload.destroy()
-
-    def _leave(self) -> None:
-        """Removes all hooks from the model, so that the model does not keep this engine alive."""
-        self.destroy()
         hook_cleanup.remove_hooks(self.engine)

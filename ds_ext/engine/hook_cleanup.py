@@ -4,7 +4,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from ds_ext.backward import owners
-from ds_ext.backward.module_hooks import Hook
 from ds_ext.engine import expert_parallel
 
 # Classes of DeepSpeed that define hooks.
@@ -16,13 +15,6 @@ def remove_hooks(engine: DeepSpeedEngine) -> None:
     for name in ("module_forward_pre_hook", "module_forward_post_hook"):
         if (hook := vars(engine).get(name)) is not None:  # an engine that failed early has none
             hook.remove()
-
-
-def hide_from_copies(engine: DeepSpeedEngine) -> None:
-    """Makes the engine's hooks do nothing in copies and pickles of its model."""
-    for handle in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
-        hooks = handle.hooks_dict_ref()
-        hooks[handle.id] = Hook(hooks[handle.id])
 
 
 def refuse_other_engines(engine: DeepSpeedEngine) -> None:

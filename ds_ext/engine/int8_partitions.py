@@ -30,7 +30,12 @@ def store(module: nn.Module) -> None:
     for name, param in module.named_parameters():
         check_dtype(f'{KEY} = "int8": {name}', param)
     params = list(module.parameters())
-    stored = list(filter(_fits, params))
+    stored = []
+    for param in params:
+        own = deepspeed_parameter(param)
+        fits = int8.fits(own.ds_shape, size_of(own.ds_process_group))
+        if fits and param.requires_grad and not own.ds_persist:
+            stored.append(param)
     if not stored:
         raise ValueError(
             f'{KEY} = "int8": no trainable matrix is larger than '
@@ -44,12 +49,6 @@ def store(module: nn.Module) -> None:
     for param in params:
         _expand_in(param)
     log(f"{KEY}: {len(stored)} of {len(params)} parameters are stored and gathered in 8 bits")
-
-
-def _fits(param: Tensor) -> bool:
-    own = deepspeed_parameter(param)
-    fits = int8.fits(own.ds_shape, size_of(own.ds_process_group))
-    return fits and param.requires_grad and not own.ds_persist
 
 
 def _expand_in(param: Tensor) -> None:

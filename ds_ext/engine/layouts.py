@@ -25,7 +25,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 from torch import Tensor
 
-from ds_ext.distributed.groups import Group, everyone, size_of
+from ds_ext.distributed.groups import Group, everyone, made, size_of
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Placement, Replicated, Sharded
 from ds_ext.engine import autotp, expert_parallel, pipeline, zero3
@@ -76,8 +76,8 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
     return Zero3Layout(offload, group, names, placement_of, bool(engine.zero_overlap_comm()))
 
 
-def share_time_limit(engine: DeepSpeedEngine, layout: Layout) -> None:
-    """Sets the timeout of an engine's process groups to that of the default process group.
+def share_time_limit(engine: DeepSpeedEngine) -> None:
+    """Sets the timeout of an engine's process groups, and ours, to that of the default group.
 
     DeepSpeed creates its groups with torch's default timeout, half an hour for gloo.
     """
@@ -85,13 +85,16 @@ def share_time_limit(engine: DeepSpeedEngine, layout: Layout) -> None:
     assert everyone is not None
     distributed: Any = dist  # torch 2.15 adds set_timeout, and warns about the older name
     set_timeout = getattr(distributed, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    model_parallel = {*groups._get_expert_parallel_group_dict().values()}  # they exchange tokens
-    model_parallel |= {groups._TENSOR_MODEL_PARALLEL_GROUP, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP}
+    found = {*made(), engine.seq_data_parallel_group}
+    found |= {groups._TENSOR_MODEL_PARALLEL_GROUP, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP}
+    found.update(groups._get_expert_parallel_group_dict().values())  # they exchange tokens
+    found.update(groups._get_expert_data_parallel_group_dict().values())
     if engine.sequence_parallel_size > 1:
-        model_parallel.add(groups._get_sequence_parallel_group())
-    for group in (layout.groups | model_parallel) - {None}:
-        limit = everyone._get_backend(layout.device).options._timeout
-        set_timeout(limit, group)
+        found.add(groups._get_sequence_parallel_group())
+    if pipeline.is_pipeline(engine):
+        found.update(tied["group"] for tied in engine.module.tied_comms.values())
+    for group in found - {None}:
+        set_timeout(everyone._get_backend(engine.device).options._timeout, group)
 
 
 def _tensor_parallel(

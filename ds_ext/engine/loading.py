@@ -149,9 +149,6 @@ def _open(
     """Maps the files of a checkpoint; ``manifest`` is None if DeepSpeed's optimizer saved it.
 
     Returns this rank's model file, and the pieces of all ranks' states and of DeepSpeed's weights.
-
-    Raises:
-        CheckpointError: a file is damaged, or the folder has no model file.
     """
     layers = pipeline.layer_names(contents.engine)
     files = sorted(f.name for f in path.glob("*.pt")) if manifest is None else manifest["files"]

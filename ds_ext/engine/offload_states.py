@@ -55,7 +55,14 @@ class OffloadedStates:
         asked = {kind for kind in OffloadStateTypeEnum if include is None or kind in include}
         asked.discard(OffloadStateTypeEnum.contiguous_grad_buffer)  # there is none
         pinned = pin_memory and torch.cuda.is_available()
-        self._move(asked - self.kinds, lambda x: _on_host(x, pinned))
+
+        def on_host(x: Tensor) -> Tensor:
+            if x.device == host_offload.HOST:
+                return x
+            empty = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=pinned)
+            return empty.copy_(x)
+
+        self._move(asked - self.kinds, on_host)
         self.kinds |= asked
 
     def reload(self, non_blocking: bool = False) -> None:
@@ -87,10 +94,3 @@ class OffloadedStates:
             with_masters = OffloadStateTypeEnum.hp_params in kinds
             with_others = OffloadStateTypeEnum.optim_states in kinds
             optimizer.move_states(lambda k: with_masters if k == "master" else with_others, move)
-
-
-def _on_host(x: Tensor, pinned: bool) -> Tensor:
-    """The tensor itself if it is on the host, else a copy on the host."""
-    if x.device == host_offload.HOST:
-        return x
-    return torch.empty(x.shape, dtype=x.dtype, device=host_offload.HOST, pin_memory=pinned).copy_(x)

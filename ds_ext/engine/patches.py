@@ -94,8 +94,6 @@ def register() -> None:
 
 
 def _bound(original: Method, function: Method) -> Method:
-    """The method that replaces ``original``."""
-
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
         return function(original, *args, **kwargs)

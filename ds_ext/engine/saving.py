@@ -153,9 +153,6 @@ def _write(engine: DeepSpeedEngine, save_dir: str, aside: Path, more: dict[str, 
 
     Communicates nothing: in DeepSpeed's own ``save_checkpoint``, the other ranks would wait at a
     barrier for a rank that failed.
-
-    Raises:
-        CheckpointError: this rank does not see the folder, which rank 0 has made.
     """
     if not aside.is_dir():
         raise CheckpointError(f"{aside}: the folder must lie on a file system that all ranks share")

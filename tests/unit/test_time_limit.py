@@ -62,6 +62,8 @@ def test_groups_get_their_time_limit_without_a_warning(monkeypatch):
         distributed_c10d=SimpleNamespace(_set_pg_timeout=None),
     )
     monkeypatch.setattr(layouts, "dist", torch_215)
-    layout = SimpleNamespace(groups={"a group"}, device="cpu")
-    layouts.share_time_limit(SimpleNamespace(sequence_parallel_size=1), layout)
+    monkeypatch.setattr(layouts, "made", list)
+    engine = SimpleNamespace(sequence_parallel_size=1, device="cpu", module=None)
+    engine.seq_data_parallel_group = "a group"
+    layouts.share_time_limit(engine)
     assert told == [(limit, "a group")]
