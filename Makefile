@@ -90,7 +90,7 @@ versions: .venv/.test
 # -m "": all tests of the files, not those of `make test` alone.
 ir: .venv/.test .venv/.ir
 	PYTHONPATH=.venv/ir:. DS_ACCELERATOR=cpu $(BIN)/python -m pytest -q -p tests.tools.ir -m "" \
-	    -k kernel $(ARGS) $(patsubst %,tests/unit/test_%.py,kernels kernel_batches native statistics)
+	    -k kernel $(ARGS) $(patsubst %,tests/unit/test_%.py,kernels native statistics)
 
 contract: .venv/.test
 	DS_ACCELERATOR=cpu $(BIN)/python -m tests.tools.contract $(ARGS)

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.gpu.setting import RIGHT, WRONG, Row, Rows, Setting
 
 ROOT = Path(__file__).parents[2]
-FILES = ("kernels", "kernel_batches", "device_nonfinite")
+FILES = ("kernels", "device_nonfinite")
 FILES += ("int8", "native", "statistics", "update_stats", "unseen_rule", "edited_weights", "split")
 # Those that use kernels, by words in their names. The other tests of these files do not need a GPU.
 CHOSEN = "kernel or device_nonfinite or bad_gradients or advance_once or launch"
@@ -30,8 +30,8 @@ PATIENCE = 90  # seconds for compute-sanitizer
 def rows(on: Setting) -> Rows:
     """Runs the tests of kernels, all cases; of a rehearsal, those of one file."""
     if on.is_rehearsal:
-        chosen = [*tests(["kernel_batches"]), "-k", "a_convolution or a_launch"]
-        yield "pytest", pytest("test_kernel_batches", chosen)
+        chosen = [*tests(["kernels"]), "-k", "a_convolution or a_launch"]
+        yield "pytest", pytest("test_kernels", chosen)
         return
     parallel = ["-n", str(WORKERS)] if importlib.util.find_spec("xdist") else []
     yield "pytest", pytest("of kernels", [*tests(FILES), "-k", CHOSEN, *parallel])

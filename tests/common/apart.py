@@ -1,9 +1,11 @@
-"""Python in a process of its own, which has not run backward and may fork ranks."""
+"""Python in a process of its own, which may fork ranks; the command line in this process."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 OWN = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -36,3 +38,17 @@ def python(
     )
     assert fails or done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return done
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Runs ``python -m ds_ext ARGUMENTS``, which must fail -> what it prints to stderr.
+
+    The exit status must be 2, and nothing may be printed to stdout.
+    """
+    from ds_ext.commands.cli import main  # processes import this file before ds_ext
+
+    with pytest.raises(SystemExit) as ended:
+        main([*map(str, arguments)])
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and not printed.out
+    return printed.err

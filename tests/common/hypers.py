@@ -15,6 +15,7 @@ Hypers = dict[str, Any]
 
 # Rules that step parameters of any shape; the others are for matrices of linear layers.
 FOR_ALL = [name for name, entry in REGISTRY.items() if entry.any_shape]
+BATCHED = [name for name, entry in REGISTRY.items() if entry.is_batched]
 
 
 class Table(Mapping[str, Hypers]):

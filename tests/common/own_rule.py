@@ -15,10 +15,7 @@ from ds_ext.ops.state import Part, Parts
 
 @contextlib.contextmanager
 def registered(
-    step: Callable[..., Any],
-    is_batched: bool = False,
-    dtype: torch.dtype | None = None,
-    **how: Any,
+    step: Callable[..., Any], is_batched: bool = False, dtype: torch.dtype | None = None, **how: Any
 ) -> Iterator[type]:
     """A rule named "Own", with a step and the moments "m" and "v".
 

@@ -22,10 +22,9 @@ from ds_ext.ops.runs import Runs
 from ds_ext.ops.state import mapped
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, plans, state_checks
 from ds_ext.rules import REGISTRY
-from tests.common.hypers import SIMULATED
+from tests.common.hypers import BATCHED, SIMULATED
 from tests.common.states import entries
 
-BATCHED = [name for name, entry in REGISTRY.items() if entry.is_batched]
 SHAPES = [(), (1,), (5,), (33,), (300,), (1, 7), (7, 1), (16, 16), (13, 29), (70, 110), (3, 5, 9)]
 LARGE = (600, 400)  # threads share it
 SHAPES += [(31, 9, 1, 1), (4, 3, 2, 5), LARGE]

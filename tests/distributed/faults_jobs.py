@@ -31,20 +31,20 @@ from tests.common import engines
 from tests.common.ranks import shared_folder
 from tests.distributed.resume_jobs import message, same, start, steps, whole
 
-KIND, TOTAL, WHEN = "came", 6, 3
+KIND, TOTAL, WHEN, VICTIM = "came", 6, 3, 1
 
 
-def train(folder: str, stage: int, fault: str = "", tag: str | None = None) -> dict[str, Any]:
+def train(folder: str, stage: int, fault: str = "") -> dict[str, Any]:
     """Goes on from the newest checkpoint to step ``TOTAL``, saving each; a fault on the way."""
     engine = start(KIND, stage)
     engine.load_checkpoint(folder)
     told = []
     first = engine.global_steps
     for step in range(first, TOTAL):
-        if step == WHEN and fault:
-            sabotage(fault, engine)
+        if step == WHEN and fault and dist.get_rank() == VICTIM:
+            FAULTS[fault](engine)
         steps(engine, range(step, step + 1))
-        told.append(message(lambda: engine.save_checkpoint(folder, tag=tag)))
+        told.append(message(lambda: engine.save_checkpoint(folder)))
         restore_limits()
     return {"first": first, "weights": whole(engine), "told": told}
 
@@ -52,17 +52,6 @@ def train(folder: str, stage: int, fault: str = "", tag: str | None = None) -> d
 def unbroken() -> dict[str, Any]:
     with shared_folder() as folder:
         return train(folder, 3)
-
-
-def sabotage(fault: str, engine: deepspeed.DeepSpeedEngine) -> None:
-    """Prepares a fault of one rank in the step and save that follow."""
-    if dist.get_rank() == victim_of(fault):
-        FAULTS[fault](engine)
-
-
-def victim_of(fault: str) -> int:
-    """The rank that a fault befalls; rank 0 puts a checkpoint into its place."""
-    return 0 if fault in ("replaced", "latest") else 1
 
 
 def restore_limits() -> None:
@@ -93,19 +82,6 @@ def _refuse(*_: Any, **__: Any) -> None:
     raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
 
-def _nth(function: Any, number: int) -> Any:
-    """``function``, but that the process is killed at the call of this number."""
-    calls = []
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        if len(calls) == number:
-            _kill()
-        return function(*args, **kwargs)
-
-    return call
-
-
 def _fill_disk(engine: Any) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (9000, resource.RLIM_INFINITY))
@@ -119,9 +95,6 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
     "late": lambda engine: engine.module.register_forward_pre_hook(lambda *_: time.sleep(12)),
     "disk full": _fill_disk,
     "no folder": lambda engine: setattr(torch, "save", _refuse),
-    # The second file of a checkpoint, and what follows the manifest.
-    "replaced": lambda engine: setattr(Path, "replace", _nth(Path.replace, 2)),
-    "latest": lambda engine: setattr(os, "replace", _nth(os.replace, 2)),
 }
 
 
@@ -131,11 +104,10 @@ def stage_of(fault: str) -> int:
 
 def suffer(folder: str, fault: str, stage: int) -> dict[str, Any]:
     """A run with a fault, what is on the disk after it, and the same run started again."""
-    tag = "last" if fault == "replaced" else None  # the same at each save
     timeout = 6 if fault == "late" else 60
-    failed = worlds.fresh(2, train, folder, stage, fault, tag, timeout=timeout, limit=120)
+    failed = worlds.fresh(2, train, folder, stage, fault, timeout=timeout, limit=120)
     found = ds_ext.newest_checkpoint(folder)
-    again = worlds.fresh(2, train, folder, stage, "", tag, timeout=60)
+    again = worlds.fresh(2, train, folder, stage, timeout=60)
     return {"failed": failed, "found": found, "again": again, "left": os.listdir(folder)}
 
 
@@ -303,16 +275,6 @@ def late(folder: str) -> dict[str, list[str]]:
     finally:
         consensus.PATIENCE = patience
     return told
-
-
-def save_alone(folder: str) -> None:
-    """The last rank saves, while the first one goes on with training at stage 3."""
-    consensus.PATIENCE = 0.5
-    engine = start(KIND, 3)
-    steps(engine, range(1))
-    if dist.get_rank() == 1:
-        engine.save_checkpoint(folder)
-    steps(engine, range(1, 3))
 
 
 def endure(steps_: int) -> dict[str, Any]:

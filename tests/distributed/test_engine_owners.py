@@ -3,7 +3,6 @@
 import copy
 import functools
 import gc
-import io
 import itertools
 import weakref
 from typing import Any
@@ -21,7 +20,7 @@ from tests import worlds
 from tests.common import engines, int8_model, models
 from tests.common.choose import params
 from tests.common.ranks import logged, message, whole
-from tests.common.states import same
+from tests.common.states import from_file, same
 from tests.common.updates import check_each
 from tests.distributed import expert_parallel_jobs
 from tests.distributed.test_int8_engines import engine_of
@@ -137,10 +136,8 @@ def copied(stage: int) -> None:
     before = whole(engine.module)
     assert same(dict(twin.named_parameters()), before)
     if stage < 3:  # DeepSpeed's own hooks gather what a copy does not have, with AdamW as well
-        saved = io.BytesIO()
-        torch.save(engine.module, saved)  # cannot be done with AdamW
-        saved.seek(0)
-        assert same(before, dict(torch.load(saved, weights_only=False).named_parameters()))
+        saved = from_file(engine.module, weights_only=False)  # cannot be done with AdamW
+        assert same(before, dict(saved.named_parameters()))
         called = engine._forward_prologue
         engine._forward_prologue = None  # a copy does not call it
         calls = engine.optimizer.fused.buckets.uses.count.copy()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -49,42 +49,36 @@ def train(name: str, stage: int) -> dict[str, Any]:
     return {"after": found["after"], "state": kept}
 
 
-class Linear(nn.Module):
-    """A model whose gradient is the same small whole numbers on every rank: sums are exact."""
+WHOLE = ((13, 29), (7,))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(13, 29))
-        self.bias = nn.Parameter(torch.randn(7))
 
-    def forward(self, step: int) -> torch.Tensor:
-        g = torch.arange(13 * 29).view(13, 29) * (step + 3) % 7 - 3
-        h = torch.arange(7) + step
-        return (self.weight * g).sum() + (self.bias * h).sum()
+def small(step: int) -> list[Tensor]:
+    """The same small whole numbers on every rank, whose sums are exact."""
+    return [torch.arange(13 * 29).view(13, 29) * (step + 3) % 7 - 3, torch.arange(7) + step]
 
 
 def bits(stage: int | str, weight_update: str) -> dict[str, torch.Tensor]:
     """bf16 weights after steps whose gradients do not depend on the number of ranks."""
-    torch.manual_seed(4)
-    model, hypers = Linear(), {"lr": 1e-3, "weight_update": weight_update, "seed": 5}
+    model = models.Given(table.weights(WHOLE, torch.float32))
+    hypers = {"lr": 1e-3, "weight_update": weight_update, "seed": 5}
     if stage == "fsdp2":
         fully_shard(model.bfloat16(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         engine = engines.start(model, ds_ext.LOMO(model.parameters(), **hypers), None)
     else:
         lomo = {"type": "LOMO", "params": hypers}
         engine = engines.start(model, None, stage, optimizer=lomo, bf16={"enabled": True})
-    engines.train(engine, lambda model, step, rank: model(step), 10)
+    engines.train(engine, lambda model, step, rank: model(small(step)), 10)
     return fully_shard_jobs.whole(model) if stage == "fsdp2" else whole(model)
 
 
 def bits_reference(weight_update: str) -> dict[str, torch.Tensor]:
-    torch.manual_seed(4)
-    model = Linear().bfloat16()
-    params = [{"params": [model.weight]}, {"params": [model.bias]}]
-    optimizer = ds_ext.LOMO(params, lr=1e-3, weight_update=weight_update, seed=5)
-    for step in range(10):
-        plain.mean_step(optimizer, [model(step)])
-    return {n: p.detach() for n, p in model.named_parameters()}
+    def make(params: list[Tensor]) -> torch.optim.Optimizer:
+        groups = [{"params": [p]} for p in params]
+        return ds_ext.LOMO(groups, lr=1e-3, weight_update=weight_update, seed=5)
+
+    steps = [small(step) for step in range(10)]
+    weights, _ = plain.stepped(make, table.weights(WHOLE, torch.bfloat16), steps)
+    return {f"weights.{i}": p for i, p in enumerate(weights)}
 
 
 CASES = [(name, ranks, stage) for name in RULES for ranks in (2, 3) for stage in range(4)]

@@ -16,9 +16,8 @@ from tests.common.choose import params
 from tests.common.ranks import REFUSALS, whole
 from tests.common.states import same
 from tests.common.updates import check_each
-from tests.unit import test_dtypes_mixed
-from tests.unit.test_dtypes_mixed import F32, F64
-from tests.unit.test_odd_models import Reading
+from tests.unit import test_odd_models as mixed_models
+from tests.unit.test_odd_models import F32, F64, Reading
 
 STEPS = 4
 
@@ -97,8 +96,8 @@ def mixed(
     name: str, stage: int, dtypes: list[torch.dtype], policy: str, more: dict[str, Any]
 ) -> dict[str, Any]:
     """An engine's steps of a model of fp64, or of several dtypes."""
-    model = test_dtypes_mixed.make(dtypes)
-    optimizer = test_dtypes_mixed.optimizer_of(name, model.parameters())
+    model = mixed_models.make(dtypes)
+    optimizer = mixed_models.optimizer_of(name, model.parameters())
     return engines.trained(engines.start(model, optimizer, stage, policy, **more), rows_loss, STEPS)
 
 
@@ -238,8 +237,8 @@ MIXED = [
 
 @pytest.mark.parametrize("name, stage, dtypes, policy, more", params(MIXED, MIXED[3::3]), ids=str)
 def test_engines_train_fp64_and_mixed_models(name, stage, dtypes, policy, more):
-    model, norm = test_dtypes_mixed.make(dtypes), more.get("gradient_clipping", 0.0)
-    optimizer = test_dtypes_mixed.optimizer_of(name, model.parameters())
+    model, norm = mixed_models.make(dtypes), more.get("gradient_clipping", 0.0)
+    optimizer = mixed_models.optimizer_of(name, model.parameters())
     expected = engines.alone(model, optimizer, rows_loss, STEPS, max_norm=norm)
     bound = 1e-11 if dtypes == ONLY_F64 and more != IN_FP32 else 1e-5
     for got in worlds.run(2, mixed, name, stage, dtypes, policy, more):

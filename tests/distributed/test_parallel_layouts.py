@@ -1,4 +1,4 @@
-"""Odd states, second forward passes, others' parameters and edited groups beside each layout.
+"""Second forward passes, others' parameters and edited groups beside each layout.
 
 Tensor parallelism, sequence parallelism, experts that ranks share out, and offload, each beside
 torch's AdamW on the same model in one process.
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from tests import worlds
 from tests.common import engines, plain, updates
 from tests.common.choose import pairs, params
-from tests.common.ranks import REFUSALS, shared_folder, whole
-from tests.common.states import same, tensors
+from tests.common.ranks import shared_folder, whole
+from tests.common.states import same
 from tests.distributed import (
     expert_parallel_jobs,
     offload_jobs,
@@ -40,7 +40,6 @@ class Special:
     """A way to lay out a model on two ranks, and the same model in one process."""
 
     engine: Engine
-    elsewhere: Engine  # on other ranks
     loss: engines.Loss
     alone: Callable[[], nn.Module]
     loss_alone: engines.Loss
@@ -61,9 +60,7 @@ def _tensor_parallel() -> Special:
     def loss(model: Any, number: int, rank: int) -> Tensor:
         return tensor_parallel_jobs.loss_of(model, "fused", number, 0)
 
-    return Special(
-        engine, engine, loss, make, loss, 1, lambda e: tensor_parallel_jobs.weights(e)[0]
-    )
+    return Special(engine, loss, make, loss, 1, lambda e: tensor_parallel_jobs.weights(e)[0])
 
 
 def _sequences() -> Special:
@@ -75,11 +72,7 @@ def _sequences() -> Special:
     def loss_alone(model: Any, number: int, rank: int) -> Tensor:
         return ulysses_jobs.loss_of(model, number, 0, slice(None))
 
-    def elsewhere(config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
-        return initialized(make(), config)
-
-    spread = ulysses_jobs.initialized
-    return Special(spread, elsewhere, loss, make, loss_alone, 1, lambda e: whole(e.module))
+    return Special(ulysses_jobs.initialized, loss, make, loss_alone, 1, lambda e: whole(e.module))
 
 
 def _experts() -> Special:
@@ -89,9 +82,9 @@ def _experts() -> Special:
             p.copy_(expert_parallel_jobs.values()[name])
         return model
 
-    def engine(size: int, config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
-        model = expert_parallel_jobs.Whole(size)
-        groups._create_expert_and_data_parallel(size)
+    def engine(config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
+        model = expert_parallel_jobs.Whole(2)
+        groups._create_expert_and_data_parallel(2)
         return initialized(filled(model, expert_parallel_jobs.named(model)), config)
 
     def alone() -> nn.Module:
@@ -105,8 +98,7 @@ def _experts() -> Special:
         named = expert_parallel_jobs.named(engine.module)
         return {name: p.detach().clone() for name, p in named.items()}
 
-    spread, together = (functools.partial(engine, size) for size in (2, 1))
-    return Special(spread, together, loss, alone, loss, 2, weights, r"up|down", "wide.weight")
+    return Special(engine, loss, alone, loss, 2, weights, r"up|down", "wide.weight")
 
 
 def _offloaded() -> Special:
@@ -124,7 +116,7 @@ def _offloaded() -> Special:
         return model(engines.rows(number, rank, 3, 12).to(next(model.parameters()).device))
 
     names = "second", "first.weight", "second.weight"
-    return Special(engine, engine, loss, alone, loss, 2, offload_jobs.weights, *names)
+    return Special(engine, loss, alone, loss, 2, offload_jobs.weights, *names)
 
 
 LAYOUTS: dict[str, Callable[[], Special]] = {
@@ -271,47 +263,6 @@ def edit(special: Special, model: nn.Module, optimizer: Any, step: int) -> None:
         EDITS[step - 1](optimizer, param, special.second)
 
 
-def saved(layout: str, stage: int, folder: str) -> None:
-    """Two steps, and a checkpoint with states cast to fp64; a state resized is not saved."""
-    with laid_out(layout) as special:
-        engine = special.engine(config(special, stage))
-        engines.train(engine, special.loss, 2)
-        kept = [state for state in engine.optimizer.state.values() if state]
-        for state in kept[::2]:
-            state |= {k: x.double() for k, x in state.items() if isinstance(x, Tensor)}
-        engine.save_checkpoint(folder, tag="double")
-        kept[0]["v"] = torch.cat([kept[0]["v"], kept[0]["v"]])
-        with pytest.raises(REFUSALS, match="replaced by a tensor of another size"):
-            engine.save_checkpoint(folder, tag="resized")
-
-
-def loaded(layout: str, stage: int, folder: str) -> None:
-    """Goes on from it on these ranks, after an engine of another optimizer has refused it."""
-    with laid_out(layout) as special:
-        world = special.world
-
-        def loss(model: Any, number: int, _: int = 0) -> Tensor:
-            return sum(special.loss_alone(model, number, rank) for rank in range(world)) / world
-
-        model = special.alone()
-        optimizer = torchs(model, special.second)
-        engines.alone(model, optimizer, loss, 2, 1)
-        alone = engines.alone(model, optimizer, lambda m, n, _: loss(m, n + 2), 2, 1)
-        other = special.elsewhere(config(special, stage, "came"))
-        before = special.weights(other)
-        with pytest.raises(REFUSALS, match="saved with AdamW, but the optimizer is CAME"):
-            other.load_checkpoint(folder, tag="double")
-        assert same(before, special.weights(other))
-        assert not any(other.optimizer.state.values())
-        other.destroy()
-        engine = special.elsewhere(config(special, stage))
-        engine.load_checkpoint(folder, tag="double")
-        for state in engine.optimizer.state.values():
-            assert all(x.dtype == torch.float32 for x in tensors(state))
-        engines.train(engine, loss, range(2, 4))
-        assert error(special.weights(engine), alone) <= 1e-5
-
-
 def _none(*_: Any) -> Any:
     """A pipeline runs backward itself, and ``piped`` copies its weights."""
     raise NotImplementedError
@@ -322,7 +273,7 @@ def _loss_of_rows(model: nn.Module, number: int, rank: int) -> Tensor:
 
 
 _NAMES = "^(1|4)[.]", "3.weight", "1.weight"
-PIPELINE = Special(_none, _none, _none, pipelines_jobs.Chain, _loss_of_rows, 1, _none, *_NAMES)
+PIPELINE = Special(_none, _none, pipelines_jobs.Chain, _loss_of_rows, 1, _none, *_NAMES)
 
 
 def piped(zero: int) -> dict[str, Any]:
@@ -347,7 +298,6 @@ def piped(zero: int) -> dict[str, Any]:
 
 STAGES = {"tensor parallelism": (0, 3), "sequences": (1, 3), "experts": (1, 2), "offload": (2, 3)}
 CASES = [(layout, stage) for layout, stages in STAGES.items() for stage in stages]
-ONE_EACH = [("tensor parallelism", 0), ("sequences", 3), ("experts", 2), ("offload", 3)]
 
 
 @pytest.mark.parametrize("layout, stage", params(CASES, [("sequences", 3)]))
@@ -368,15 +318,6 @@ def test_edits_of_groups_are_followed_by_any_loss(layout, stage, passes, max_nor
         out, later = zip(*got["stayed"], strict=True)
         assert out == (False, False, False, True, False, False)  # while it was in no group
         assert later == (False, False, False, False, False, True)  # after its group was removed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout, stage", ONE_EACH)
-def test_states_of_another_dtype_are_loaded_by_other_numbers_of_ranks(layout, stage, tmp_path):
-    worlds.run(2, saved, layout, stage, str(tmp_path))
-    assert not (tmp_path / "resized").exists()
-    for world in (2, 4) if layout == "tensor parallelism" else (1, 3):
-        worlds.run(world, loaded, layout, stage, str(tmp_path))
 
 
 @pytest.mark.parametrize("world, zero", params([(2, 0), (2, 1), (4, 1)], []))

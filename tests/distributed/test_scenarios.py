@@ -40,9 +40,7 @@ FEATURES = ["freezing and unfreezing layers", "hyper-parameters per parameter gr
 
 
 @pytest.mark.supports(
-    lambda way: FEATURES if way == "engine" else [],
-    stage="stage",
-    optimizer="AdaLomo",
+    lambda way: FEATURES if way == "engine" else [], stage="stage", optimizer="AdaLomo"
 )
 @pytest.mark.parametrize("way, stage, policy, clip", params(EVERY, [SOME[0], SOME[-1]]))
 def test_every_call_is_right_at_every_stage(way, stage, policy, clip):

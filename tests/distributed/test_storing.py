@@ -3,15 +3,12 @@
 import contextlib
 import functools
 import gc
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import pytest
@@ -27,6 +24,7 @@ from tests import worlds
 from tests.common import engines
 from tests.common.choose import params
 from tests.common.ranks import logged, message
+from tests.unit.test_saving_over import Killed, kill_before
 
 # What gloo and NCCL know no numbers of, but models hold: quantized and complex values.
 ODD = {"int16": torch.int16, "uint16": torch.uint16, "float8": torch.float8_e4m3fn}
@@ -179,34 +177,6 @@ def failing_one_by_one(actions: dict[str, Callable[[], Any]], least: int, every:
     assert number > least and not wrong
 
 
-CALLS = ("rename", "replace", "unlink", "rmdir", "mkdir", "open", "fsync")
-
-
-def _interrupted(number: int, action: Callable[[], Any]) -> bool:
-    """Runs something with Ctrl-C before the call of this number -> whether it came."""
-    left = number
-
-    def calling(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left == -1:
-                signal.raise_signal(signal.SIGINT)
-            return function(*args, **kwargs)
-
-        return call
-
-    with contextlib.ExitStack() as stack:
-        for name in CALLS:
-            stack.enter_context(mock.patch.object(os, name, calling(getattr(os, name))))
-        stack.enter_context(mock.patch.object(torch, "save", calling(torch.save)))
-        try:
-            action()
-        except KeyboardInterrupt:
-            return True
-    return left < 0
-
-
 def test_parameters_and_buffers_of_any_dtype_are_sent_without_an_engine():
     first, second = worlds.run(2, plain_dtypes)
     assert first == second == bits(Quantized(seed=0).state_dict())
@@ -250,7 +220,7 @@ def test_a_function_of_a_save_or_load_that_fails_on_one_rank_fails_on_all(tmp_pa
 
 @worlds.on(1)
 def test_after_ctrl_c_in_a_save_one_goes_on(tmp_path):
-    """At each call of the file system in turn."""
+    """At each change of a folder in turn."""
     saved = engine_of(1, nn.Linear(3, 5, bias=False))
 
     def stepped(steps: int) -> None:
@@ -260,7 +230,11 @@ def test_after_ctrl_c_in_a_save_one_goes_on(tmp_path):
 
     for number in range(1000):
         stepped(number)
-        done = not _interrupted(number, lambda: saved.save_checkpoint(tmp_path, tag="both"))
+        done = False
+        with pytest.MonkeyPatch.context() as patched, contextlib.suppress(Killed):
+            kill_before(patched, number)
+            saved.save_checkpoint(tmp_path, tag="both")
+            done = True
         before = manifests.newest_checkpoint(tmp_path)
         assert not number or (before and before.steps in (number, number - 1 + 5000)), number
         stepped(number + 5000)

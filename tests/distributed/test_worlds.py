@@ -26,14 +26,6 @@ def test_a_world_stays_alive_and_returns_the_results_by_rank():
     assert [pid for *_, pid in first] == [pid for *_, pid in second]
 
 
-def test_a_run_that_several_tests_look_at_is_run_once():
-    assert worlds.once(2, clock) == worlds.once(2, clock) != worlds.once(1, clock)
-
-
-def clock() -> float:
-    return time.monotonic()
-
-
 def litter() -> None:
     dist.new_group([0, 1])
     deepspeed.utils.groups.mpu = "left behind"
@@ -92,12 +84,6 @@ def test_a_rank_that_fails_is_told_at_once_and_the_next_job_runs(job, words):
 
 
 ALONE = [("raises", "ValueError: as asked"), ("dies", "died with -11"), ("hangs", "2 s")]
-
-
-def test_a_failed_run_fails_again_without_a_new_run():
-    for _ in range(2):
-        with pytest.raises(AssertionError, match="this rank fails"):
-            worlds.once(2, fail, 0)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ PROJECTED = {"ds_ext": {"gradient_policy": "projected"}}
 INT8 = {"ds_ext": {"weight_storage": "int8"}}
 KEPT = {"ds_ext": {"gradient_policy": "sharded"}}
 PREVIOUS = {"ds_ext": {"clip_mode": "previous"}}
+GATHER = "stage3_gather_16bit_weights_on_model_save"
 USUAL = {"overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
 
 
@@ -123,6 +124,7 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
     (None, ours({"lr": 1e-2}) | {"scheduler": WARMUP}),
     ('Did you mean "offload_optimizer"?', zero(3, offload_optimiser={"device": "cpu"})),
     ('Did you mean "device"?', zero(3, offload_optimizer={"devic": "cpu"})),
+    (f'Did you mean "{GATHER}"?', zero(3, **{GATHER[:-1]: True})),
     ('Did you mean "warmup_num_steps"?', {"scheduler": MISSPELT}),
     ('Did you mean "loss_scale"?', {"fp16": {"loss_scael": 128}}),
     ("zero_quantized_weights = True was removed", zero(3, zero_quantized_weights="true")),
@@ -238,7 +240,6 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
     ),
     (None, zero(2, reduce_scatter="auto", overlap_comm="auto")),
     ('Did you mean "lr"?', ours({"learning_rate": 1})),
-    ('Did you mean "lr"?', ours({"learning_rat": 1})),
     ('If "auto" filled', ours({"lr": "auto", "eps": "auto"})),
     ("filled in by nobody", ours({"rank": "auto"}, "APOLLO")),
     ("ds_ext.batch_splits is 0; allowed: a whole number > 0", own(batch_splits=0)),

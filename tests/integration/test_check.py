@@ -11,7 +11,7 @@ from ds_ext.commands.cli import main
 from ds_ext.config import optimizer_names
 from ds_ext.config.parsing import lookup
 from tests import worlds
-from tests.common.cli import refused
+from tests.common.apart import refused
 from tests.distributed import wrong_configs_jobs
 from tests.distributed.wrong_configs_jobs import JUDGED, SIZES
 
@@ -44,13 +44,6 @@ def test_keys_of_ours_for_anothers_optimizer_are_told(tmp_path, capsys):
     ]
 
 
-def test_a_key_of_a_section_within_a_section_is_not_taken_for_the_section(tmp_path, capsys):
-    zero = {"stage": 3, "offload_optimizer": {"devcie": "cpu"}}
-    (error,) = checked(changed(zero_optimization=zero), tmp_path, capsys)[0]
-    assert "offload_optimizer.devcie: Extra inputs" in error
-    assert error.endswith('Did you mean "device"?')
-
-
 def test_batch_sizes_have_to_fit_the_ranks(tmp_path, capsys):
     sizes = changed(train_batch_size=8, train_micro_batch_size_per_gpu=2)
     assert checked(sizes, tmp_path, capsys) == ([], [])
@@ -59,12 +52,6 @@ def test_batch_sizes_have_to_fit_the_ranks(tmp_path, capsys):
     assert "train_batch_size is not equal to" in error and "8 != 2 * 1 * 3" in error
     config = sizes | {"train_batch_size": "8"}
     assert "train_batch_size is '8'" in checked(config, tmp_path, capsys)[0][0]
-
-
-def test_a_key_of_deepspeed_is_guessed_as_a_config_spells_it(tmp_path, capsys):
-    key = "stage3_gather_16bit_weights_on_model_save"
-    (error,), _ = checked(changed(zero_optimization={key[:-1]: True}), tmp_path, capsys)
-    assert f'Did you mean "{key}"?' in error
 
 
 def test_keys_that_deepspeed_reads_of_a_config_alone_are_known(tmp_path, capsys):

@@ -19,7 +19,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory, models
 from ds_ext.rules import REGISTRY
 from tests.common import apart
-from tests.common.cli import refused
+from tests.common.apart import refused
 
 SIZES = {"vocab_size": 3001, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -78,10 +78,7 @@ def step(name, dtype, mode, shapes, meter=None):
     first = optimizer.first_round_checks(dict(zip(params, shards, strict=True)))
     batched = optimizer.in_batches(dict(zip(params, shards, strict=True)), torch.device("cpu"))
     votes = {p: torch.ones(()) for p in batched if p not in first}
-    for bound, judge in (
-        (1.0, None),
-        (None, GradCheck(first, votes, GradFlags())),
-    ):
+    for bound, judge in ((1.0, None), (None, GradCheck(first, votes, GradFlags()))):
         updates = [
             RunUpdate(p, run, ops.Scaled(run, 0.5, bound), s)
             for p, s, run in zip(params, shards, runs, strict=True)

@@ -13,8 +13,8 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import fit as fit_steps
 from ds_ext.planner import options
 from tests import worlds
+from tests.common.apart import refused
 from tests.common.choose import params
-from tests.common.cli import refused
 from tests.integration.test_cli import HEADS, SIZES, plan, read
 from tests.tools import way_down
 

@@ -24,16 +24,7 @@ from tests.distributed.fully_shard_jobs import whole
 from tests.integration import trainer_jobs
 from tests.integration.own_loops import EPOCHS, LOOPS, ROWS, WARMUP
 from tests.integration.test_trainer import build, check_loop, compare, of, reference
-from tests.integration.trainer_jobs import (
-    BATCH,
-    FREE,
-    STEPS,
-    TIGHT,
-    TWICE,
-    Job,
-    Sequential,
-    data,
-)
+from tests.integration.trainer_jobs import BATCH, FREE, STEPS, TIGHT, TWICE, Job, Sequential, data
 
 ODD, EVEN = 67, 68  # tokens of a vocabulary, which two ranks can divide, or not
 # What TrainingArguments take for accelerate to apply FSDP2.

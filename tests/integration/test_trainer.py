@@ -230,12 +230,6 @@ def test_norms_are_not_decayed_and_the_log_says_so(folder):
     assert "no weight decay on: model.layers.*.input_layernorm.weight (2)" in said
 
 
-@pytest.mark.slow
-def test_a_scheduler_of_the_config_is_followed(folder):
-    rates = of(result(folder, "scheduler")["log"], "learning_rate")
-    assert max(rates) == pytest.approx(1e-2) and rates[-1] < 3e-3 and rates[0] < 1e-2
-
-
 def test_a_scheduler_that_deepspeed_would_give_no_metric_is_refused(folder):
     with pytest.raises(AssertionError, match="choose another lr_scheduler_type"):
         result(folder, "plateau")

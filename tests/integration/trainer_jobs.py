@@ -87,15 +87,6 @@ FREE = {"max_grad_norm": 0.0}
 TIGHT = {"max_grad_norm": 0.1}
 TIGHTER = {"max_grad_norm": 0.03}  # the norm of adapters' gradients is small
 TWICE = {"gradient_accumulation_steps": 2}
-WARMUP_DECAY = {
-    "type": "WarmupDecayLR",
-    "params": {
-        "total_num_steps": "auto",
-        "warmup_min_lr": "auto",
-        "warmup_max_lr": "auto",
-        "warmup_num_steps": "auto",
-    },
-}
 
 
 def _jobs() -> dict[str, Job]:
@@ -123,7 +114,6 @@ def _jobs() -> dict[str, Job]:
     made["lora-lomo-nonreentrant"] = Job("lomo", TIGHTER | _checkpointing(False), lora=True)
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}  # accelerate compiles it
     made["adalomo-compiled"] = Job("adalomo", FREE | compiled)
-    made["scheduler"] = Job("adalomo", FREE, {"scheduler": WARMUP_DECAY})
     for name, power in (("fp16", 8), ("fp16-overflow", 19)):
         fp16 = {"enabled": "auto", "initial_scale_power": power, "hysteresis": 1}
         made[f"lomo-{name}"] = Job("lomo", TIGHT | {"fp16": True}, {"fp16": fp16})

@@ -11,7 +11,7 @@ A test says what it shows:
 A function is called with the test's parameters that it names, and gives one value or a list (an
 empty one: nothing is shown). Features are those of ``FEATURES``, where a new one takes its place.
 `make matrix` writes the pages from all tests that pytest collects, slow ones too; in `make test`,
-test_support.py fails if the pages say anything else.
+test_snippets.py fails if the pages say anything else.
 """
 
 import inspect

@@ -21,18 +21,10 @@ def made():
     return params, ds_ext.SCALE(groups, momentum=0.0, norm_axis="column")
 
 
-def change_rule(optimizer):
-    optimizer.param_groups[0]["momentum"] = 0.9
-
-
 def move_one_parameter_and_add_another(optimizer):
     first, second = optimizer.param_groups
     second["params"] += [first["params"].pop(), nn.Parameter(torch.ones(3))]
     optimizer.follow_groups()
-
-
-def stack_experts(optimizer):
-    optimizer.stacks = {optimizer.param_groups[0]["params"][1]: 0}
 
 
 def change_dtype(optimizer):
@@ -40,11 +32,16 @@ def change_dtype(optimizer):
     param.data = param.data.double()  # no kernel reads it
 
 
-CHANGES = [change_rule, move_one_parameter_and_add_another, stack_experts, change_dtype]
+CHANGES = {
+    "rule": lambda optimizer: optimizer.param_groups[0].update(momentum=0.9),
+    "another parameter": move_one_parameter_and_add_another,
+    "experts": lambda o: setattr(o, "stacks", {o.param_groups[0]["params"][1]: 0}),
+    "dtype": change_dtype,
+}
 
 
 @needs.triton
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_votes_follow_a_change(change, monkeypatch):
     paths.use(monkeypatch, "kernels")
     (params, optimizer), placement = made(), Replicated(None)

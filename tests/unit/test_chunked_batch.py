@@ -1,7 +1,6 @@
 """``split_batch``: the whole batch's gradients, each delivered once, in less memory."""
 
 import copy
-import io
 from collections import Counter
 
 import pytest
@@ -13,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import ds_ext
 from tests.common.choose import crossed
 from tests.common.ranks import message
+from tests.common.states import from_file
 
 SMALL = dict(vocab_size=61, hidden_size=32, num_hidden_layers=3, num_attention_heads=4)
 WIDE = SMALL | {"intermediate_size": 48, "num_key_value_heads": 2}
@@ -101,10 +101,7 @@ def test_one_piece_undoes_it_and_no_gradients_run_whole():
 def test_copies_and_pickles_run_in_pieces_of_their_own():
     model = make("llama")
     ds_ext.split_batch(model, 3)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+    for other in (copy.deepcopy(model), from_file(model, weights_only=False)):
         with torch.no_grad():
             other.model.layers[0].mlp.down_proj.weight.zero_()
         (ours, theirs) = (m(**inputs(True)).loss for m in (model, other))

@@ -18,8 +18,7 @@ from ds_ext.ops.state import mapped
 from ds_ext.optimizer import update_stats
 from ds_ext.optimizer.nonfinite import GradFlags
 from tests.common import needs, paths, table
-from tests.common.hypers import SIMULATED
-from tests.unit.test_native import BATCHED
+from tests.common.hypers import BATCHED, SIMULATED
 
 pytestmark = needs.triton
 

@@ -101,29 +101,28 @@ def test_rounding_at_random_after_an_edit_is_that_of_an_optimizer_made_so():
     assert torch.equal(*made)
 
 
-def in_two_groups(groups):
-    groups[1]["params"].append(groups[0]["params"][0])
-
-
-def without_a_key(groups):
-    groups[1] = {"params": groups[1]["params"], "lr": 0.1}
-
-
 def complex_numbers(groups):
     p = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
     p.grad = torch.ones_like(p)
     groups[0]["params"].append(p)
 
 
-def setting(key, value):
-    return lambda groups: groups[1].update({key: value})
-
-
-WRONG = [(in_two_groups, r"in param_groups\[0\] and in param_groups\[1\]")]
-WRONG += [(without_a_key, r"param_groups\[1\] has no 'betas': .*add_param_group")]
+WRONG = [
+    (
+        lambda groups: groups[1]["params"].append(groups[0]["params"][0]),
+        r"in param_groups\[0\] and in param_groups\[1\]",
+    ),
+    (
+        lambda groups: groups.append({"params": groups.pop()["params"], "lr": 0.1}),
+        r"param_groups\[1\] has no 'betas': .*add_param_group",
+    ),
+]
 WRONG += [(complex_numbers, "is torch.complex64")]
 WRONG += [
-    (setting(key, value), rf"param_groups\[1\]\.{key} is {shown}; allowed: a {kind}")
+    (
+        lambda groups, new={key: value}: groups[1].update(new),
+        rf"param_groups\[1\]\.{key} is {shown}; allowed: a {kind}",
+    )
     for key, value, shown, kind in (
         *(("lr", math.nan, "nan", "number"), ("lr", -1e-3, "-0.001", "number")),
         *(("lr", "1e-3", "'1e-3'", "number"), ("betas", (0.9,), r"\(0.9,\)", "list of 2")),
@@ -264,3 +263,6 @@ def test_a_checkpoint_follows_the_groups():
     assert all(map(torch.equal, other.runs, one.runs))
     first, second = (rank.optimizer.state[rank.params[1]]["v"] for rank in made)
     assert torch.equal(first, second)
+    one.optimizer.state[one.params[1]]["v"] = torch.zeros(9)
+    with pytest.raises(ValueError, match="replaced by a tensor of another size"):
+        resharding.save(one.optimizer, one.owned)

@@ -21,7 +21,7 @@ from ds_ext.rules import REGISTRY
 from ds_ext.settings import SETTINGS as ALL_SETTINGS
 from tests.common import optimizer_ranks
 from tests.common.hypers import FOR_ALL
-from tests.common.manifests import manifest
+from tests.unit.test_saving_over import manifest
 
 EXACT = 1e-9
 # A rule that has no row is run with its defaults.

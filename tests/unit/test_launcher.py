@@ -29,8 +29,7 @@ from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.optimizer.updates import RunUpdate
 from tests.common import needs, paths, spies, table
 from tests.common.choose import params, spread
-from tests.common.hypers import SIMULATED
-from tests.unit.test_native import BATCHED
+from tests.common.hypers import BATCHED, SIMULATED
 
 pytestmark = needs.triton
 # Vectors, matrices of two widths of tiles, and rows that are wider than any tile.

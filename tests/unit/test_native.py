@@ -20,10 +20,10 @@ from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import REGISTRY
 from tests.common import needs, paths, plain, table
 from tests.common.choose import pairs, params, spread
-from tests.common.hypers import SIMULATED, changed
+from tests.common.hypers import BATCHED, SIMULATED, changed
 from tests.common.states import same
 from tests.unit import test_kernels
-from tests.unit.test_kernels import trained, worst
+from tests.unit.test_kernels import trained, updates_of, worst
 
 SHAPES = (
     (),
@@ -42,7 +42,6 @@ SHAPES = (
 SETTINGS = changed(SIMULATED, lomo={"lr": 0.5})
 EIGHT = ("flashadamw", "lion")
 WITHOUT_SUMS = ("lomo", "adamw", *EIGHT)  # whose bits no order of additions changes
-BATCHED = [name for name, entry in REGISTRY.items() if entry.is_batched]
 WAYS = [(torch.float32, "nearest"), (torch.bfloat16, "stochastic"), (torch.bfloat16, "nearest")]
 WAYS += [(torch.bfloat16, "master"), (torch.float16, "stochastic"), (torch.float16, "nearest")]
 WAYS += [(torch.float16, "master"), (torch.bfloat16, "master24"), (torch.float16, "master24")]
@@ -110,15 +109,6 @@ def optimizers_of(name, weights, together, **hypers):
     for i, optimizer in enumerate(optimizers):  # random bits depend on the parameter's number
         optimizer.number_of[weights[i]] = i
     return optimizers
-
-
-def updates_of(weights, grads, world):
-    """Rank 0's runs of parameters, and of their gradients."""
-    made = []
-    for p, g in zip(weights, grads, strict=True):
-        s = Shard.of_rank(tuple(p.shape), 0, world)
-        made.append(RunUpdate(p, p.detach().view(-1)[: len(s)], g.view(-1)[: len(s)], s))
-    return made
 
 
 def stepped(name, way, together, shapes=SHAPES, world=1, steps=2):

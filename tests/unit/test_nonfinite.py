@@ -25,8 +25,7 @@ from ds_ext.optimizer.nonfinite import BAD_VOTE, GradCheck
 from ds_ext.rules import REGISTRY
 from tests.common import needs, optimizer_ranks, paths, table
 from tests.common.choose import pairs, params, spread
-from tests.common.hypers import SIMULATED, changed
-from tests.unit.test_native import BATCHED
+from tests.common.hypers import BATCHED, SIMULATED, changed
 
 SHAPES = ((30, 70), (40, 20), (9,), (24, 1, 1), (12, 70))
 MATRICES = ((30, 70), (40, 20), (16, 16), (20, 40), (12, 70))

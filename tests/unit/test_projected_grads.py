@@ -165,20 +165,15 @@ def test_a_bad_gradient_of_several_micro_batches_is_counted_once(caplog):
     assert caplog.text.count("0.weight") == 1
 
 
-def reload(module, optimizer):
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-
-def delete(module, optimizer):
-    del optimizer.state[module[2].weight]
-
-
-def double(module, optimizer):
-    module.double()
+REPLACED = {
+    "reload": lambda _, optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    "delete": lambda module, optimizer: optimizer.state.pop(module[2].weight),
+    "double": lambda module, _: module.double(),
+}
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-@pytest.mark.parametrize("replace", [reload, delete, double])
+@pytest.mark.parametrize("replace", REPLACED.values(), ids=REPLACED)
 def test_a_projection_that_was_replaced_in_a_step_is_refused(replace, is_last):
     """The gradients so far were projected by the old one; zero_grad() drops them."""
     own, fused = fit("projected", 1, steps=1)

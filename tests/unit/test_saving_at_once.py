@@ -13,8 +13,7 @@ import pytest
 from ds_ext.checkpoint import folder, manifests
 from ds_ext.errors import CheckpointError
 from tests.common.choose import params
-from tests.common.manifests import manifest
-from tests.unit.test_saving_over import KEPT, age, leftovers, save, start, steps_of, texts
+from tests.unit.test_saving_over import KEPT, age, leftovers, manifest, save, start, steps_of, texts
 
 
 @pytest.mark.parametrize("tag", ["first", "second"])

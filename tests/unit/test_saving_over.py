@@ -4,12 +4,12 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ds_ext.checkpoint import folder, manifests
 from ds_ext.errors import CheckpointError
-from tests.common.manifests import manifest
 
 KEPT = {"tokenizer.json": "tokens", "eval/scores.json": "scores", "eval/deep/er.txt": "deeper"}
 KEPT |= {"mp_rank_00_model_states.pt/mine.txt": "a folder with a file's name"}
@@ -17,6 +17,12 @@ KEPT |= {"mp_rank_00_model_states.pt/mine.txt": "a folder with a file's name"}
 
 class Killed(BaseException):
     """The process ends here."""
+
+
+def manifest(tag: str, steps: int, files: dict[str, dict[str, int]]) -> dict[str, Any]:
+    """The manifest of a checkpoint with these files, none of which holds states."""
+    said = {"ds_ext": manifests.VERSION, "tag": tag, "global_steps": steps, "files": files}
+    return said | {"model_files": [], "state_files": []}
 
 
 def save(root: Path, tag: str, steps: int, ranks: int = 2) -> None:
@@ -129,7 +135,7 @@ def kill_before(monkeypatch, number: int) -> None:
 
     for name in MOVES:
         monkeypatch.setattr(Path, name, counted(getattr(Path, name)))
-    for name in ("replace", "unlink", "rmdir"):  # shutil.rmtree calls the last two
+    for name in ("replace", "unlink", "rmdir", "open", "fsync"):  # also of shutil.rmtree
         monkeypatch.setattr(os, name, counted(getattr(os, name)))
 
 

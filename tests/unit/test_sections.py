@@ -13,7 +13,7 @@ from ds_ext.distributed import lockstep
 from ds_ext.ops.shard import Box, Shard, TensorParallelSplit
 from ds_ext.optimizer import OPTIMIZERS, param_checks
 from ds_ext.rules import REGISTRY
-from tests.common import low_rank, optimizer_ranks, plain, table
+from tests.common import low_rank, models, optimizer_ranks, plain, table
 from tests.common.choose import crossed, params
 from tests.common.hypers import SIMULATED
 from tests.common.simulated import EXACT, errors
@@ -173,17 +173,6 @@ def test_an_entry_splits_the_matrix_and_leaves_its_bias_to_adamw():
     assert type(rules["qkv_proj.bias"]).__name__ == "AdamW"
 
 
-class Given(nn.Module):
-    """A matrix whose gradient is what it is called with."""
-
-    def __init__(self, value):
-        super().__init__()
-        self.weight = nn.Parameter(value.clone())
-
-    def forward(self, gradient):
-        return (self.weight * gradient).sum()
-
-
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("form", ["qkv", "columns"])
 @pytest.mark.parametrize("way", ["plain", "fused"])
@@ -193,16 +182,16 @@ def test_a_step_of_fp32_weights_splits_them(name, form, way):
     before, steps = data(dtype=torch.float32)
     hypers = SIMULATED[name] | ({"momentum": 0.0} if name == "scale" else {})
     expected = apart(name, hypers, sections, before, steps)
-    model = Given(before)
+    model = models.Given([before.clone()])
     optimizer = OPTIMIZERS[name](model.parameters(), **hypers | keys)
     if way == "fused":
         ds_ext.fuse_into_backward(model, optimizer)
     for g in [*steps[:2], torch.full_like(before, torch.nan), *steps[2:]]:
         if way == "fused" or g.isfinite().all():
-            model(g).backward()
+            model([g]).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert max(errors(sections(model.weight), expected, sections(before))) <= 1e-5
+    assert max(errors(sections(model.weights[0]), expected, sections(before))) <= 1e-5
 
 
 # What a config says wrong: the entry, and the message.

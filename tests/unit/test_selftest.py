@@ -23,8 +23,8 @@ from ds_ext.rules import REGISTRY
 from ds_ext.testing import check_rule
 from tests import worlds
 from tests.common import adan, apart, needs, paths, pretend
+from tests.common.apart import refused
 from tests.common.choose import params
-from tests.common.cli import refused
 
 CPU = torch.device("cpu")
 # What a process of a self-test runs first: kernels step tensors of the CPU, and few of them.

@@ -195,27 +195,13 @@ def test_a_gradient_of_before_a_resize_is_refused():
     )
 
 
-def missing(state, key):
-    del state[key]
-
-
-def nothing(state, key):
-    state[key] = None
-
-
-def shorter(state, key):
-    state[key] = state[key].flatten()[:-1] if state[key].numel() > 1 else state[key].new_zeros(3)
-
-
-def longer(state, key):
-    state[key] = torch.cat([state[key].flatten()] * 2)
-
-
-def whole_numbers(state, key):
-    state[key] = torch.zeros(state[key].shape, dtype=torch.int32)
-
-
-EDITS = (missing, nothing, shorter, longer, whole_numbers)
+EDITS = {
+    "missing": lambda x: None,
+    "nothing": lambda x: None,
+    "shorter": lambda x: x.flatten()[:-1] if x.numel() > 1 else x.new_zeros(3),
+    "longer": lambda x: torch.cat([x.flatten()] * 2),
+    "whole_numbers": lambda x: torch.zeros(x.shape, dtype=torch.int32),
+}
 WAYS = list(itertools.product([0, 1], EDITS))
 
 
@@ -226,7 +212,7 @@ def test_an_edited_state_is_refused(form, at, edit):
     check_edits(*stepped(form), at, edit)
 
 
-@pytest.mark.parametrize("edit", EDITS[1:4])
+@pytest.mark.parametrize("edit", ["nothing", "shorter", "longer"])
 @pytest.mark.parametrize("dtype, how", MASTERS)
 def test_an_edited_master_is_refused(dtype, how, edit):
     check_edits(*stepped("lomo", dtype=dtype, weight_update=how), 1, edit)
@@ -237,14 +223,16 @@ def check_edits(params, optimizer, at, edit):
     saved = optimizer.state_dict()
     for keys, *_ in list(entries(optimizer.state[params[at]])):
         is_made_again = keys == ("ema",) or keys[0] not in saved["state"][at]
-        if edit is missing and is_made_again:  # an average, or a cache, which is not saved
+        if edit == "missing" and is_made_again:  # an average, or a cache, which is not saved
             continue
         own, twin, given = copy.deepcopy((params, optimizer, saved))
         loads = functools.partial(twin.load_state_dict, given)
         steps = functools.partial(step, own, twin)
         for state, call in ((given["state"][at], loads), (twin.state[own[at]], steps)):
             for inner in [inner for path, inner, _ in entries(state) if path == keys]:
-                edit(inner, keys[-1])
+                inner[keys[-1]] = EDITS[edit](inner[keys[-1]])
+                if edit == "missing":
+                    del inner[keys[-1]]
                 assert refused(own, twin, call, f"layers.{at} .*{keys[-1]}")
 
 

@@ -38,11 +38,7 @@ CLIENTS = (
             Run("transformers", "Trainer, BERT", f"{TRAINER} bert 3"),
             Run("transformers", "Trainer, T5", f"{TRAINER} t5 3"),
             Run("transformers", "Trainer, ViT", f"{TRAINER} vit 2"),
-            Run(
-                "sentence-transformers",
-                "SentenceTransformerTrainer",
-                f"{TRAINER} st 2",
-            ),
+            Run("sentence-transformers", "SentenceTransformerTrainer", f"{TRAINER} st 2"),
             Run("diffusers", "UNet2DModel, accelerate's loop", f"{RANKS}/run_diffusers.py"),
         ),
     ),
