@@ -8,8 +8,8 @@ from ds_ext import contract, logs
 from ds_ext.backward import error_texts, gradient_config, int8_weights, owners, startup_log
 from ds_ext.backward.buckets import LOADED
 from ds_ext.backward.fused_backward import FusedBackward
-from ds_ext.distributed import consensus, fully_shard
-from ds_ext.distributed.groups import Group, everyone, require_group_of_launcher
+from ds_ext.distributed import consensus, dtensors, fully_shard
+from ds_ext.distributed.groups import Group, everyone, of_ranks, require_group_of_launcher
 from ds_ext.distributed.layout import Layout
 from ds_ext.distributed.placement import Replicated
 from ds_ext.distributed.unsupported_wrappers import refuse_wrapped
@@ -130,7 +130,7 @@ def fuse_into_backward(
                 "fuse_into_backward: the model's parameters are DTensors, and their mesh sets the "
                 "ranks: remove the argument group."
             )
-        group = fully_shard.group_of(model)
+        group = of_ranks(dtensors.ranks_of(model.parameters()))
     devices = sorted({str(p.device) for p in model.parameters()})
     facts = consensus.facts(model, optimizer)
     facts |= {"optimizer": type(optimizer).__name__, "device count": len(devices)}

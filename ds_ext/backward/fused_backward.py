@@ -33,6 +33,7 @@ from ds_ext.backward.step_state import Clipping, StepResult, StepState, collect_
 from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Layout
 from ds_ext.logs import logger
+from ds_ext.ops import int8
 from ds_ext.optimizer import RuleOptimizer, ema_exchange, param_checks, state_checks
 
 _warn_once = functools.cache(logger.warning)
@@ -73,7 +74,9 @@ class FusedBackward:
             consensus.run_on_all_ranks(check, ValueError)
         else:
             check()
-        int8_weights.check_hypers(optimizer)
+        for param in filter(int8.find, optimizer.group_of):
+            if error := int8_weights.refused_hypers(optimizer, param):
+                raise error
         self.optimizer = optimizer
         optimizer.agree_on_executor(layout.device, layout.any)
         self.layout, self.grad_config, self.is_boundary = layout, grad_config, is_boundary

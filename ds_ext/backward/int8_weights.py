@@ -126,13 +126,6 @@ def check_dtype(name: str, param: Tensor) -> None:
         )
 
 
-def check_hypers(optimizer: RuleOptimizer) -> None:
-    """Raises ValueError if an optimizer's settings do not go with weights in 8 bits."""
-    for param in filter(int8.find, optimizer.group_of):
-        if error := refused_hypers(optimizer, param):
-            raise error
-
-
 def refused_hypers(optimizer: RuleOptimizer, param: Tensor) -> ValueError | None:
     """Returns the error if a parameter's settings do not go with weights in 8 bits."""
     rule = optimizer.rule_of(param)

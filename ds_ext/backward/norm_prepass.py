@@ -16,8 +16,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.utils.weak import WeakIdRef
 
-BufferKey: TypeAlias = tuple[nn.Module, str]  # of a buffer
-BufferVersion: TypeAlias = tuple[WeakIdRef, int]  # which tensor it is, and its version counter
 Digests: TypeAlias = dict[tuple[BackwardCFunction, str], Tensor]  # of what functions hold: []
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -78,7 +76,8 @@ class NormPrepass:
                 x.data.copy_(values)  # keeps its version, because the graph may hold it
             self.seen = self._versions()
 
-    def _versions(self) -> dict[BufferKey, BufferVersion]:
+    def _versions(self) -> dict[tuple[nn.Module, str], tuple[WeakIdRef, int]]:
+        """Which tensor each buffer is, and its version counter."""
         return {
             (owner, name): (WeakIdRef(x), 0 if x.is_inference() else x._version)
             for owner in self.module.modules()

@@ -310,8 +310,6 @@ class OrderCheck:
         It also compares which of them may have further partial gradients, whether backward has
         ended, and ``Buckets.history``.
         """
-        if self.is_alone:
-            return 0
 
         def words() -> list[str]:
             more = ", which may have further parts"
@@ -322,7 +320,7 @@ class OrderCheck:
         self._begin_comparison((ended, *numbers), words, history)
         if ended or not self.ahead:
             self._end_comparison()
-        return MESSAGE
+        return 0 if self.is_alone else MESSAGE
 
     def check_dropped(self) -> None:
         """Compares that all ranks drop the step in progress, and none is still in backward."""

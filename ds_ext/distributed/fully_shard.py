@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ds_ext.distributed import dtensors, groups
+from ds_ext.distributed import dtensors
 from ds_ext.distributed.groups import Group, size_of
 from ds_ext.distributed.layout import Layout
 
@@ -23,17 +23,12 @@ def uses_fsdp2(model: nn.Module) -> bool:
     return any(map(dtensors.is_dtensor, model.parameters()))
 
 
-def group_of(model: nn.Module) -> Group:
-    """Returns the group of all ranks that have a part of a model."""
-    return groups.of_ranks(dtensors.ranks_of(model.parameters()))
-
-
 class FSDP2Layout(Layout):
     """The layout of a model of DTensors.
 
     Args:
         module: the model.
-        group: all its ranks: see ``group_of``.
+        group: all its ranks.
 
     Raises:
         ValueError: a trained parameter is no DTensor, or its placements are not supported.

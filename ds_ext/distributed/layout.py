@@ -255,7 +255,7 @@ class Layout:
     def total(self, sums: Tensor) -> Tensor:
         """Returns the total over the model of sums of runs, divided by their ``num_replicas``."""
         sums = sums.clone()
-        if len(self.placements) == 1:
+        if len(self.placements) == 1 and not self.is_pipeline_stage:
             self.placements[0].all_reduce(sums)
             return sums
         return self._all_reduce(sums, self.everyone)

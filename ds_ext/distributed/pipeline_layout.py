@@ -70,10 +70,6 @@ class PipelineLayout(Layout):
             for param in tie.params:
                 broadcast(param.detach(), source, tie.group)
 
-    def total(self, sums: Tensor) -> Tensor:
-        """Returns the total over all stages of sums of runs, divided by their ``num_replicas``."""
-        return self._all_reduce(sums.clone(), self.everyone)
-
     def tied(self, kept: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """Adds up kept gradients of tied weights over their stages; some stages may have none.
 

@@ -4,7 +4,6 @@ A rank stores its run of a weight if all runs of the weight consist of whole gro
 ``ds_tensor`` has bf16 values only in a step, and while it is read or written.
 """
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -56,7 +55,6 @@ def _expand_in(param: Tensor) -> None:
     own = deepspeed_parameter(param)
     coalesced, gathered, partitioned = own.all_gather_coalesced, own.all_gather, own.partition
 
-    @functools.wraps(coalesced)
     def all_gather_coalesced(params: Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         params = list(params)
         stored = [p for p in params if int8.find(p)]
@@ -65,7 +63,6 @@ def _expand_in(param: Tensor) -> None:
         handles += [coalesced(others, *args, **kwargs)] if others else []
         return MultipleAllGatherHandles(handles)
 
-    @functools.wraps(gathered)
     def all_gather(param_list: list[Tensor] | None = None, *args: Any, **kwargs: Any) -> Any:
         params = [param] if param_list is None else param_list
         absent = ZeroParamStatus.NOT_AVAILABLE
@@ -74,7 +71,6 @@ def _expand_in(param: Tensor) -> None:
             CodesGather(stored).wait()
         return gathered(params, *args, **kwargs)
 
-    @functools.wraps(partitioned)
     def partition(param_list: list[Tensor] | None = None, *args: Any, **kwargs: Any) -> None:
         # DeepSpeed writes to the partition if the gathered values have changed.
         for each in [param] if param_list is None else param_list:

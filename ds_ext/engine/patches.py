@@ -64,17 +64,26 @@ class Patch(NamedTuple):
 
     owner: type
     name: str
-    function: Method  # called with the original method, self, and the arguments
+    function: Method
 
 
 PATCHES: list[Patch] = []
 
 
 def replaces(owner: type, name: str) -> Callable[[Method], Method]:
-    """Returns a decorator that adds a function to ``PATCHES``: see ``Patch``."""
+    """Returns a decorator that adds a patch to ``PATCHES``.
+
+    Its function is called with the original method, self, and the arguments.
+    """
 
     def note(function: Method) -> Method:
-        PATCHES.append(Patch(owner, name, function))
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        PATCHES.append(Patch(owner, name, method))
         return function
 
     return note
@@ -82,23 +91,10 @@ def replaces(owner: type, name: str) -> Callable[[Method], Method]:
 
 @functools.cache
 def register() -> None:
-    """Makes DeepSpeed build and drive ds_ext optimizers. Repeated calls have no effect.
-
-    Raises:
-        AttributeError: DeepSpeed lacks a method to replace. Nothing has changed.
-    """
-    methods = [_bound(getattr(patch.owner, patch.name), patch.function) for patch in PATCHES]
+    """Makes DeepSpeed build and drive ds_ext optimizers. Repeated calls have no effect."""
     fuse.REFUSALS.append(hook_cleanup.refuse_without_engine)
-    for patch, method in zip(PATCHES, methods, strict=True):
-        setattr(patch.owner, patch.name, method)
-
-
-def _bound(original: Method, function: Method) -> Method:
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return function(original, *args, **kwargs)
-
-    return method
+    for patch in PATCHES:
+        setattr(*patch)
 
 
 # DeepSpeed has no hook before it reads a config, and reports one problem of a wrong one at a time.
