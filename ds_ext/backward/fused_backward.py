@@ -15,21 +15,15 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 import torch
 from torch import Tensor, nn
 
-from ds_ext.backward import (
-    error_texts,
-    foreign_grads,
-    int8_weights,
-    owners,
-    projected_grads,
-    receivers,
-    torch_calls,
-)
+from ds_ext.backward import error_texts, int8_weights, owners, projected_grads, receivers
 from ds_ext.backward.buckets import MEASURED, READ, Buckets
+from ds_ext.backward.foreign_grads import preserved
 from ds_ext.backward.gradient_config import GradientConfig
 from ds_ext.backward.norm_prepass import NormPrepass
 from ds_ext.backward.reduced_grad import GradientReader, Receiver, ReducedGrad
 from ds_ext.backward.single_use import single_use
 from ds_ext.backward.step_state import Clipping, StepResult, StepState, collect_metrics
+from ds_ext.backward.torch_calls import install_patches
 from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Layout
 from ds_ext.logs import logger
@@ -103,7 +97,7 @@ class FusedBackward:
         self.was_empty = False  # whether the last step had no gradient
         self._on_replaced = on_replaced or self.buckets.remove
         self._on_discarded, self.rerun_context = on_discarded, rerun_context
-        torch_calls.install_patches()
+        install_patches()
         if grad_config.measure_updates:
             optimizer.measure_updates()
         try:
@@ -171,11 +165,6 @@ class FusedBackward:
         self.measure_norm(loss)
         loss.backward()
 
-    @property
-    def must_measure(self) -> bool:
-        """Whether the norm has to be measured before the next backward pass steps."""
-        return self.clipping.needs_norm and not self._keeps()
-
     def measure_norm(self, loss: Tensor) -> None:
         """Measures the norm of the gradients by a separate backward pass, if that is needed.
 
@@ -184,7 +173,7 @@ class FusedBackward:
         self.check_owner()
         if self.clipping.needs_norm and self.layout.has_kept():
             self.state.must_keep = True  # a second pass would lack gradients that FSDP2 has kept
-        if not self.must_measure:
+        if not self.clipping.needs_norm or self._keeps():
             return
         if self.state.norm is not None or self.state.used_up or self.buckets.holds():
             text = error_texts.SECOND_BACKWARD.format(names=self.names)
@@ -219,7 +208,7 @@ class FusedBackward:
             for each in (self, *owners.others_used(self)):
                 stack.enter_context(each.rerun_context(loss))
             stack.enter_context(self.prepass.repeatable(loss))
-            stack.enter_context(foreign_grads.preserved(self, loss))
+            stack.enter_context(preserved(self, loss))
             loss.backward(retain_graph=True)
             self.buckets.finish()
         if self.layout.any(self.prepass.changed is not None):
@@ -379,7 +368,7 @@ class FusedBackward:
         if state.is_measured:
             state.is_measured = False  # another backward pass needs its own norm
             return receivers.SteppingMeasured(self.stepper, state)
-        if self.must_measure:
+        if self.clipping.needs_norm:  # and gradients are not kept
             raise RuntimeError(error_texts.MEASURE_FIRST.format(names=self.names))
         state.coefficient = self.clipping.coefficient(self.clipping.previous_norm)
         return receivers.Stepping(self.stepper, state)

@@ -88,7 +88,6 @@ def accumulate(
     key, t = rule.projection_key, state["step"] + 1
 
     def add(number: int, s: dict[str, Any], g: ops.Gradient, shard: Shard) -> StepGenerator:
-        """Adds the projection of a matrix's gradient."""
         before = host_offload.to_device(s[key], g.device)
         own, part = {key: before}, parts.get(number)
         parts[number] = yield from rule.accumulate(part, g, own, t, shard, dtype)

@@ -80,10 +80,7 @@ def locate(param: "DTensor") -> DTensorLocation:
 
 @functools.lru_cache(4096)
 def _locate(
-    shape: tuple[int, ...],
-    mesh: "DeviceMesh",
-    placements: tuple[Any, ...],
-    rank: int,
+    shape: tuple[int, ...], mesh: "DeviceMesh", placements: tuple[Any, ...], rank: int
 ) -> DTensorLocation:
     _check(shape, mesh, placements)
     at = tuple((mesh.mesh == rank).nonzero().flatten().tolist())

@@ -20,15 +20,9 @@ from ds_ext.backward.module_hooks import Hook
 from ds_ext.config import config_checks, parsing
 from ds_ext.distributed import consensus
 from ds_ext.distributed.groups import with_attribute
-from ds_ext.engine import (
-    deepspeed_config,
-    engine_settings,
-    expert_parallel,
-    hook_cleanup,
-    pipeline,
-    safe_access,
-)
+from ds_ext.engine import deepspeed_config, engine_settings, expert_parallel, pipeline, safe_access
 from ds_ext.engine.checkpoint_contents import Contents, stepped
+from ds_ext.engine.hook_cleanup import remove_hooks
 from ds_ext.engine.layouts import layout_of, share_time_limit
 from ds_ext.engine.offload_states import OffloadedStates
 from ds_ext.engine.parameters import unpartitioned_shape
@@ -197,31 +191,25 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
                 of gradients that would be wrong.
         """
         self.fused.check_owner()
-        if torch.is_grad_enabled():
-            self._check_create_graph()
+        engine, reason = self.engine, ""
+        if engine.zero_optimization_stage() == 3:
+            reason = "at ZeRO stage 3, which frees a layer's weights after its first backward pass"
+        elif engine.gradient_accumulation_steps() > 1:
+            reason = "with gradient_accumulation_steps > 1, because DeepSpeed divides by it twice"
+        if reason and torch.is_grad_enabled():
+            raise RuntimeError(
+                "torch.autograd.grad(..., create_graph=True), as for a gradient penalty, is not "
+                f"supported {reason}. Use a stage below 3 and gradient_accumulation_steps = 1, or "
+                "ds_ext.fuse_into_backward without DeepSpeed's engine."
+            )
         # A stage of a pipeline may have no loss.
         self.fused.reader.loss_scale = self.loss_scaler.loss_scale
-        engine = self.engine
         scaled = engine._running_engine_backward or engine._manual_backward_expected
         if self.needs_scaler() and not (scaled or self._is_prepass):
             raise RuntimeError(
                 f"fp16 requires loss scaling (current scale {self.loss_scale:g}): "
                 "call engine.backward(loss), or engine.scale(loss).backward(). If one loss is of "
                 f"two engines with fp16: {error_texts.NO_SCALES}"
-            )
-
-    def _check_create_graph(self) -> None:
-        """Refuses ``autograd.grad(…, create_graph=True)`` where DeepSpeed makes it wrong."""
-        engine, reason = self.engine, ""
-        if engine.zero_optimization_stage() == 3:
-            reason = "at ZeRO stage 3, which frees a layer's weights after its first backward pass"
-        elif engine.gradient_accumulation_steps() > 1:
-            reason = "with gradient_accumulation_steps > 1, because DeepSpeed divides by it twice"
-        if reason:
-            raise RuntimeError(
-                "torch.autograd.grad(..., create_graph=True), as for a gradient penalty, is not "
-                f"supported {reason}. Use a stage below 3 and gradient_accumulation_steps = 1, or "
-                "ds_ext.fuse_into_backward without DeepSpeed's engine."
             )
 
     def enter_backward(self) -> None:
@@ -343,4 +331,4 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         safe_access.detach(self.fused)
         if isinstance(self.layout, Zero3Layout):
             self.layout.offload.destroy()
-        hook_cleanup.remove_hooks(self.engine)
+        remove_hooks(self.engine)

@@ -17,20 +17,13 @@ from ds_ext.backward import int8_weights, owners
 from ds_ext.config.optimizer_names import PREFIX
 from ds_ext.distributed import consensus
 from ds_ext.distributed.groups import explained
-from ds_ext.engine import (
-    engine_checks,
-    expert_parallel,
-    forward,
-    hook_cleanup,
-    loading,
-    optimizers,
-    parameters,
-    pipeline,
-    saving,
-    trainer_checks,
-)
+from ds_ext.engine import engine_checks, forward, hook_cleanup, optimizers, pipeline, trainer_checks
 from ds_ext.engine.adapter import ZeroAdapter
+from ds_ext.engine.expert_parallel import readable_by_name
+from ds_ext.engine.loading import load_checkpoint
+from ds_ext.engine.parameters import as_vectors
 from ds_ext.engine.rank_logging import warn
+from ds_ext.engine.saving import save_checkpoint
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.rules.base import key_of
 
@@ -108,7 +101,7 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
         return True  # DeepSpeed has a fixed list, and takes other names for torch's
 
     def _configure_expert_parallel(self, *args: Any, **kwargs: Any) -> Any:
-        with expert_parallel.readable_by_name():  # DeepSpeed 0.19.8 fails with transformers 5.23
+        with readable_by_name():  # DeepSpeed 0.19.8 fails with transformers 5.23
             return super()._configure_expert_parallel(*args, **kwargs)
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
@@ -118,7 +111,7 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
     def _broadcast_model(self) -> None:
         # DeepSpeed broadcasts bytes, which fails for 0-d tensors, and knows no codes.
         params = list(self.module.parameters())
-        with int8_weights.codes_as_data(self.module), parameters.as_vectors(params):
+        with int8_weights.codes_as_data(self.module), as_vectors(params):
             super()._broadcast_model()
 
     def _configure_optimizer(self, client: Any, params: list[Any]) -> None:
@@ -213,8 +206,8 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
 
     # Checkpoints.
 
-    save_checkpoint = saving.save_checkpoint
-    load_checkpoint = loading.load_checkpoint
+    save_checkpoint = save_checkpoint
+    load_checkpoint = load_checkpoint
 
     @functools.wraps(DeepSpeedEngine.save_16bit_model)
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:

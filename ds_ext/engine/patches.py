@@ -14,11 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.sequence_parallel.ulysses_sp import (
-    SequenceTiledCompute,
-    TiledFusedLogitsLoss,
-    TiledMLP,
-)
+from deepspeed.runtime.sequence_parallel import ulysses_sp
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 from torch import Tensor, nn
 
@@ -167,7 +163,7 @@ def _backward_prologue(original: Method, engine: DeepSpeedEngine) -> None:
 
 
 # It runs backward inside forward, and tells no hook of a weight that the loss may still be scaled.
-@replaces(TiledFusedLogitsLoss, "forward")
+@replaces(ulysses_sp.TiledFusedLogitsLoss, "forward")
 def refuse_gradients_in_forward(original: Method, ctx: Any, *args: Any) -> Any:
     """Rejects DeepSpeed's tiled loss with weights that ds_ext steps."""
     if owners.of(_weights(args)):
@@ -176,8 +172,8 @@ def refuse_gradients_in_forward(original: Method, ctx: Any, *args: Any) -> Any:
 
 
 # Their backward pass runs another one for each tile, whose gradients cannot be differentiated.
-@replaces(SequenceTiledCompute, "backward")
-@replaces(TiledMLP, "backward")
+@replaces(ulysses_sp.SequenceTiledCompute, "backward")
+@replaces(ulysses_sp.TiledMLP, "backward")
 def refuse_gradient_penalty(original: Method, ctx: Any, *grads: Any) -> Any:
     """Rejects ``autograd.grad(…, create_graph=True)`` through tiles with weights of ds_ext."""
     if torch.is_grad_enabled() and owners.of(ctx.compute_params):
@@ -186,8 +182,8 @@ def refuse_gradient_penalty(original: Method, ctx: Any, *grads: Any) -> Any:
 
 
 # Each tile brings a part of a weight's gradient, and they tell no hook which is the last.
-@replaces(SequenceTiledCompute, "forward")
-@replaces(TiledMLP, "forward")
+@replaces(ulysses_sp.SequenceTiledCompute, "forward")
+@replaces(ulysses_sp.TiledMLP, "forward")
 def wait_for_tiles(original: Method, ctx: Any, *args: Any) -> Any:
     """Lets the weights of a tiled function wait for the end of backward."""
     params = _weights(args)

@@ -14,10 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.runtime.zero.partitioned_param_coordinator import (
-    PartitionedParameterCoordinator,
-    iter_params,
-)
+from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 from deepspeed.utils import groups, z3_leaf_module
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -217,7 +214,7 @@ def _hold_weakly(module: nn.Module) -> None:
         stack[-1] = weakref.proxy(module, remove)
 
 
-def _cache_by_engine(coordinator: PartitionedParameterCoordinator) -> None:
+def _cache_by_engine(coordinator: Any) -> None:
     """Gives a coordinator its own cache of the parameters to release after each module.
 
     DeepSpeed's cache belongs to the class: from the second step on, it would keep the coordinators
