@@ -144,7 +144,13 @@ def may_reach_others(by: GradientOwner) -> bool:
         return False
     others = _others_reached(by)
     if not by.own_loss_is_running:
-        others += _others_hidden(by)
+        # A segment's graph and the outer graph do not contain each other's leaves.
+        others += [
+            other
+            for other in others_used(by)
+            if other.uses.used_at > by.uses.made_at
+            and (by.uses.in_segment or other.uses.in_segment)
+        ]
     own = by.state.reader.loss_scale
     for other in others:
         if (scale := other.state.reader.loss_scale) != own:
@@ -202,13 +208,3 @@ def others_used(by: GradientOwner) -> list[GradientOwner]:
         for other in all_owners()
         if other is not by and other.uses.used_at and other.uses.thread == by.uses.thread
     ]
-
-
-def _others_hidden(by: GradientOwner) -> list[GradientOwner]:
-    """Returns other owners whose parameters the backward pass may reach in checkpointed segments.
-
-    A segment's graph does not contain the leaves of the outer graph. The outer graph does not
-    contain the leaves of the segment.
-    """
-    others = [other for other in others_used(by) if other.uses.used_at > by.uses.made_at]
-    return [other for other in others if by.uses.in_segment or other.uses.in_segment]

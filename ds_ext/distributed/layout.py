@@ -297,12 +297,6 @@ class Layout:
         """Returns parameters with kept gradients, divided by whether they may share a bucket."""
         return [list(params)]
 
-    def end_backward(self) -> None:
-        """Called when a backward pass has ended."""
-
-    def discard(self, in_backward: bool) -> None:
-        """Called when a step was dropped, perhaps ``in_backward``, in the middle of a pass."""
-
     def end_step(self) -> None:
         """Called when a step has ended that changed weights."""
 

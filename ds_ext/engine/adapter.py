@@ -49,8 +49,9 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.module = engine.module
         self.layout = layout_of(engine)
         self.dp_process_group = self.layout.group  # DeepSpeed uses it in file names
-        if isinstance(self.layout, Zero3Layout):  # trainers remove its hooks during generation
-            self.parameter_offload = self.layout.offload
+        self.zero3 = self.layout if isinstance(self.layout, Zero3Layout) else None
+        if self.zero3 is not None:  # trainers remove its hooks during generation
+            self.parameter_offload = self.zero3.offload
         share_time_limit(engine)
         config = engine_settings.effective(engine)
         kept_for, overlap = pipeline.gradients_kept_for(engine), bool(engine.zero_overlap_comm())
@@ -167,9 +168,8 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
     def _suspend_engine_hooks(self, loss: Tensor) -> Iterator[None]:
         """Context in which the engine's hooks ignore a backward pass of ``loss``."""
         state, entered = self._backward_hook_state, self._entered
-        layout = self.layout
         with (
-            layout.norm_prepass() if isinstance(layout, Zero3Layout) else contextlib.nullcontext(),
+            self.zero3.norm_prepass() if self.zero3 else contextlib.nullcontext(),
             with_attribute(state, "_grad_acc_post_hooks", []),
             with_attribute(self, "_is_prepass", True),
         ):
@@ -228,7 +228,8 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
     def backward_epilogue(self, **_: Any) -> None:
         """Called by the engine after engine.backward(loss) or loss.backward()."""
         self.fused.finish()
-        self.layout.end_backward()
+        if self.zero3 is not None:
+            self.zero3.end_backward()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Does nothing: ``step`` ends gradient accumulation that the caller manages."""
@@ -294,7 +295,8 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         state = self._backward_hook_state
         if not had_begun and not state.backward_active_depth:
             return  # between steps, or between forward and backward
-        self.layout.discard(state.backward_active_depth > 0)
+        if self.zero3 is not None:
+            self.zero3.discard(state.backward_active_depth > 0)
         state.backward_active_depth = 0
         self.clear_backward_seen_flag()
         engine, steps = self.engine, self.engine.gradient_accumulation_steps()
@@ -320,8 +322,8 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
 
     def empty_partition_cache(self) -> None:
         """Partitions the parameters that ZeRO-3 has gathered."""
-        if isinstance(self.layout, Zero3Layout):
-            self.layout.offload.empty_partition_cache()
+        if self.zero3 is not None:
+            self.zero3.offload.empty_partition_cache()
 
     checkpoint_event_prologue = empty_partition_cache  # before weights are saved or loaded
 
@@ -329,6 +331,6 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         """Removes all hooks and attributes from the model, so that it does not hold this engine."""
         self.fused.remove()
         safe_access.detach(self.fused)
-        if isinstance(self.layout, Zero3Layout):
-            self.layout.offload.destroy()
+        if self.zero3 is not None:
+            self.zero3.offload.destroy()
         remove_hooks(self.engine)
