@@ -18,6 +18,7 @@ from ds_ext.checkpoint import folder, manifests
 from ds_ext.checkpoint.manifests import locate
 from ds_ext.checkpoint.pieces import Files, Pieces, Saved, plain_name, with_plain_names
 from ds_ext.distributed import consensus
+from ds_ext.distributed.layout import Layout
 from ds_ext.engine import checkpoint_contents, pipeline
 from ds_ext.engine.checkpoint_contents import Contents
 from ds_ext.engine.rank_logging import log
@@ -99,13 +100,16 @@ def load_checkpoint(
         lambda text: CheckpointError(f"{path}: {text}"),
     )
     consensus.run_on_all_ranks(load_contents, CheckpointError)
-    # All ranks have read the whole weights that are stored in 8 bits.
-    layout = contents.layout
-    layout.publish([p for p in layout.names if int8.find(p) is None])
-    layout.end_step()
+    _publish(contents.layout)
     if not load_module_only:
         consensus.run_on_all_ranks(load_counts, CheckpointError)
     return str(path), checkpoint_contents.client_state(model)
+
+
+def _publish(layout: Layout) -> None:
+    """Sends loaded runs to the ranks that hold full parameters, if they have not read all."""
+    layout.publish([p for p in layout.names if int8.find(p) is None])
+    layout.end_step()
 
 
 def _latest(load_dir: str) -> str | None:
