@@ -22,7 +22,7 @@ from tests.common.plain import mean_step
 from tests.common.ranks import REFUSALS, message, whole
 from tests.common.states import same
 from tests.common.updates import check, check_each
-from tests.distributed import training_jobs, unused_parameters_jobs
+from tests.distributed import training_jobs
 from tests.distributed.training_jobs import RUNS, STEPS
 from tests.tools.support import of
 
@@ -75,8 +75,8 @@ ALL = pairs(
     QUICK,
 )
 ROUTED = pairs(
-    on_ranks(unused_parameters_jobs.RUNS, ROUTED_ON_THREE),
-    lambda case: (case[0], *unused_parameters_jobs.RUNS[case[1]].settings),
+    on_ranks(training_jobs.ROUTED, ROUTED_ON_THREE),
+    lambda case: (case[0], *training_jobs.ROUTED[case[1]].settings),
     QUICK_ROUTED,
 )
 
@@ -96,16 +96,16 @@ def test_equals_one_process_with_the_global_batch(ranks, name):
         assert 0.01 < got["metrics"]["clipped_fraction"] < 1
 
 
-@pytest.mark.supports("parameters used by only some ranks", **of(unused_parameters_jobs.RUNS))
+@pytest.mark.supports("parameters used by only some ranks", **of(training_jobs.ROUTED))
 @pytest.mark.parametrize("ranks, name", params(ROUTED, QUICK_ROUTED))
 def test_ranks_that_use_different_parameters_neither_hang_nor_drift(ranks, name):
-    how = unused_parameters_jobs.RUNS[name]
-    got = worlds.once(ranks, unused_parameters_jobs.train, how)[0]
-    alone, steps = unused_parameters_jobs.reference(how, ranks, got["told"])
+    how = training_jobs.ROUTED[name]
+    got = worlds.once(ranks, training_jobs.train_routed, how)[0]
+    alone, steps = training_jobs.reference(how, ranks, got["told"])
     assert got["identical"]
     assert got["steps"] == steps
     close = CLOSE.get(how.rule, 1e-5)
-    check_each(got["after"], alone.after, alone.before, unused_parameters_jobs.STEPS, close)
+    check_each(got["after"], alone.after, alone.before, training_jobs.ROUTED_STEPS, close)
 
 
 # Exact clipping of graphs that are hard to run backward twice.

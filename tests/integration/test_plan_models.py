@@ -163,16 +163,6 @@ def test_a_plan_with_activations_and_the_largest_batch(folder, capsys):
     assert sizes[0] <= 5.01 and sizes[1] >= 4.99
 
 
-@pytest.mark.slow
-def test_gradients_that_are_kept_live_beside_activations(folder, capsys):
-    asked = ["--model", folder, "--optimizer", "lomo", "--stage", 0, "--seq", 256, "--batch", 8]
-    used, kept = (plan(capsys, *asked, *more)[1]["LOMO, ZeRO-0"] for more in ([], ["--accumulate"]))
-    n = memory.elements(memory.shapes_of(models.skeleton(CONFIG)))
-    assert float(used["activations"]) > float(used["weights"])
-    more = float(kept["total"]) - float(used["total"])
-    assert more == pytest.approx(4 * n / 2**20, abs=0.011)
-
-
 def test_a_config_says_what_options_do(tmp_path, folder, capsys):
     path = tmp_path / "ds.json"
     config = {
