@@ -20,6 +20,10 @@ REPLACED = (
     "another engine or fuse_into_backward call steps this model now: use that one, or create a new "
     "one. If the two models share layers, freeze these in one of them."
 )
+REMOVED = (
+    "remove() or engine.destroy() was called, so this object steps no longer: call loss.backward() "
+    "and optimizer.step(), which do not clip, or create a new one."
+)
 NO_SCALES = (
     "use bf16 or fp32 for both models instead of fp16, or freeze one of them in this backward "
     "pass: model.requires_grad_(False)."

@@ -93,7 +93,7 @@ class FusedBackward:
         self.uses = self.buckets.uses
         self.prepass = NormPrepass(module, layout.device)
         optimizer.fused = layout
-        self.is_replaced = False  # whether another owner has taken the parameters over
+        self.ended = ""  # why it steps no longer: another owner has the parameters, or ``remove``
         self.was_empty = False  # whether the last step had no gradient
         self._on_replaced = on_replaced or self.buckets.remove
         self._on_discarded, self.rerun_context = on_discarded, rerun_context
@@ -109,6 +109,7 @@ class FusedBackward:
     def remove(self) -> None:
         """Takes the hooks off the parameters, the modules and the optimizer."""
         self._rollback_skipped()
+        self.ended = self.ended or error_texts.REMOVED
         self.buckets.remove()
         owners.release(self.layout.names, self)
         self.optimizer.detach(self.layout)
@@ -116,7 +117,7 @@ class FusedBackward:
     def give_way(self) -> None:
         """Lets another owner take the parameters over: this one raises errors from now on."""
         self._rollback_skipped()
-        self.is_replaced = True
+        self.ended = error_texts.REPLACED
         self._on_replaced()
         owners.release(self.layout.names, self)
 
@@ -129,9 +130,9 @@ class FusedBackward:
         return "gradients that are not applied yet" if self.buckets.holds() else ""
 
     def check_owner(self) -> None:
-        """Raises RuntimeError if another owner has taken the parameters over, or inside ``ema``."""
-        if self.is_replaced:
-            raise RuntimeError(error_texts.REPLACED)
+        """Raises RuntimeError if it steps no longer, or inside ``ema``."""
+        if self.ended:
+            raise RuntimeError(self.ended)
         self.optimizer.refuse_exchanged()
 
     def _error_of_step(self) -> Exception | None:
@@ -278,7 +279,7 @@ class FusedBackward:
         step is dropped and has no effect on the next one, even if its backward pass has failed.
         A norm that backward has measured still contains the gradients of ``params``.
         """
-        if self.is_replaced:
+        if self.ended:
             return
         self._rollback_skipped()
         self.optimizer.follow_groups()

@@ -64,7 +64,8 @@ def misspelt_sections(config: dict[str, Any]) -> dict[str, str]:
 
 def _names_ours(section: dict[str, Any]) -> bool:
     """Whether a section names an optimizer of ds_ext, by "type" or by a misspelling of it."""
-    names = [section["type"]] if "type" in section else section.values()
+    names = section.get("type", [*section.values()])
+    names = names if isinstance(names, list) else [names]  # a list is refused later
     return any(isinstance(name, str) and registry_key(name) for name in names)
 
 

@@ -51,18 +51,20 @@ class MemoryPlan:
         return replace(use, activations=max(0.0, more))
 
     def largest_batch(self, use: MemoryUse, batch: MicroBatch, card: float) -> int:
-        """Returns how many batch rows fit ``card`` GiB, by a line through the peaks of two.
+        """Returns how many batch rows fit ``card`` GiB, by a line through the peaks of two batches.
 
-        The two have one and two rows in each piece.
+        These have about 2**16 tokens, or more: with few, the peak is that of gradients.
         """
         if use.total > card * GIB:  # the step does not fit
             return 0
         available = card * GIB - use.constant
-        each = batch.splits
-        one, two = (
-            self._peak(replace(batch, rows=rows), use.lifetime) for rows in (each, 2 * each)
+        far = batch.splits * max(1, 2**16 // batch.tokens)
+        least, one, two = (
+            self._peak(replace(batch, rows=rows), use.lifetime)
+            for rows in (batch.splits, far, 2 * far)
         )
-        most = each + int((available - one) // ((two - one) / each))
-        if most >= each or each == 1:
-            return max(0, most)
-        return self.largest_batch(use, replace(batch, splits=1), card)
+        if least > available:
+            return (
+                self.largest_batch(use, replace(batch, splits=1), card) if batch.splits > 1 else 0
+            )
+        return far + int((available - one) // ((two - one) / far))

@@ -83,6 +83,7 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
     ("optimizer", {"optimizer": None} | OURS),
     ("optimizer", {"optimizer": "AdaLomo"} | OURS),
     ("optimizer", {"optimizer": {"type": None}} | OURS),
+    ("optimizer.type is ['AdaLomo']; allowed: a name", {"optimizer": {"type": ["AdaLomo"]}}),
     ("optimizer.params", ours([])),
     ("optimizer.params.lr", ours({"lr": "1e-3"})),
     ("bf16", {"bf16": True}),

@@ -147,20 +147,22 @@ def test_a_model_that_cannot_be_run_is_told():
         activations.peak(config, torch.float32, MicroBatch(1, 8, False), GradientLifetime(0))
 
 
-def test_a_plan_with_activations_and_the_largest_batch(folder, capsys):
-    asked = ["--model", folder, "--ranks", 2, "--seq", 64, "--dtype", "fp32"]
-    asked += ["--optimizer", "adalomo", "--stage", 3, "--bucket", 20_000]
-    card = 5 / 1024
+# In the second case, gradients' peak hides the memory of activations of a few rows.
+@pytest.mark.parametrize("tokens, bucket, mib", [(64, 20_000, 5), (2, 10**8, 8)])
+def test_a_plan_with_activations_and_the_largest_batch(tokens, bucket, mib, folder, capsys):
+    asked = ["--model", folder, "--ranks", 2, "--seq", tokens, "--dtype", "fp32"]
+    asked += ["--optimizer", "adalomo", "--stage", 3, "--bucket", bucket]
+    card = mib / 1024
     heading, rows = plan(capsys, *asked, "--batch", 2, "--memory", card)
-    assert "2 rows of 64 tokens each" in heading
+    assert f"2 rows of {tokens} tokens each" in heading
     row = rows["AdaLomo, ZeRO-3"]
-    assert float(row["activations"]) > 0.5
+    assert (float(row["activations"]) > 0.5) == (tokens == 64)
     most = int(row[f"in {card:g} GiB"].removeprefix("batch "))
     sizes = [
         float(plan(capsys, *asked, "--batch", rows)[1]["AdaLomo, ZeRO-3"]["total"])
         for rows in (most, most + 1)
     ]
-    assert sizes[0] <= 5.01 and sizes[1] >= 4.99
+    assert sizes[0] <= mib + 0.01 and sizes[1] >= mib - 0.01
 
 
 def test_a_config_says_what_options_do(tmp_path, folder, capsys):

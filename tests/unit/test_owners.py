@@ -78,7 +78,10 @@ def test_an_optimizer_may_be_fused_again(caplog):
 
 def test_removing_gives_back_an_ordinary_model_without_a_warning(caplog):
     model = make()
-    fuse(model)[0].remove()
+    fused, _ = fuse(model)
+    fused.remove()
+    with pytest.raises(RuntimeError, match=r"remove\(\) or engine.destroy\(\) was called"):
+        fused.backward(loss_of(model))
     loss_of(model).backward()
     assert all(p.grad is not None for p in model.parameters())
     assert equal(model.parameters(), make().parameters())
