@@ -63,8 +63,6 @@ class MemoryPlan:
             self._peak(replace(batch, rows=rows), use.lifetime)
             for rows in (batch.splits, far, 2 * far)
         )
-        if least > available:
-            return (
-                self.largest_batch(use, replace(batch, splits=1), card) if batch.splits > 1 else 0
-            )
-        return far + int((available - one) // ((two - one) / far))
+        if least > available and batch.splits > 1:
+            return self.largest_batch(use, replace(batch, splits=1), card)
+        return 0 if least > available else far + int((available - one) // ((two - one) / far))
