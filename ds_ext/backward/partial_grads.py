@@ -66,6 +66,8 @@ class ModuleCalls:
 
     def in_parts(self, params: Iterable[Tensor]) -> set[Tensor]:
         """Returns those of ``params`` whose gradient may come in more than one part."""
+        if not self.in_segment and not self.joint_params:
+            return set()
         may_be = (p for p in params if p in self.in_segment or p in self.joint_params)
         return {p for p in may_be if self.count[p] > 1}
 

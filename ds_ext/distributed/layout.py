@@ -128,6 +128,9 @@ class Layout:
 
     def by_placement(self, params: Iterable[Tensor]) -> list[tuple[Placement, list[Tensor]]]:
         """Returns parameters by placement, in the same order on all ranks."""
+        if len(self.placements) == 1:
+            some = list(params)
+            return [(self.placements[0], some)] if some else []
         found: dict[Placement, list[Tensor]] = {placement: [] for placement in self.placements}
         for param in params:
             found[self.placement_of[param]].append(param)
