@@ -234,7 +234,8 @@ class Layout:
 
         With a uniform placement, votes are sent with the gradients, else by a separate all-reduce.
         """
-        are_sent_along = self.is_uniform and self.placements[0].group is not None
+        first = self.placements[0] if self.is_uniform else None
+        are_sent_along = first is not None and (first.group or first.replicas) is not None
         flat_of, waits = dict(zip(params, flats, strict=True)), []
         run_of: dict[Tensor, Tensor] = {}
         for placement, some in self.by_placement(params):

@@ -24,7 +24,7 @@ from tests import worlds
 from tests.common import engines
 from tests.common.choose import params
 from tests.common.ranks import logged, message
-from tests.unit.test_saving_over import Killed, kill_before
+from tests.unit.test_saving_over import Killed, age, kill_before
 
 # What gloo and NCCL know no numbers of, but models hold: quantized and complex values.
 ODD = {"int16": torch.int16, "uint16": torch.uint16, "float8": torch.float8_e4m3fn}
@@ -238,6 +238,7 @@ def test_after_ctrl_c_in_a_save_one_goes_on(tmp_path):
         before = manifests.newest_checkpoint(tmp_path)
         assert not number or (before and before.steps in (number, number - 1 + 5000)), number
         stepped(number + 5000)
+        age(tmp_path)  # what it left is removed after half an hour
         saved.save_checkpoint(tmp_path, tag="both")
         saved.load_checkpoint(tmp_path)
         assert (saved.module.weight == 5000 + number).all(), number
