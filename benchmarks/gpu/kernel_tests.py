@@ -18,7 +18,7 @@ from benchmarks.gpu.setting import RIGHT, WRONG, Row, Rows, Setting
 
 ROOT = Path(__file__).parents[2]
 FILES = ("kernels", "device_nonfinite")
-FILES += ("int8", "native", "statistics", "update_stats", "unseen_rule", "edited_weights", "split")
+FILES += ("int8", "native", "statistics", "update_stats", "unseen_rule", "edited_weights", "shard")
 # Those that use kernels, by words in their names. The other tests of these files do not need a GPU.
 CHOSEN = "kernel or device_nonfinite or bad_gradients or advance_once or launch"
 SANITIZED = "test_a_step_is_that_of_the_ops"
