@@ -60,9 +60,7 @@ class MemoryPlan:
         available = card * GIB - use.constant
         far = batch.splits * max(1, 2**16 // batch.tokens)
         least, one, two = (
-            self._peak(replace(batch, rows=rows), use.lifetime)
-            for rows in (batch.splits, far, 2 * far)
+            self._peak(replace(batch, rows=rows), use.lifetime) for rows in (1, far, 2 * far)
         )
-        if least > available and batch.splits > 1:
-            return self.largest_batch(use, replace(batch, splits=1), card)
-        return 0 if least > available else far + int((available - one) // ((two - one) / far))
+        most = far + int((available - one) // ((two - one) / far))
+        return 0 if least > available else max(1, most)
