@@ -14,7 +14,7 @@ from dataclasses import fields
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from pydantic import Field, Strict, TypeAdapter, ValidationError
+from pydantic import Field, StrictBool, TypeAdapter, ValidationError
 
 from ds_ext.errors import raise_all
 
@@ -223,7 +223,7 @@ def _hints(rule: type) -> dict[str, Any]:
 @functools.cache
 def _adapters(rule: type) -> dict[str, TypeAdapter[Any]]:
     """The validators of the fields."""
-    strict = {bool: Annotated[bool, Strict()]}
+    strict: dict[Any, Any] = {bool: StrictBool, bool | None: StrictBool | None}
     return {key: TypeAdapter(strict.get(hint, hint)) for key, hint in _hints(rule).items()}
 
 

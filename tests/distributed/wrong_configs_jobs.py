@@ -146,6 +146,7 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
     ('Did you mean "type"?', ours({"param_groups": [{"match": "a", "typ": "Lion"}]})),
     (None, zero(3, offload_optimizer={"device": "cpu"})),
     ('gradient_policy = "projected"', {"ds_ext": {"gradient_policy": "projected"}}),
+    ("measure_updates is 'true'; allowed: true or", {"ds_ext": {"measure_updates": "true"}}),
     ("weight_update", INT8 | ours({"weight_update": "master"})),
     ("scheduler.type is 'auto'", {"scheduler": {"type": "auto", "params": {}}}),
     # Sizes, and settings that exclude each other.
