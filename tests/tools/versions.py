@@ -35,7 +35,7 @@ NAMES = {n.lower(): n for n in ("torch", "DeepSpeed", "transformers", "accelerat
 NOT_RUN = ("not run", "–")
 TESTS = {  # ZeRO 0 to 3, a resumed run and HF Trainer, compared with the authors' code
     "tests/distributed/test_zero.py": "equals_the_authors and (adalomo or came) or resumed",
-    "tests/integration/test_trainer.py": "one_process and adalomo and not (lora or bert) or would_drop",
+    "tests/integration/test_trainer.py": "trainer_equals and adalomo and not lora or would_drop",
 }
 FEATURES = TESTS | {  # the others that depend on torch; in torch 2.6 FSDP2 needs a GPU
     "tests/unit/test_chunk_loss.py": "loss_and_gradients",
