@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import ds_ext
 from tests import worlds
@@ -110,3 +110,31 @@ def test_buffers_arrive_however_they_lie_in_memory():
         assert torch.equal(second[name], value), name
     assert first["kept"]
     assert first["flags"].tolist() == [[True, False]] * 3
+
+
+class Residual(nn.Module):
+    """Backward reads the gradient of ``position`` again at its end, for ``early``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.late = nn.Linear(5, 6), nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 6))
+        self.position = nn.Parameter(torch.ones(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = self.early(x)
+        return torch.tanh((self.late(x) + self.position.view(4, 6)) + early).square().mean()
+
+
+@worlds.on(2)
+def test_a_gradient_that_backward_still_reads_is_not_summed_in_place():
+    torch.manual_seed(0)
+    model, whole = Residual(), Residual()
+    whole.load_state_dict(model.state_dict())
+    optimizer = ds_ext.LOMO(model.parameters(), lr=0.5)
+    ds_ext.fuse_into_backward(model, optimizer, bucket_size=1)
+    batches = torch.randn(2, 4, 5)
+    model(batches[dist.get_rank()]).backward()
+    optimizer.step()
+    torch.stack([whole(x) for x in batches]).mean().backward()
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(p, q - 0.5 * q.grad, atol=1e-6)
