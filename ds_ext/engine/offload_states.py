@@ -75,7 +75,7 @@ class OffloadedStates:
 
     def check(self) -> None:
         """Raises RuntimeError if anything is still offloaded, or another engine has taken over."""
-        if self.fused.ended:  # at stage 3 its forward pass would not gather any weights
+        if self.fused.ended == error_texts.REPLACED:  # at stage 3 forward would gather nothing
             raise RuntimeError(error_texts.REPLACED)
         if self.kinds:
             raise RuntimeError(
