@@ -42,7 +42,7 @@ _AUTO_TP = "tensor_parallel.autotp_size"
 _AUTO_EP = "expert_parallel.enabled"
 _OFFLOADS = tuple(f"zero_optimization.offload_{what}.device" for what in ("optimizer", "param"))
 
-PolicyName = Literal["fused", "sharded", "projected"]
+PolicyName = Literal["fused", "sharded"]
 ClipMode = Literal["exact", "previous"]
 Int8 = Literal["int8"]
 Chunks = Annotated[StrictBool | Count, Field(description="true, false or a whole number > 0")]
@@ -52,8 +52,7 @@ Chunks = Annotated[StrictBool | Count, Field(description="true, false or a whole
 class Section:
     """The section "ds_ext". The comment of a key is its description in docs/reference/keys.md."""
 
-    # null: `sharded` if gradients must be kept, else `fused`; `projected`: for GaLore-AdamW
-    gradient_policy: PolicyName | None = None
+    gradient_policy: PolicyName | None = None  # null: `sharded` if gradients must be kept
     clip_mode: ClipMode = "exact"  # `previous`: clip by the previous step's norm, approximately
     clip_value: NonNegative = 0.0  # largest absolute value of a gradient element; 0: no limit
     measure_updates: bool | None = None  # RMS of updates and weights; null: if a monitor is on

@@ -88,7 +88,3 @@ SECOND_GRADIENT = f"{{param}} got a second gradient {_ONCE}"
 SECOND_BACKWARD = (
     f"a second gradient is asked of weights that backward has measured or updated, {_ONCE}"
 )
-NOT_PROJECTED = (
-    '{names.policy} = "projected": no parameter of this {optimizer} has a step that needs only a '
-    "projection of its gradient, as GaLoreAdamW's with a rank has. Use {names.sharded}."
-)

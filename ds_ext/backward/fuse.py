@@ -68,8 +68,7 @@ def fuse_into_backward(
         clip_value: bounds the elements of gradients.
         clip_mode: "exact", or "previous" to clip by the norm of the step before.
         gradient_policy: "fused", or "sharded" to keep gradients in fp32 until ``optimizer.step()``,
-            over any number of backward passes, and to clip them then; "projected" to keep only the
-            projections of gradients that GaLore-AdamW steps in a low-rank space, and not to clip.
+            over any number of backward passes, and to clip them then.
         measure_updates: adds the RMS of updates and weights to ``metrics``.
 
     Returns:
@@ -108,7 +107,7 @@ def fuse_into_backward(
     if bucket_size is not None and (type(bucket_size) is not int or bucket_size < 0):
         raise ValueError(f"bucket_size is {bucket_size!r}; allowed: a whole number >= 0, or None.")
     if gradient_policy is None:
-        raise ValueError('gradient_policy is None; allowed: "fused", "sharded" or "projected".')
+        raise ValueError('gradient_policy is None; allowed: "fused" or "sharded".')
     config = gradient_config.GradientConfig(
         bucket_size,
         gradient_policy,

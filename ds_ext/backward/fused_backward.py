@@ -1,10 +1,10 @@
-"""The step inside backward, by one of three gradient policies.
+"""The step inside backward, by one of two gradient policies.
 
 ``fused`` steps a parameter as soon as its gradient is reduced, so no gradient is kept. To clip
 exactly, it runs the graph backward twice, first only to measure the norm. ``sharded`` keeps this
 rank's run of each gradient until the step, over any number of backward passes, and clips it.
-``projected`` keeps only the projections that rules such as GaLore read, and does not clip. A
-gradient that is not finite skips its parameter, or the whole step if it was measured or kept first.
+A gradient that is not finite skips its parameter, or the whole step if it was measured or kept
+first.
 """
 
 import functools
@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 import torch
 from torch import Tensor, nn
 
-from ds_ext.backward import error_texts, int8_weights, owners, projected_grads, receivers
+from ds_ext.backward import error_texts, int8_weights, owners, receivers
 from ds_ext.backward.buckets import MEASURED, READ, Buckets
 from ds_ext.backward.foreign_grads import preserved
 from ds_ext.backward.gradient_config import GradientConfig
@@ -77,12 +77,7 @@ class FusedBackward:
         self.reader = GradientReader(layout, grad_config)
         self.stepper = receivers.Stepper(optimizer, layout, bool(grad_config.max_value))
         self.clipping = Clipping(grad_config.max_norm, grad_config.clip_mode)
-        self.names = names = grad_config.setting_names
-        if grad_config.policy == "projected" and not layout.any(
-            bool(self.stepper.projected(optimizer.group_of))
-        ):
-            name = type(optimizer).__name__
-            raise ValueError(error_texts.NOT_PROJECTED.format(optimizer=name, names=names))
+        self.names = grad_config.setting_names
         self.state = StepState(self.reader)
         self.norm: float | None = None
         self.skipped = self.skipped_steps = 0
@@ -123,7 +118,7 @@ class FusedBackward:
 
     def unfinished(self) -> str:
         """Describes pending work that would be lost if the step ended now; empty if none."""
-        if self.state.keeps:
+        if self.state.kept:
             return "gradients that wait for further micro-batches"
         if self.state.is_measured:
             return "measured gradients that are not applied yet"
@@ -141,7 +136,7 @@ class FusedBackward:
             if param.grad is not None:
                 return RuntimeError(error_texts.WRITTEN.format(param=self.layout.name(param)))
         try:
-            if self.state.keeps or self.buckets.holds() or self.layout.is_pipeline_stage:
+            if self.state.kept or self.buckets.holds() or self.layout.is_pipeline_stage:
                 self.optimizer.check_param_groups()
         except ValueError as error:
             return error
@@ -240,19 +235,18 @@ class FusedBackward:
             rules = [self.optimizer.rule_at(i) for i in range(len(self.optimizer.index.groups))]
             if rules != state.rules and self.layout.is_first:
                 logger.warning(error_texts.EDITED.format(names=self.names))
-        if state.keeps or self.layout.is_pipeline_stage:
-            taken_out = [p for p in state.keeps if p not in self.optimizer.group_of]
+        if state.kept or self.layout.is_pipeline_stage:
+            taken_out = [p for p in state.kept if p not in self.optimizer.group_of]
             state.drop(taken_out)
-            projected_grads.refuse_replaced(self.optimizer, state.projected)
             tied = self.layout.tied({p: run.g for p, run in state.kept.items()})
             state.kept.update((p, ReducedGrad(g)) for p, g in tied.items())
-            state.record(state.measurable())
+            state.record(state.kept)
             state.reduce_norm(self.clipping)
             if not state.bad:
-                order = sorted(state.keeps, key=self.optimizer.number_of.__getitem__)
+                order = sorted(state.kept, key=self.optimizer.number_of.__getitem__)
                 for params in self.layout.in_step(order):
                     for piece in self.buckets.pieces(params):
-                        self.stepper.step({p: state.pop(p) for p in piece}, state)
+                        self.stepper.step({p: state.kept.pop(p) for p in piece}, state)
         self._begin_step()
         if state.is_empty:
             # A stage may have no weights. accelerate may call step() twice.
@@ -267,8 +261,6 @@ class FusedBackward:
 
     def _begin_step(self, kept: Mapping[Tensor, ReducedGrad] | None = None) -> None:
         """Ends the state of the step before, and begins a new step with the gradients ``kept``."""
-        if self.state.projected:
-            projected_grads.drop_unstepped(self.optimizer, self.state.projected)
         self.state = StepState(self.reader, dict(kept or {}))
 
     @torch.no_grad()
@@ -289,10 +281,13 @@ class FusedBackward:
             logger.warning(error_texts.STEPPED.format(names=self.names, **counts))
         given = set(params)
         if any(owners.owner(p) is self for p in self.trained - given):
-            if self.clipping.max_norm and self.state.is_norm_read and given & self.state.keeps:
+            if (
+                self.clipping.max_norm
+                and self.state.is_norm_read
+                and given & self.state.kept.keys()
+            ):
                 raise RuntimeError(error_texts.DROPPED_AFTER_NORM)
             self.buckets.discard(given)
-            projected_grads.drop_unstepped(self.optimizer, given & self.state.projected.keys())
             self.state.drop(given)
             return
         self.drop_step()
@@ -332,7 +327,7 @@ class FusedBackward:
     def is_begun(self) -> bool:
         """Whether gradients have come since the last step."""
         buckets, state = self.buckets, self.state
-        is_held = buckets.receiver is not None or buckets.holds() or bool(state.keeps)
+        is_held = buckets.receiver is not None or buckets.holds() or bool(state.kept)
         return is_held or bool(state.used_up) or not state.is_empty
 
     def begin_with(self, kept: Mapping[Tensor, Tensor]) -> None:
@@ -351,7 +346,7 @@ class FusedBackward:
 
     def _keeps(self) -> bool:
         """Whether gradients wait for the step."""
-        if self.grad_config.policy != "fused" or self.state.must_keep or self.state.keeps:
+        if self.grad_config.policy != "fused" or self.state.must_keep or self.state.kept:
             return True
         receiver = self.buckets.receiver
         return (receiver is not None and receiver.accepts_parts) or not self.is_boundary()
@@ -363,8 +358,6 @@ class FusedBackward:
         state.rules = self.optimizer.check_param_groups()
         if owners.may_reach_others(self) or self._keeps():
             self.stepper.log_kept(self.grad_config)
-            if self.grad_config.policy == "projected":
-                return receivers.Projecting(self.stepper, state, self.grad_config.accumulate_in)
             return receivers.Accumulating(state, self.grad_config.accumulate_in)
         if state.is_measured:
             state.is_measured = False  # another backward pass needs its own norm

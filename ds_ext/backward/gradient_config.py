@@ -99,12 +99,6 @@ class GradientConfig:
             )
         if self.clip_mode == "previous" and not self.max_norm:
             raise ValueError(f'{clip_mode} = "previous" needs {names.clipping} > 0.')
-        if self.policy == "projected" and (self.max_norm or self.max_value):
-            unclipped = names.no_clipping if self.max_norm else f"{clip_value} to 0"
-            raise ValueError(
-                f'{names.policy} = "projected" keeps projections of gradients, from which they '
-                f"cannot be clipped: set {unclipped}, or use {names.sharded}."
-            )
         if self.clip_mode == "previous" and self.policy == "sharded":
             raise ValueError(
                 f'{clip_mode} = "previous" works only if gradients are not kept. Here '

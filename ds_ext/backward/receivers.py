@@ -2,18 +2,16 @@
 
 A backward pass has one receiver. With the policy ``fused``, ``Stepping`` and ``SteppingMeasured``
 use gradients at once and keep none. With ``sharded``, ``Accumulating`` adds up this rank's runs
-until the step; with ``projected``, ``Projecting`` adds up their projections. ``Measuring`` receives
-the first of the two passes of exact clipping.
+until the step. ``Measuring`` receives the first of the two passes of exact clipping.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_ext.backward import projected_grads
 from ds_ext.backward.gradient_config import GradientConfig
 from ds_ext.backward.int8_weights import step_key
 from ds_ext.backward.reduced_grad import Receiver, ReducedGrad, ReducedGrads, VotedParams, add_up
@@ -25,7 +23,7 @@ from ds_ext.ops import int8
 from ds_ext.optimizer import RuleOptimizer
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.plans import MAX_PLANS
-from ds_ext.optimizer.updates import ProjectedGrads, RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 
 
 @dataclass
@@ -41,7 +39,7 @@ class Stepper:
 
     def step(
         self,
-        grads: Mapping[Tensor, ReducedGrad | ProjectedGrads],
+        grads: ReducedGrads,
         state: StepState,
         checked: Set[Tensor] = frozenset(),
         votes: Mapping[Tensor, Tensor] | None = None,
@@ -99,54 +97,32 @@ class Stepper:
         self._voted[key] = VotedParams(*found)
         return self._voted[key]
 
-    def project(self, grads: ReducedGrads, state: StepState, dtype: torch.dtype | None) -> None:
-        """Adds the projections of gradients to ``state.projected``, in ``dtype``."""
-        for collectives, found in self._by_statistics_group(grads):
-            updates = [u for given in found for u in self._updates(*given, grads, state, 1.0)]
-            projected_grads.project(self.optimizer, updates, collectives, state.projected, dtype)
-
     def log_kept(self, config: GradientConfig, why: str = "") -> None:
         """Logs once what kept gradients cost, after ``why`` they are kept."""
         if self._has_logged or not self.layout.is_first:
             return
         self._has_logged = True
-        shards = self.layout.shards
-        kept = {p: len(shards[p]) for p in self.optimizer.group_of if p.requires_grad}
-        if config.policy == "projected":
-            for p, numel in self.projected(kept).items():
-                kept[p] = numel * kept[p] // shards[p].numel
-        mib = sum(kept.values()) * (config.accumulate_in or torch.float32).itemsize / 2**20
+        kept = sum(len(self.layout.shards[p]) for p in self.optimizer.group_of if p.requires_grad)
+        mib = kept * (config.accumulate_in or torch.float32).itemsize / 2**20
         logger.info(f"{why}gradients are kept until the step: {mib:,.1f} MiB on this rank")
-
-    def projected(self, params: Iterable[Tensor]) -> dict[Tensor, int]:
-        """Returns the parameters whose gradients are kept projected, and the elements of each."""
-        tied = self.layout.tied_params
-        shards = {p: self.layout.shards[p] for p in params if p not in tied}
-        return projected_grads.projected(self.optimizer, shards)
 
     def _updates(
         self,
         placement: Placement,
         params: list[Tensor],
-        grads: Mapping[Tensor, ReducedGrad | ProjectedGrads],
+        grads: ReducedGrads,
         state: StepState,
-        factor: float | None = None,
     ) -> Iterator[RunUpdate]:
         """The runs of weights and gradients on this rank, of parameters with one placement.
 
-        Gradients are multiplied by ``factor``; by default they are averaged and clipped.
+        Gradients are averaged and clipped.
         """
-        if factor is None:
-            factor = state.reader.unscale(placement) * state.coefficient
+        factor = state.reader.unscale(placement) * state.coefficient
         replicas = self.layout.num_replicas[placement]
         for param in params:
-            shard, grad = self.layout.shards[param], grads[param]
-            of = param, placement.run(param, shard)
-            if isinstance(grad, ProjectedGrads):
-                yield RunUpdate(*of, grad.scaled_(factor), shard, replicas)
-            else:
-                g = state.reader.gradient(param, grad.g, shard, factor)
-                yield RunUpdate(*of, g, shard, replicas)
+            shard = self.layout.shards[param]
+            g = state.reader.gradient(param, grads[param].g, shard, factor)
+            yield RunUpdate(param, placement.run(param, shard), g, shard, replicas)
 
     def _by_statistics_group(
         self, params: Collection[Tensor]
@@ -223,31 +199,3 @@ class Accumulating(Receiver):
     def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:
         """Adds the runs to the kept ones."""
         add_up(self.kept, grads, self.dtype)
-
-
-class Projecting(Receiver):
-    """Adds the projections of gradients to the kept ones; keeps gradients without a projection.
-
-    A projection is renewed from the first gradient of a step, which the ranks therefore vote on.
-    """
-
-    accepts_parts = True
-
-    def __init__(self, stepper: Stepper, state: StepState, dtype: torch.dtype | None) -> None:
-        self.stepper, self.state, self.dtype = stepper, state, dtype
-        self.others = Accumulating(state, dtype)
-
-    def voted_params(self, params: Sequence[Tensor]) -> VotedParams:
-        """Returns the parameters without a projection yet."""
-        new = self.stepper.projected(params).keys() - self.state.projected.keys()
-        return VotedParams({i for i, p in enumerate(params) if p in new})
-
-    def receive(self, grads: dict[Tensor, ReducedGrad]) -> None:
-        """Adds the runs or their projections; a bad first gradient makes the step skip."""
-        projected = self.stepper.projected(grads)
-        self.others.receive({p: grad for p, grad in grads.items() if p not in projected})
-        chosen = {p: grad for p, grad in grads.items() if p in projected}
-        if bad := self.state.find_bad(chosen):  # a skipped step, even if nothing is kept
-            self.state.record({p: grad for p, grad in chosen.items() if p in bad})
-        if chosen and not self.state.bad:
-            self.stepper.project(chosen, self.state, self.dtype)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ from ds_ext.distributed.layout import Layout
 from ds_ext.optimizer import RuleOptimizer, update_stats
 from ds_ext.optimizer.nonfinite import GradFlags
 from ds_ext.optimizer.update_stats import UpdateStats
-from ds_ext.optimizer.updates import ProjectedGrads
 
 
 @dataclass
@@ -49,7 +48,6 @@ class StepState:
 
     reader: GradientReader
     kept: dict[Tensor, ReducedGrad] = field(default_factory=dict)  # until the step
-    projected: dict[Tensor, ProjectedGrads] = field(default_factory=dict)  # until the step
     # Numbers of elements outside ± max_value, and of all, [2].
     beyond: list[Tensor] = field(default_factory=list)
     # Parameters, and the sums of squares of their mean gradients on this rank, [n].
@@ -71,39 +69,21 @@ class StepState:
         """Whether no gradient has come."""
         return not self.squares and not self.flags.checked and not self.flagged_square
 
-    @property
-    def keeps(self) -> Set[Tensor]:
-        """The parameters with kept gradients."""
-        return self.kept.keys() | self.projected.keys()
-
-    def pop(self, param: Tensor) -> ReducedGrad | ProjectedGrads:
-        """Removes a kept gradient, and returns it."""
-        return self.kept.pop(param) if param in self.kept else self.projected.pop(param)
-
     def drop(self, params: Iterable[Tensor]) -> None:
         """Drops kept gradients."""
         for param in params:
             self.kept.pop(param, None)
-            self.projected.pop(param, None)
 
     def move(self, move: Callable[[Tensor], Tensor]) -> None:
         """Replaces the kept numbers of gradients by ``move`` of them."""
         for param, run in self.kept.items():
             self.kept[param] = run._replace(g=move(run.g))
-        for grad in self.projected.values():
-            grad.move(move)
 
     def replace(self, param: Tensor, run: Tensor) -> None:
         """Overwrites a kept gradient by ``run``, [len(shard)], which may be not finite."""
         g = self.kept[param].g
         g[: len(run)].copy_(run)
         self.kept[param] = ReducedGrad(g)
-
-    def measurable(self) -> dict[Tensor, ReducedGrad]:
-        """Returns kept gradients. Those of projected ones have only their sum of squares."""
-        return self.kept | {
-            p: ReducedGrad(x.values[0][:0], square=x.square()) for p, x in self.projected.items()
-        }
 
     def use_up(self, params: Collection[Tensor]) -> None:
         """Records that the gradients of ``params`` were taken.
@@ -180,11 +160,10 @@ class StepState:
         """Returns the norm of all gradients that have come; all ranks call it."""
         layout = self.reader.layout
         self.is_norm_read = True
-        kept = self.measurable()
-        if self.norm is not None and not kept:
+        if self.norm is not None and not self.kept:
             return self.norm
-        square = self._sum(self._squares(kept) if kept else self.squares)
-        flagged = 0.0 if kept else self.flagged_square
+        square = self._sum(self._squares(self.kept) if self.kept else self.squares)
+        flagged = 0.0 if self.kept else self.flagged_square
         return math.sqrt(layout.total(square).item() + flagged)
 
     def _sum(self, squares: Iterable[tuple[list[Tensor], Tensor]]) -> Tensor:

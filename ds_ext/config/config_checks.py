@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ds_ext import hyperparams
-from ds_ext.backward import error_texts, int8_weights, projected_grads
-from ds_ext.backward.gradient_config import CONFIG
+from ds_ext.backward import int8_weights
 from ds_ext.config import optimizer_names, parsing
 from ds_ext.config.parsing import lookup
 from ds_ext.errors import raise_all
@@ -200,10 +199,6 @@ def _unsupported(config: dict[str, Any], optimizer: RuleOptimizer) -> Iterator[s
         own = parsing.section(config)
     except ValueError:
         return  # ``problems`` yields it
-    shards = {p: optimizer.shard(p) for p in optimizer.group_of}
-    if own.gradient_policy == "projected" and not projected_grads.projected(optimizer, shards):
-        name = type(optimizer).__name__
-        yield error_texts.NOT_PROJECTED.format(optimizer=name, names=CONFIG)
     if own.weight_storage:
         found = [int8_weights.refused_hypers(optimizer, p) for p in optimizer.group_of]
         if found and all(found):  # only the run knows which weights it stores

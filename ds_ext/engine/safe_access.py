@@ -174,7 +174,7 @@ class Access:
         """
         fused = self.fused
         state, is_trained = fused.state, param in fused.optimizer.group_of and param.requires_grad
-        if is_trained and (not state.kept or param in state.projected):
+        if is_trained and not state.kept:
             raise RuntimeError(
                 f"there is no gradient of {fused.layout.name(param)}: "
                 + (

@@ -74,7 +74,7 @@ def save_checkpoint(
     engine.optimizer.optimizer.refuse_exchanged()
     state = engine.optimizer.fused.state
     is_measured = bool(state.squares) and not state.kept
-    if state.used_up or state.projected or is_measured:
+    if state.used_up or is_measured:
         raise RuntimeError(
             "save_checkpoint was called between backward and engine.step(): call it after the step."
         )

@@ -23,7 +23,7 @@ from ds_ext.optimizer.ema import GroupRule
 from ds_ext.optimizer.nonfinite import GradCheck
 from ds_ext.optimizer.param_table import ParamTable
 from ds_ext.optimizer.plans import BatchPlan, BucketPlan
-from ds_ext.optimizer.updates import ProjectedGrads, RunUpdate
+from ds_ext.optimizer.updates import RunUpdate
 from ds_ext.rules import State
 
 WeightNorms = dict[NormCache, Runs]  # by cache of weight norms: the weights
@@ -202,13 +202,9 @@ def begin_rules(
     p = sixteen_bit.weight(u.p, state, rule, number, u.shard, before)
     first = before + u.shard.start
     begun = []
-    for i, (run, shard, s) in enumerate(expert_stacks.matrices(u.shard, state)):
+    for run, shard, s in expert_stacks.matrices(u.shard, state):
         own = sixteen_bit.part(p, run)
-        g = (
-            u.g.parts[i]
-            if isinstance(u.g, ProjectedGrads)
-            else expert_stacks.part(u.g, itemgetter(run))
-        )
+        g = expert_stacks.part(u.g, itemgetter(run))
         if isinstance(g, Tensor) and not rules.entry_of(type(rule)).is_own:
             g = ops.Scaled(g)  # torch operations on it raise an error here too
         e = ema.average(s, rule, number, t, first + run.start)

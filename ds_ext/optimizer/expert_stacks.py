@@ -8,7 +8,7 @@ run that lies in the expert, which may be empty. Its state is kept under its num
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor, nn
 
@@ -85,17 +85,6 @@ def state_spec(rule: Rule, shard: Shard, first: int = 0) -> Parts:
     return {
         EXPERTS: {str(i): rule.state_spec(own) for i, (_, own) in enumerate(split(shard), first)}
     }
-
-
-def projected_numel(rule: Any, shard: Shard, is_stack: bool) -> int:
-    """Returns the elements of a parameter's projected gradient; 0 if its rule projects none.
-
-    The result is the same for each run. Experts of a stack are projected one by one.
-    """
-    if not hasattr(rule, "projected_numel") or not shard.numel:
-        return 0
-    shards = [own for _, own in split(shard)] if is_stack else [shard]
-    return sum(map(rule.projected_numel, shards))
 
 
 def check_state(optimizer: str, param: Tensor, state: NestedState, stacked: bool) -> None:

@@ -155,12 +155,12 @@ def stepped(
         if has_nan and i == STEPS:
             shard = shards[params[0]]
             grads[0].view(-1)[shard.start + len(shard) // 2] = math.nan
-        each = zip(shards.items(), grads, strict=True)
-        updates = [RunUpdate(p, _run(p, own), _run(g, own), own) for (p, own), g in each]
+        each = [(p, own, _run(g, own)) for (p, own), g in zip(shards.items(), grads, strict=True)]
+        updates = [RunUpdate(p, _run(p, own), g, own) for p, own, g in each]
         check = None
         if are_checked and i > 0:  # as backward does on a GPU, with this rank's own votes
             first = optimizer.first_round_checks(shards)
-            votes = {u.param: torch.where(u.g.sum().isfinite(), 1.0, 2.0**20) for u in updates}
+            votes = {p: torch.where(g.sum().isfinite(), 1.0, 2.0**20) for p, _, g in each}
             check = GradCheck(first, {p: vote for p, vote in votes.items() if p not in first})
         optimizer.update(updates, Alone(*ranks), check)
         optimizer.commit_weight_norms()

@@ -81,7 +81,7 @@ def optimizer_memory(
     ranks: int,
     dtype: torch.dtype,
     bucket: int,
-    accumulates: str | None = None,
+    accumulates: bool = False,
     offloads: Collection[str] = (),
     in_int8: bool = False,
     persist: int = PERSIST,
@@ -95,7 +95,7 @@ def optimizer_memory(
         ranks: the number of data-parallel ranks.
         dtype: the dtype of weights and gradients.
         bucket: reduce_bucket_size, in elements.
-        accumulates: the ``gradient_policy`` by which gradients are kept in fp32 until the step.
+        accumulates: whether gradients are kept in fp32 until the step.
         offloads: "param" (stage 3), "optimizer", both or none. Of offloaded parts, one bucket's are
             on the device.
         in_int8: whether large matrices are stored in 8 bits. Their values in bf16, of a bucket that
@@ -107,7 +107,8 @@ def optimizer_memory(
     sizes = [math.prod(shape) for shape in shapes.values()]
     in_flight = sum(sizes) if stage is None else _in_flight(sizes, ranks, bucket, behind)
     rules = rule if isinstance(rule, Mapping) else dict.fromkeys(shapes, rule)
-    kept = 0 if stage is None else _kept(rules, shapes, cut, accumulates)
+    keeps = stage is not None and accumulates
+    kept = 4 * sum(-(-n // cut) for n in sizes) if keeps else 0
 
     # ZeRO-3 stores padded runs, and keeps small weights gathered in bf16.
     divided, persist = (ranks, persist) if stage == 3 else (1, 0)
@@ -142,20 +143,6 @@ def optimizer_memory(
             None if stage is None else bucket, behind, staged_bytes, together=stage == 3
         ),
     )
-
-
-def _kept(rules: Mapping[str, Any], shapes: Shapes, cut: int, policy: str | None) -> int:
-    """The bytes of a rank's gradients in fp32 that a policy keeps until the step."""
-    if policy is None:
-        return 0
-    total = 0
-    for name, shape in shapes.items():
-        numel = math.prod(shape)
-        if policy == "projected":
-            of = rules[name], Shard.whole(tuple(shape)), isinstance(shape, Stack)
-            numel = expert_stacks.projected_numel(*of) or numel
-        total += -(-numel // cut)
-    return 4 * total
 
 
 def shapes_of(model: nn.Module) -> Shapes:

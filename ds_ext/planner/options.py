@@ -57,8 +57,7 @@ class PlanOptions:
             policy = parsing.gradients(self.config).policy
         except ValueError as error:
             raise ValueError(f"--config {self.file}: {error}" if self.file else error) from None
-        # The gradient_policy, if gradients are kept.
-        self.accumulates = None if policy == "fused" else policy
+        self.accumulates = policy == "sharded"  # whether gradients are kept
 
     def _read(self) -> None:
         """Reads what ``config`` says."""
@@ -139,10 +138,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     size = f"{GPU_BUCKET_BYTES // 2**20} MiB, at most {GPU_SHARE} of the smallest --memory"
     elements = {"dest": BUCKET, "type": positive, "metavar": "BUCKET"}
     add("--bucket", **elements, help=f"reduce_bucket_size, in elements (default: {size})")
-    what = "keep gradients, by this gradient_policy (default sharded), as for "
-    what += "gradient_accumulation_steps > 1"
-    kept = {"nargs": "?", "const": "sharded", "choices": ["sharded", "projected"]}
-    add("--accumulate", dest="ds_ext.gradient_policy", **kept, help=what)
+    kept = {"dest": "ds_ext.gradient_policy", "action": "store_const", "const": "sharded"}
+    add("--accumulate", **kept, help="keep gradients, as gradient_accumulation_steps > 1 does")
     to_cpu = {"action": "store_const", "const": "cpu"}
     param, optimizer = OFFLOADS.values()
     add("--offload-param", dest=param, **to_cpu, help="offload_param to the CPU; needs ZeRO-3")

@@ -28,11 +28,7 @@ a cut splits a block).
 """
 
 import functools
-from collections.abc import Generator
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
 
 from ds_ext import ops
 from ds_ext.hyperparams import Bits, Count, Fraction, NonNegative, Positive, Side, Size
@@ -41,30 +37,7 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
 from ds_ext.rules import lowrank
 from ds_ext.rules.adam import Adam
-from ds_ext.rules.base import Rounds, State, Sums, register
-
-
-@dataclass
-class ProjectedGrad:
-    """A rank's part of the R of a gradient, or of the sum of several: in proportion to its run."""
-
-    shape: torch.Size  # of R
-    dtype: torch.dtype  # of the gradient's elements in matrix products
-    values: Tensor  # [n], the part
-
-    def whole(self, shard: Shard) -> Generator[Sums, Sums, Tensor]:
-        """Returns R. Takes one round, in which the ranks put their parts together."""
-        own = torch.zeros(
-            self.shape, dtype=ops.accumulator(self.values.dtype), device=self.values.device
-        )
-        own.view(-1)[_kept(own.numel(), shard)] = self.values.to(own.dtype)
-        (r,) = yield (own,)
-        return r
-
-
-def _kept(numel: int, shard: Shard) -> slice:
-    """The elements of a flattened R that a rank keeps. Each element is on one rank."""
-    return slice(numel * shard.start // shard.numel, numel * shard.stop // shard.numel)
+from ds_ext.rules.base import Rounds, State, register
 
 
 @register(
@@ -94,8 +67,6 @@ class GaLoreAdamW:
     nbits: Bits = 32  # bits of a moment's element
     min_8bit_size: Size = 4096  # fewer moments than these stay fp32
 
-    projection_key = "q"  # all that ``accumulate`` reads and writes of the state
-
     def __post_init__(self) -> None:
         if self.nbits == 8:
             quantize.functional()
@@ -104,82 +75,31 @@ class GaLoreAdamW:
         if not self.projects(shard):
             return self.adam.shard_state_spec(shard)
         rank, right = self.space(shard)
-        total = self.projected_numel(shard)
+        total = rank * (shard.rows if right else shard.cols)
         part = lowrank.own_part(rank, right, shard, self.adam.unit(total))
         return self.adam.state_spec(part, total) | {"q": lowrank.basis_part(rank, right, shard)}
 
-    def step(
-        self, p: ops.Writable, g: "ops.Gradient | ProjectedGrad", s: State, t: int, shard: Shard
-    ) -> Rounds:
-        if isinstance(g, ProjectedGrad):
-            r = yield from g.whole(shard)
-            yield from self._step_projected(p, r, g.dtype, s, t, shard)
-        elif self.projects(shard):
-            yield from self._renew(g, s, t, shard)
-            r = yield from self._project(g, s, shard)
-            yield from self._step_projected(p, r, ops.operand_dtype(g), s, t, shard)
+    def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
+        if self.projects(shard):
+            yield from self._step_projected(p, g, s, t, shard)
         else:
             u, p, shard = yield from self.adam.step(p, g, s, shard)
             yield from self.apply_(p, ops.Scaled(u, self.factor(t)), shard)
 
-    def accumulate(
-        self,
-        kept: ProjectedGrad | None,
-        g: ops.Gradient,
-        s: State,
-        t: int,
-        shard: Shard,
-        dtype: torch.dtype | None,
-    ) -> Generator[Sums, Sums, ProjectedGrad]:
-        """Returns the sum of ``kept`` and the projection of ``g``; may overwrite ``kept``.
-
-        The R of a sum of gradients is the sum of theirs.
-
-        Args:
-            kept: of the step's gradients so far; None: ``g`` is the first one, from which the
-                basis in ``s`` is renewed if the step begins with a new one.
-            g: the gradient.
-            s: the state, of which this reads and writes only ``projection_key``.
-            t: the number of the step that will use the gradients.
-            shard: the position of the run in the whole parameter.
-            dtype: of kept numbers; None: that of R.
-        """
-        if kept is None:
-            yield from self._renew(g, s, t, shard)
-        r = yield from self._project(g, s, shard)
-        values = r.view(-1)[_kept(r.numel(), shard)]
-        if kept is None:
-            own = values.to(dtype or values.dtype, copy=True)
-            return ProjectedGrad(r.shape, ops.operand_dtype(g), own)
-        kept.values.add_(values)
-        return kept
-
-    def _renew(self, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
-        """Renews the basis from a gradient if step ``t`` begins with a new one."""
-        if (t - 1) % self.update_proj_gap == 0:
-            s["q"] = yield from lowrank.basis(g, *self.space(shard), shard)
-
-    def _project(self, g: ops.Gradient, s: State, shard: Shard) -> Generator[Sums, Sums, Tensor]:
-        """Returns R of a gradient."""
-        _, right = self.space(shard)
-        terms = ops.terms_for(ops.operand_dtype(g))
-        r = yield from lowrank.project(g, s["q"], right, shard, terms)
-        (r,) = yield (r,)
-        return r
-
     def _step_projected(
-        self, p: ops.Writable, r: Tensor, dtype: torch.dtype, s: State, t: int, shard: Shard
+        self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard
     ) -> Rounds:
-        """Advances the moments by R, and steps by the update that is projected back.
-
-        ``dtype`` is that of the gradient's elements in matrix products.
-        """
         (rank, right), first = self.space(shard), shard.touched.start
+        if (t - 1) % self.update_proj_gap == 0:
+            s["q"] = yield from lowrank.basis(g, rank, right, shard)
+        q, terms = s["q"], ops.terms_for(ops.operand_dtype(g))
+        r = yield from lowrank.project(g, q, right, shard, terms)
+        (r,) = yield (r,)
+
         part = lowrank.own_part(rank, right, shard, self.adam.unit(r.numel()))
         step = self.adam.advance(s, r.view(-1)[part], r.numel())
         scaled = ops.times(step, self.factor(t) * self.scale)
         u = yield from joint.evaluate(scaled, Shard.whole((part.stop - part.start,)), r)
-        q, terms = s["q"], ops.terms_for(dtype)
         if right:
             own = lowrank.own_part(rank, right, shard)
             u = u[own.start - part.start : own.stop - part.start].view(-1, rank)
@@ -200,13 +120,6 @@ class GaLoreAdamW:
     def projects(self, shard: Shard) -> bool:
         """Returns whether a parameter is stepped in a low-rank space."""
         return self.rank is not None and len(shard.shape) == 2 and shard.numel > 0
-
-    def projected_numel(self, shard: Shard) -> int:
-        """Returns the number of elements of R; 0 if a gradient is not projected."""
-        if not self.projects(shard):
-            return 0
-        rank, right = self.space(shard)
-        return rank * (shard.rows if right else shard.cols)
 
     def space(self, shard: Shard) -> tuple[int, bool]:
         """Returns the rank of a matrix's low-rank space, and whether its side is the right one."""

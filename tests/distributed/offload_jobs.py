@@ -116,8 +116,6 @@ HOW: dict[str, dict[str, Any]] = {
     "averaged": BF16 | {"hypers": {"ema_decay": 0.9}},
     "clipped": BF16 | CLIPPED,
     "accumulated": BF16 | CLIPPED | {"gradient_accumulation_steps": 2},
-    "projected": BF16
-    | {"gradient_accumulation_steps": 2, "ds_ext": {"gradient_policy": "projected"}},
     "zero init": BF16 | {"zero_init": True, "is_json": True, "ds_ext": {"measure_updates": True}},
 }
 

@@ -161,19 +161,6 @@ def error(after: dict[str, Tensor], alone: engines.Alone) -> float:
     return updates.error({n: p.cpu() for n, p in after.items()}, expected, alone.before)
 
 
-def projected(layout: str, stage: int) -> float:
-    """Gradients of GaLore-AdamW kept projected, against kept whole -> the error."""
-    with laid_out(layout) as special:
-        found = []
-        for policy in ("sharded", "projected"):
-            how = config(special, stage, "galoreadamw", ds_ext={"gradient_policy": policy})
-            engine = special.engine(how)
-            before = special.weights(engine)
-            engines.train(engine, special.loss, 3)
-            found.append(special.weights(engine))
-        return updates.error(found[1], found[0], before)
-
-
 def edited(layout: str, stage: int, passes: int, max_norm: float) -> dict[str, Any]:
     """Edits of param groups between steps, as torch follows them.
 
@@ -298,12 +285,6 @@ def piped(zero: int) -> dict[str, Any]:
 
 STAGES = {"tensor parallelism": (0, 3), "sequences": (1, 3), "experts": (1, 2), "offload": (2, 3)}
 CASES = [(layout, stage) for layout, stages in STAGES.items() for stage in stages]
-
-
-@pytest.mark.parametrize("layout, stage", params(CASES, [("sequences", 3)]))
-def test_one_projected_gradient_is_as_good_as_a_whole_one(layout, stage):
-    for error in worlds.run(2, projected, layout, stage):
-        assert error <= 1e-5
 
 
 QUICK_EDITS = [("sequences", 3, 2, 0.05)]

@@ -18,7 +18,6 @@ MISSPELT = {"type": "WarmupLR", "params": {"warmup_step": 2}}
 DECAY = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}
 CLIPPED = {"gradient_clipping": 1.0}
 FUSED = {"ds_ext": {"gradient_policy": "fused"}}
-PROJECTED = {"ds_ext": {"gradient_policy": "projected"}}
 INT8 = {"ds_ext": {"weight_storage": "int8"}}
 KEPT = {"ds_ext": {"gradient_policy": "sharded"}}
 PREVIOUS = {"ds_ext": {"clip_mode": "previous"}}
@@ -145,7 +144,6 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
     ("is imported (--import MODULE)", {"optimizer": {"type": "HeavyBall"}} | OURS),
     ('Did you mean "type"?', ours({"param_groups": [{"match": "a", "typ": "Lion"}]})),
     (None, zero(3, offload_optimizer={"device": "cpu"})),
-    ('gradient_policy = "projected"', {"ds_ext": {"gradient_policy": "projected"}}),
     ("measure_updates is 'true'; allowed: true or", {"ds_ext": {"measure_updates": "true"}}),
     ("weight_update", INT8 | ours({"weight_update": "master"})),
     ("scheduler.type is 'auto'", {"scheduler": {"type": "auto", "params": {}}}),
@@ -183,7 +181,7 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
     (
         [
             *("gradient_clipping is", "stage is 'x'", "key gradient_cliping", 'an "batch_splits'),
-            'policy is \'x\'; allowed: "fused", "sharded", "projected" or null.',
+            'policy is \'x\'; allowed: "fused", "sharded" or null.',
             *("clip_value is -1", "params.lrr", 'an "WarmupLR"'),
             'mean "param_groups"? Known: lr',
         ],
@@ -202,8 +200,6 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
     ("'T_max'", {"scheduler": {"type": "CosineAnnealingLR", "params": {}}}),
     (None, {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 3}}}),
     # What a run finds when it makes the optimizer.
-    ("no parameter of this GaLoreAdamW", PROJECTED | ours({"rank": None}, "GaLoreAdamW")),
-    (None, PROJECTED | ours({}, "GaLoreAdamW")),
     ("ema_decay = 0.9 does not support", INT8 | ours({"ema_decay": 0.9})),
     (
         "ds_ext.weight_storage = 'int8' is a setting of ds_ext, and AdamW is not",

@@ -189,7 +189,7 @@ REFUSED = [
     (["--params", '{"lrr": 1}'], 'Did you mean "lr"?'),
     (["--plot", "nowhere/x.png"], "--plot nowhere/x.png: "),
     (["--plot", "x.unknown"], "--plot x.unknown: "),
-    (["--accumulate", "projected", "--optimizer", "lomo"], "no parameter of this LOMO has"),
+    (["--accumulate", "projected"], "projected"),
     (["--weight-storage", "int8", "--params", '{"weight_update": "master"}'], "= 'master' does"),
     (["--offload-param", "--stage", "2"], "stage 3"),
     (["--offload-optimizer", "--optimizer", "lamb", "--stage", "none"], "another --stage"),

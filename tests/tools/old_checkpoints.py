@@ -46,7 +46,7 @@ STATES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "8-bit-lion": ("lion", {"nbits": 8}, {}),
     "8-bit-muon": ("muon", {"nbits": 8}, {}),
     "kept-projection": ("apollo", {}, {}),
-    "projected": ("galoreadamw", {}, {"ds_ext": {"gradient_policy": "projected"}}),
+    "projected": ("galoreadamw", {}, {}),
     "int8": ("lomo", {}, {"bf16": {"enabled": True}, "ds_ext": {"weight_storage": "int8"}}),
 }
 Weights = dict[str, Tensor]

@@ -44,7 +44,6 @@ FEATURES = (
     "clipping by value",
     "gradient accumulation",
     "gradient accumulation with clipping",
-    'gradient accumulation, `"projected"`',
     "bf16 weights",
     "fp16, static loss scale",
     "fp16, dynamic loss scale",

@@ -19,7 +19,6 @@ from ds_ext.ops import quantize
 from ds_ext.rules import lowrank
 from ds_ext.rules.galore import GaLoreAdamW
 from tests.common import paths, plain, table
-from tests.common.accumulated import side_of, textbook
 from tests.common.choose import params
 from tests.common.simulated import BROKEN, EXACT, Formula, Ranks, errors, ranks_after
 from tests.common.spies import noted
@@ -59,13 +58,64 @@ def gradients(steps, shapes=SHAPES, dtype=torch.float64):
     return [[g.to(dtype) for g in grads] for grads in all_steps]
 
 
+def side_of(shape, proj_type="std"):
+    """The side that is projected, as galore_torch's GaLoreProjector chooses it."""
+    is_tall = shape[0] >= shape[1]
+    return {
+        "std": "right" if is_tall else "left",
+        "reverse_std": "left" if is_tall else "right",
+    }.get(proj_type, proj_type)
+
+
+def basis(g, rank, proj_type):
+    """The leading singular vectors of a side [side, rank], and whether it is the right one.
+
+    Of the short side's vectors the largest component is positive.
+    """
+    rows, cols = g.shape
+    u, _, vh = torch.linalg.svd(g, full_matrices=False)
+    right = side_of(g.shape, proj_type) == "right"
+    short = vh.T if rows > cols or (rows == cols and right) else u
+    signs = short.gather(0, short.abs().argmax(0, keepdim=True)).sign()
+    return ((vh.T if right else u) * signs)[:, :rank], right
+
+
+def textbook(
+    p, grads, rank, gap, lr=1e-3, scale=0.25, weight_decay=0.0, eps=1e-6, betas=(0.9, 0.999),
+    proj_type="std", correct_bias=True, quantized=None
+):  # fmt: skip
+    """The weight after the steps in fp64. The formulas are galore_torch's, with signs fixed.
+
+    Rank None is AdamW, which also steps what is no matrix. ``quantized`` rounds the moments (m, v)
+    after a step.
+    """
+    p, (beta1, beta2) = p.detach().double(), betas
+    is_projected, m, v = rank is not None and p.dim() == 2, 0.0, 0.0
+    for t, g in enumerate(grads, 1):
+        r = g.double()
+        if is_projected:
+            if (t - 1) % gap == 0:
+                q, right = basis(r, rank, proj_type)
+            r = r @ q if right else q.T @ r
+        m, v = beta1 * m + (1 - beta1) * r, beta2 * v + (1 - beta2) * r**2
+        u = m / (v.sqrt() + eps)
+        if correct_bias:
+            u = u * (1 - beta2**t) ** 0.5 / (1 - beta1**t)
+        if is_projected:
+            u = scale * (u @ q.T if right else q @ u)
+        p = (p - lr * u) * (1 - lr * weight_decay)
+        if quantized is not None:
+            m, v = quantized(m, v)
+    return p
+
+
 @functools.cache
 def expected(setting, shapes=SHAPES):
     hypers = dict(SETTINGS[setting])
     rank = hypers.pop("rank")
     grads = zip(*gradients(STEPS, shapes), strict=True)
     return [
-        textbook(p, zip(gs), rank, GAP, **hypers)
+        textbook(p, gs, rank, GAP, **hypers)
         for p, gs in zip(table.weights(shapes), grads, strict=True)
     ]
 
@@ -203,8 +253,7 @@ def test_bf16_gradients_give_updates_nearer_to_fp64_than_the_authors(world):
     before = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
     by_param = zip(*[[g.double() for g in of_step] for of_step in grads], strict=True)
     expected = [
-        textbook(p, zip(gs), low["rank"], 200, scale=1.0)
-        for p, gs in zip(before, by_param, strict=True)
+        textbook(p, gs, low["rank"], 200, scale=1.0) for p, gs in zip(before, by_param, strict=True)
     ]
     theirs, _ = plain.stepped(
         lambda params: galore_torch.GaLoreAdamW([{"params": params, **low}], lr=1e-3),
@@ -252,7 +301,7 @@ def test_8_bit_equals_the_textbook_that_rounds_its_moments():
         grads = zip(*gradients(5, shapes), strict=True)
         exact, plain = [
             [
-                textbook(p, zip(gs), 16, 9, quantized=q, lr=0.01)
+                textbook(p, gs, 16, 9, quantized=q, lr=0.01)
                 for p, gs in zip(table.weights(shapes), grads, strict=True)
             ]
             for q, grads in zip((rounded, None), itertools.tee(grads), strict=True)

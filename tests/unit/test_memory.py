@@ -210,28 +210,23 @@ def test_gradients_in_flight_are_as_planned(ranks, bucket, slack, layout_of, mon
 
 
 @pytest.mark.parametrize("ranks", [1, 5])
-@pytest.mark.parametrize("name, policy", [("lomo", "sharded"), ("galoreadamw", "projected")])
-def test_kept_gradients_are_as_planned(name, policy, ranks, layout_of):
-    module, hypers = llama(), {"rank": 4} if policy == "projected" else {}
-    optimizer = OPTIMIZERS[name](module.parameters(), **hypers)
-    how = gradient_config.GradientConfig(3000, policy)
+def test_kept_gradients_are_as_planned(ranks, layout_of):
+    module = llama()
+    optimizer = OPTIMIZERS["lomo"](module.parameters())
+    how = gradient_config.GradientConfig(3000, "sharded")
     fused = FusedBackward(module, optimizer, layout_of(module, ranks), how)
     for _ in range(2):
         tokens = torch.randint(0, 301, (1, 4))
         module(tokens, labels=tokens).loss.backward()
         fused.finish()
-    rule = OPTIMIZERS[name].hypers(**hypers)
-    used, kept, whole = (
+    rule = OPTIMIZERS["lomo"].hypers()
+    used, kept = (
         memory.optimizer_memory(
             rule, shapes_of(module), 1, ranks, torch.bfloat16, 3000, accumulates
         ).gradients
-        for accumulates in (None, policy, "sharded")
+        for accumulates in (False, True)
     )
-    state = fused.state
-    runs = [run.g for run in state.kept.values()]
-    runs += [x for grad in state.projected.values() for x in grad.values]
-    assert held(runs) == pytest.approx(kept - used, abs=4 * len(runs) * (policy == "projected"))
-    assert policy == "sharded" or kept - used < (whole - used) / 2
+    assert held([run.g for run in fused.state.kept.values()]) == kept - used
 
 
 # Closed forms. R and C are the sizes of a matrix, d the ranks.
