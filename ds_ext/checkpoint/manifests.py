@@ -4,8 +4,8 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_ext.errors import CheckpointError
@@ -40,16 +40,6 @@ def locate(path: Path, name: str) -> Path:
     return new if os.path.isfile(new) else path / name
 
 
-def later_file(path: Path) -> Path | None:
-    """Returns a file that another program saved after a killed job left ``COMPLETE``, or None."""
-    left = path / COMPLETE / MANIFEST
-    if not left.is_file():
-        return None
-    last = left.stat().st_mtime + 60  # clocks of hosts may differ
-    files = (file for file in path.glob("*_states.pt") if file.is_file())
-    return next((file for file in files if file.stat().st_mtime > last), None)
-
-
 def latest(folder: Path) -> str | None:
     """Returns the text of the file ``latest``, a tag; None if nothing was ever saved."""
     file = folder / "latest"
@@ -70,12 +60,6 @@ def read(path: Path) -> dict[str, Any]:
         damaged = True
     if damaged:
         raise CheckpointError(f"{path / MANIFEST} is damaged.")
-    if later := later_file(path):
-        raise CheckpointError(
-            f"{later} was saved after {path / COMPLETE}, which a killed save left. Delete that "
-            f"folder, and {MANIFEST} beside it, to load the later checkpoint. If the folder was "
-            "copied without its times, copy it again with them (cp -a) to load the killed save."
-        )
     if version != VERSION:
         age = "a newer" if version > VERSION else "an older"
         raise CheckpointError(
@@ -130,8 +114,8 @@ def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
     """Returns the newest checkpoint that is complete and undamaged, to resume after a failure.
 
     It is the one in the file ``latest``, which ``load_checkpoint`` loads without a tag. If that is
-    missing, incomplete or damaged, it is the one of the most steps. Reads candidates once to verify
-    them.
+    missing, incomplete or damaged, it is the one of the most steps whose tag has no "/". Reads
+    candidates once to verify them.
 
     Args:
         folder: the ``save_dir`` of engine.save_checkpoint, or the ``output_dir`` of HF Trainer
@@ -169,38 +153,15 @@ def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
 
 
 def _complete(folder: Path) -> list[Checkpoint]:
-    """Complete checkpoints: first the one that ``latest`` names, then by steps, newest first.
-
-    Skips a checkpoint in a subfolder if its tag does not contain the subfolder. Such a checkpoint
-    belongs to another run, which saved to the subfolder.
-    """
-    found = []
-    for tag in _tags(folder):
+    """Complete checkpoints: first the one that ``latest`` names, then by steps, newest first."""
+    found, newest = [], latest(folder)
+    here = (p.name for p in folder.glob("*") if not p.name.startswith(INCOMPLETE))
+    for tag in dict.fromkeys([newest, *here] if newest else here):
         path = folder / tag
         try:
             said = read(path)
-            files, depth = said["files"].items(), len(Path(tag).parts)
-            is_own = depth in (1, len(PurePosixPath(said["tag"]).parts))
-            if is_own and all(locate(path, n).stat().st_size == file["bytes"] for n, file in files):
+            if all(locate(path, n).stat().st_size == f["bytes"] for n, f in said["files"].items()):
                 found.append(Checkpoint(str(folder), tag, said["global_steps"]))
         except (CheckpointError, OSError):
             continue
-    newest = latest(folder)
     return sorted(found, key=lambda c: (c.tag != newest, -c.steps, c.tag))
-
-
-def _tags(folder: Path) -> Iterator[str]:
-    """Tags of the folders that have a manifest, at any depth.
-
-    Follows links, but visits no folder twice, and no folder that contains ``folder``.
-    """
-    seen = {folder.resolve(), *folder.resolve().parents}
-    for above, names, _ in os.walk(folder, followlinks=True):
-        for name in names.copy():
-            path = Path(above, name)
-            is_hidden = name.startswith((INCOMPLETE, COMPLETE))
-            if not is_hidden and os.path.isfile(locate(path, MANIFEST)):
-                yield str(path.relative_to(folder))
-            if is_hidden or path.resolve() in seen:
-                names.remove(name)
-            seen.add(path.resolve())

@@ -145,7 +145,7 @@ def _save(
         engine.optimizer.checkpoint_event_epilogue()  # ZeRO-3 gathers weights: no rank has failed
     finally:
         if draft is not None:
-            folder.close(draft)  # after all ranks have stopped writing
+            shutil.rmtree(draft.aside, ignore_errors=True)  # all ranks have stopped writing
 
 
 def _write(engine: DeepSpeedEngine, save_dir: str, aside: Path, more: dict[str, Any]) -> "Writer":
