@@ -17,7 +17,7 @@ from ds_ext.backward import startup_log
 from ds_ext.config import config_checks, parsing
 from ds_ext.config.parsing import lookup
 from ds_ext.optimizer import param_groups
-from ds_ext.optimizer.model_view import ModelView
+from ds_ext.optimizer.model_view import model_view
 from ds_ext.planner import models
 from ds_ext.planner.options import positive
 from ds_ext.settings import SETTINGS, SIZES
@@ -88,10 +88,10 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
     if model is not None and "lora_" in str(lookup(config, "optimizer.params.param_groups")):
         unchecked.append("the names of LoRA's adapters, which only a run has")
         model = None
-    view = None if model is None else ModelView(model)
+    view = None if model is None else model_view(model)
     read = config_checks.read(config, view)
     if view is not None and read.ours is not None:
-        names = {p: name for p, (name, _) in view.owners.items()}
+        names = {p: info.name for p, info in view.items()}
         notes += param_groups.described(read.groups, type(read.ours).__name__, names)
     if read.ours is not None and "optimizer.params.lr" not in autos:
         notes += startup_log.unusual_rates(read.ours)

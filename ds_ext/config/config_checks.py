@@ -151,7 +151,7 @@ def _make_optimizer(made: Reading, model: ModelView | None) -> None:
     wrong, grouped = param_groups.stand_ins(REGISTRY[key], params)
     raise_all([*unread_keys(config, "optimizer", _OF_OPTIMIZER, own), *wrong])
     if model is not None:
-        trained = [p for p in model.module.parameters() if p.requires_grad]
+        trained = [p for p in model if p.requires_grad]
         grouped = param_groups.of_config(REGISTRY[key], params, model, trained)
     made.groups = grouped.groups
     made.ours = OPTIMIZERS[key](grouped.groups, **grouped.hypers)

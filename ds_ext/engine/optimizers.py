@@ -14,7 +14,7 @@ from ds_ext.engine import pipeline
 from ds_ext.engine.parameters import EMBEDDINGS, LINEARS, unpartitioned_shape
 from ds_ext.engine.rank_logging import log, warn
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, param_groups
-from ds_ext.optimizer.model_view import ModelView, summary
+from ds_ext.optimizer.model_view import ModelView, model_view, summary
 from ds_ext.optimizer.param_groups import Grouped
 from ds_ext.rules.base import REGISTRY, key_of
 
@@ -46,11 +46,11 @@ def optimizer_of(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:
     """
     name = key_of(engine.optimizer_name())
     optimizer_type = OPTIMIZERS[name]
-    model = ModelView(engine.module, LINEARS, EMBEDDINGS, unpartitioned_shape)
+    model: ModelView = model_view(engine.module, LINEARS, EMBEDDINGS, unpartitioned_shape)
     if pipeline.is_pipeline(engine):
         model = pipeline.whole_model(model)
         params = pipeline.gather_params(model, params)
-    names = {p: name for p, (name, _) in model.owners.items()}
+    names = {p: info.name for p, info in model.items()}
     made = param_groups.of_config(REGISTRY[name], engine.optimizer_params() or {}, model, params)
     for line in _log_lines(names, optimizer_type.__name__, made):
         log(line)
@@ -63,7 +63,7 @@ def for_model(
     kind: type[RuleOptimizer], module: nn.Module, params: Mapping[str, Any]
 ) -> RuleOptimizer:
     """Returns an optimizer as ``RuleOptimizer.for_model`` does. ZeRO-3 may partition the model."""
-    model = ModelView(module, LINEARS, EMBEDDINGS, unpartitioned_shape)
+    model = model_view(module, LINEARS, EMBEDDINGS, unpartitioned_shape)
     trained = [p for p in module.parameters() if p.requires_grad]
     made = param_groups.of_config(REGISTRY[kind.rule.__name__.lower()], params, model, trained)
     return kind(made.groups, **made.hypers)

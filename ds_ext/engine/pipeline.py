@@ -9,8 +9,7 @@ whole model, with empty placeholders for the parameters of other stages.
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from ds_ext.distributed.layout import ParamInfo
 from ds_ext.distributed.pipeline_layout import PipelineLayout, Tie
 from ds_ext.distributed.placement import Placement
 from ds_ext.optimizer import RuleOptimizer
-from ds_ext.optimizer.model_view import ModelView
+from ds_ext.optimizer.model_view import ModelView, ParamView
 from ds_ext.optimizer.param_table import ParamGroup
 
 _TIED = "tied_modules."  # the prefix of tied parameters
@@ -70,56 +69,22 @@ def gradients_kept_for(engine: DeepSpeedEngine) -> str:
 # Param groups.
 
 
-class ParameterInfo(NamedTuple):
-    """Properties of a parameter, which its stage sends to all stages."""
+def whole_model(own: ModelView) -> ModelView:
+    """Returns the view of the whole model, from that of each stage. All ranks must call it.
 
-    name: str
-    is_trained: bool
-    dims: int
-    decays: bool
-    role: str
-
-
-@dataclass(frozen=True)
-class PipelineModelView(ModelView):
-    """The parameters of all stages, with placeholders for parameters of other stages."""
-
-    info: Mapping[Tensor, ParameterInfo] = field(default_factory=dict)
-
-    @functools.cached_property
-    def owners(self) -> dict[Tensor, tuple[str, nn.Module]]:
-        """The name of each parameter, with this stage's model as its module."""
-        return {p: (info.name, self.module) for p, info in self.info.items()}
-
-    def dims(self, param: Tensor) -> int:
-        """The number of dimensions of a parameter, or of one expert in a stack."""
-        return self.info[param].dims
-
-    def decays(self, param: Tensor) -> bool:
-        """Whether weight decay applies to a parameter."""
-        return self.info[param].decays
-
-    def role(self, param: Tensor) -> str:
-        """The role of a parameter: see ``ModelView``."""
-        return self.info[param].role
-
-
-def whole_model(own: ModelView) -> PipelineModelView:
-    """Returns the view of the whole model, from that of each stage. All ranks must call it."""
-    params = {name: p for p, (name, _) in own.owners.items()}
-    mine = [
-        ParameterInfo(name, p.requires_grad, own.dims(p), own.decays(p), own.role(p))
-        for name, p in params.items()
-    ]
-    found = {info.name: info for of_rank in consensus.gathered(mine) for info in of_rank}
-    info_of: dict[Tensor, ParameterInfo] = {}
+    Parameters of other stages are empty placeholders.
+    """
+    params = {info.name: p for p, info in own.items()}
+    everyone = consensus.gathered(list(own.values()))
+    found = {info.name: info for of_rank in everyone for info in of_rank}
+    whole: dict[Tensor, ParamView] = {}
     for name in in_order(found):
         param = params.get(name)
         if param is None:
             absent = torch.empty(0, dtype=torch.float32, device="meta")
             param = nn.Parameter(absent, found[name].is_trained)
-        info_of[param] = found[name]
-    return PipelineModelView(own.module, own.linears, own.embeddings, own.shape, info_of)
+        whole[param] = found[name]
+    return whole
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -127,13 +92,13 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(dict.fromkeys(names), key=lambda name: not name.startswith(_TIED))
 
 
-def gather_params(model: PipelineModelView, params: Sequence[Any]) -> list[Any]:
+def gather_params(model: ModelView, params: Sequence[Any]) -> list[Any]:
     """Returns the parameters or groups of all stages. All ranks must call it.
 
     Raises:
         ValueError: groups of the stages differ in more than their parameters.
     """
-    names = {p: info.name for p, info in model.info.items()}
+    names = {p: info.name for p, info in model.items()}
     by_name = {name: p for p, name in names.items()}
     groups = [x for x in params if isinstance(x, dict)]
     others = [x for x in params if not isinstance(x, dict)]

@@ -1,11 +1,9 @@
-"""The owner and role of each parameter of a model, by which param groups are made."""
+"""The name, shape and role of each parameter of a model, by which param groups are made."""
 
-import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
@@ -16,9 +14,28 @@ from ds_ext.optimizer.expert_stacks import Shape, plain_shape
 Types: TypeAlias = tuple[type[nn.Module], ...]
 
 
-@dataclass(frozen=True)
-class ModelView:
-    """Names, modules and roles of a model's parameters.
+class ParamView(NamedTuple):
+    """Properties of a parameter."""
+
+    name: str  # in the model; the first one if it is shared
+    is_trained: bool
+    shape: Shape  # of the whole parameter, or of one expert of a stack
+    decays: bool  # whether it has weight decay: not if it is a norm, bias or vector
+    # "linear" for the matrix of a linear layer or expert; "head" for the output's matrix, even if
+    # tied to an embedding; "embedding"; or "other".
+    role: str
+
+
+ModelView: TypeAlias = Mapping[Tensor, ParamView]
+
+
+def model_view(
+    module: nn.Module,
+    linears: Types = (nn.Linear,),
+    embeddings: Types = (nn.Embedding,),
+    shape: Callable[[Tensor], Shape] = plain_shape,
+) -> dict[Tensor, ParamView]:
+    """Returns the properties of a model's parameters, in the model's order.
 
     Args:
         module: the model.
@@ -26,65 +43,32 @@ class ModelView:
         embeddings: the classes of embeddings.
         shape: returns the shape of a whole parameter, which this process may hold a part of.
     """
+    stacked = expert_stacks.find(module, shape)
+    of_embeddings = _params(m for m in module.modules() if isinstance(m, embeddings))
+    heads = [m for name, m in module.named_modules() if name.rpartition(".")[2] == "lm_head"]
+    output_embeddings = getattr(module, "get_output_embeddings", None)
+    if callable(output_embeddings):
+        heads.append(output_embeddings())
+    of_heads = _params(m for m in heads if m is not None)
+    found: dict[Tensor, ParamView] = {}
+    for prefix, owner in module.named_modules():
+        is_norm = "norm" in type(owner).__name__.lower()
+        for name, p in owner.named_parameters(prefix, recurse=False):
+            own, role = shape(p)[p in stacked :], "other"
+            if len(own) == 2:
+                if p in of_heads:
+                    role = "head"
+                elif p in of_embeddings:
+                    role = "embedding"
+                elif isinstance(owner, linears) or p in stacked:
+                    role = "linear"
+            decays = len(own) > 1 and not is_norm and not name.endswith("bias")
+            found.setdefault(p, ParamView(name, p.requires_grad, own, decays, role))
+    return found
 
-    module: nn.Module
-    linears: Types = (nn.Linear,)
-    embeddings: Types = (nn.Embedding,)
-    shape: Callable[[Tensor], Shape] = plain_shape
 
-    @functools.cached_property
-    def owners(self) -> dict[Tensor, tuple[str, nn.Module]]:
-        """The name of each parameter and the module it belongs to; the first, if shared."""
-        owners: dict[Tensor, tuple[str, nn.Module]] = {}
-        for prefix, owner in self.module.named_modules():
-            for name, param in owner.named_parameters(prefix, recurse=False):
-                owners.setdefault(param, (name, owner))
-        return owners
-
-    @functools.cached_property
-    def stacked(self) -> set[Tensor]:
-        """The parameters that stack experts."""
-        return expert_stacks.find(self.module, self.shape)
-
-    def dims(self, param: Tensor) -> int:
-        """Returns the dimensions of a parameter, or of one expert of a stack."""
-        return len(self.shape(param)) - (param in self.stacked)
-
-    def decays(self, param: Tensor) -> bool:
-        """Returns whether a parameter has weight decay: not if it is a norm, bias or vector."""
-        if param not in self.owners or self.dims(param) < 2:
-            return False
-        name, owner = self.owners[param]
-        return "norm" not in type(owner).__name__.lower() and not name.endswith("bias")
-
-    def role(self, param: Tensor) -> str:
-        """Returns the role of a parameter.
-
-        It is "linear" for the matrix of a linear layer or expert; "head" for the output's matrix,
-        even if tied to an embedding; "embedding"; or "other".
-        """
-        if param not in self.owners or self.dims(param) != 2:
-            return "other"
-        if param in self._heads:
-            return "head"
-        if param in self._embeddings:
-            return "embedding"
-        is_linear = isinstance(self.owners[param][1], self.linears) or param in self.stacked
-        return "linear" if is_linear else "other"
-
-    @functools.cached_property
-    def _embeddings(self) -> set[Tensor]:
-        found = (m for m in self.module.modules() if isinstance(m, self.embeddings))
-        return {p for m in found for p in m.parameters()}
-
-    @functools.cached_property
-    def _heads(self) -> set[Tensor]:
-        named = self.module.named_modules()
-        found = [m for name, m in named if name.rpartition(".")[2] == "lm_head"]
-        output_embeddings = getattr(self.module, "get_output_embeddings", None)
-        if callable(output_embeddings):
-            found.append(output_embeddings())
-        return {p for m in found if m is not None for p in m.parameters()}
+def _params(modules: Iterable[nn.Module]) -> set[Tensor]:
+    return {p for m in modules for p in m.parameters()}
 
 
 def finds(pattern: str, name: str) -> bool:

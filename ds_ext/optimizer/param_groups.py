@@ -204,7 +204,7 @@ def decay_groups(model: ModelView, params: list[Tensor], weight_decay: float) ->
     Norms, biases and other parameters with fewer than two dimensions do not decay. For a stack, the
     dimensions of one expert count.
     """
-    decayed = [p for p in params if model.decays(p)]
+    decayed = [p for p in params if p in model and model[p].decays]
     chosen = set(decayed)
     return [
         {"params": decayed, "weight_decay": weight_decay},
@@ -222,14 +222,14 @@ def _matched_groups(
     Raises:
         ValueError: an expression matches nothing, or two match one parameter.
     """
-    trained = [p for group in groups for p in group["params"] if p in model.owners]
+    trained = [p for group in groups for p in group["params"] if p in model]
     chosen: dict[Tensor, int] = {}
     for i, (pattern, _) in enumerate(read.entries):
         match = read.key(f"param_groups[{i}].match")
         for p in _matched(pattern, trained, model, match):
             if p in chosen:
                 raise ValueError(
-                    f"{match}: {pattern!r} matches {model.owners[p][0]}, as does "
+                    f"{match}: {pattern!r} matches {model[p].name}, as does "
                     f"param_groups[{chosen[p]}]: one entry at most may match a parameter."
                 )
             chosen[p] = i
@@ -247,14 +247,14 @@ def _role_groups(model: ModelView, groups: Sequence[ParamGroup], read: Params) -
         ValueError: ``target_modules`` matches no trained matrix.
     """
     free = [group for group in groups if "type" not in group]
-    matrices = [p for g in free for p in g["params"] if p in model.owners and model.dims(p) == 2]
+    matrices = [p for g in free for p in g["params"] if p in model and len(model[p].shape) == 2]
     chosen = set(_targets(read.targets, matrices, model, read.targets_key)) if free else set()
     roles = read.entry.roles
 
     def keys(p: Tensor) -> Keys:
         if p in chosen:
             return {}
-        own = roles.get(model.role(p), roles["other"])
+        own = roles.get(model[p].role if p in model else "other", roles["other"])
         return read.rest if own == roles["other"] else own
 
     return [part for g in groups for part in ([g] if "type" in g else _split([g], keys))]
@@ -284,9 +284,8 @@ def _section_groups(
         i = of_entries.get(group.get("name", ""))
         section = read.where if i is None else read.key(f"param_groups[{i}]")
         how = SectionConfig(**{key: x for key in keys if (x := value(group, key)) is not None})
-        for p in (p for p in group["params"] if p in model.owners):
-            shape = model.shape(p)[p in model.stacked :]
-            sections.refuse(how, shape, model.owners[p][0], hyperparams.dotted(section, ""))
+        for p in (p for p in group["params"] if p in model):
+            sections.refuse(how, model[p].shape, model[p].name, hyperparams.dotted(section, ""))
     used = {g.get("name") for g in groups if any(key in g for key in keys)}
     for match in of_entries.keys() - used:
         raise ValueError(
@@ -329,7 +328,7 @@ def _matched(
     pattern: str, params: list[Tensor], model: ModelView, where: str, what: str = "parameter"
 ) -> list[Tensor]:
     """The parameters whose names match ``pattern``; ValueError if there are none."""
-    names = {p: model.owners[p][0] for p in params}
+    names = {p: model[p].name for p in params}
     found = [p for p, name in names.items() if finds(pattern, name)]
     if not found:
         parts = {part for name in names.values() for part in name.split(".")}
@@ -346,7 +345,7 @@ def _targets(
 ) -> list[Tensor]:
     """The matrices that ``target_modules`` selects."""
     if not patterns:
-        linear = [p for p in matrices if model.role(p) == "linear"]
+        linear = [p for p in matrices if model[p].role == "linear"]
         if not linear:
             raise ValueError(
                 f'{where} is "all-linear", but no nn.Linear weight is trained: list names.'

@@ -28,7 +28,7 @@ from ds_ext.optimizer import (
     state_checks,
 )
 from ds_ext.optimizer.bucket_optimizer import BucketOptimizer
-from ds_ext.optimizer.model_view import ModelView
+from ds_ext.optimizer.model_view import model_view
 from ds_ext.optimizer.param_table import checked_hypers, hypers_of, of_this_version
 from ds_ext.optimizer.update_stats import UpdateStats
 
@@ -107,7 +107,7 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
                 "deepspeed.initialize instead, or make it before ZeRO-3 partitions the model."
             )
         entry = rules.named(cls.rule.__name__)
-        made = param_groups.of_config(entry, params, ModelView(module), trained, "")
+        made = param_groups.of_config(entry, params, model_view(module), trained, "")
         return cls(made.groups, **made.hypers).separate_experts(module)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import ds_ext
 from ds_ext import ops
 from ds_ext.engine.parameters import unpartitioned_shape
 from ds_ext.optimizer import param_groups
-from ds_ext.optimizer.model_view import ModelView, summary
+from ds_ext.optimizer.model_view import model_view, summary
 from ds_ext.rules import REGISTRY
 from tests.common.own_rule import registered
 
@@ -132,7 +132,7 @@ def test_vectors_of_a_rule_for_matrices_are_refused():
 def test_the_head_is_a_head_where_it_is_tied():
     model = Net()
     model.lm_head.weight = model.embed.weight
-    assert ModelView(model).role(model.embed.weight) == "head"
+    assert model_view(model)[model.embed.weight].role == "head"
 
 
 def test_groups_of_a_script_are_split_further():
@@ -142,7 +142,7 @@ def test_groups_of_a_script_are_split_further():
         {"params": [*model.embed.parameters(), *model.norm.parameters()]},
     ]
     config = {"param_groups": [{"match": "bias|norm", "type": "LOMO"}]}
-    made = param_groups.of_config(REGISTRY["adalomo"], config, ModelView(model), given)
+    made = param_groups.of_config(REGISTRY["adalomo"], config, model_view(model), given)
     shown = [(g.get("type"), g.get("lr"), len(g["params"])) for g in made.groups]
     assert shown == [(None, 0.5, 3), ("LOMO", 0.5, 3), (None, None, 1), ("LOMO", None, 2)]
 
@@ -186,7 +186,7 @@ class Layered(nn.Module):
 def grouped(module, params, targets="all-linear", **view):
     """Groups as GaLore's target_modules make them."""
     entry, given = REGISTRY["galoreadamw"], {"target_modules": targets}
-    return param_groups.of_config(entry, given, ModelView(module, **view), params).groups
+    return param_groups.of_config(entry, given, model_view(module, **view), params).groups
 
 
 def projected(module, groups):
@@ -221,7 +221,7 @@ def test_target_modules(targets, expected):
 
 def test_target_modules_split_the_groups_of_weight_decay():
     module = Layered()
-    given = param_groups.decay_groups(ModelView(module), list(module.parameters()), 0.1)
+    given = param_groups.decay_groups(model_view(module), list(module.parameters()), 0.1)
     groups = grouped(module, given, ["q_proj"])
     assert [(g["weight_decay"], "rank" in g, len(g["params"])) for g in groups] == [
         (0.1, False, 11),
@@ -291,7 +291,7 @@ DECAYED |= {"attention.in_proj_weight", "attention.out_proj.weight", "experts"}
 def test_decay_groups_spare_norms_biases_and_vectors():
     model = Mixed()
     params = list(model.parameters())
-    decayed, spared = param_groups.decay_groups(ModelView(model), params, 0.1)
+    decayed, spared = param_groups.decay_groups(model_view(model), params, 0.1)
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
     got = summary(by_name(model, [decayed]))
     assert {entry.split(" ")[0] for entry in got.split(", ")} == DECAYED
@@ -305,7 +305,7 @@ def test_decay_groups_spare_norms_biases_and_vectors():
 
 def test_decay_groups_keep_to_the_parameters_given():
     model, stranger = nn.Linear(3, 2), nn.Parameter(torch.zeros(2, 2))
-    decayed, spared = param_groups.decay_groups(ModelView(model), [stranger, model.weight], 0.1)
+    decayed, spared = param_groups.decay_groups(model_view(model), [stranger, model.weight], 0.1)
     assert [p is model.weight for p in decayed["params"]] == [True]
     assert [p is stranger for p in spared["params"]] == [True]  # of unknown kind
 

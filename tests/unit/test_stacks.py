@@ -20,7 +20,7 @@ from ds_ext import rules
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.optimizer import OPTIMIZERS, expert_stacks, param_groups
-from ds_ext.optimizer.model_view import ModelView
+from ds_ext.optimizer.model_view import model_view
 from tests.common import optimizer_ranks, plain, table
 from tests.common.choose import params, spread
 from tests.common.hypers import FOR_ALL, SIMULATED, changed
@@ -234,7 +234,7 @@ def test_hugging_faces_experts_are_found(kind):
     assert len(expected) == (8 if kind == "gpt-oss" else 4)
     # GaLore projects them as it does linear layers, and their biases are not decayed.
     matrices = {n for n in expected if "bias" not in n}
-    entry, view = rules.REGISTRY["galoreadamw"], ModelView(model)
+    entry, view = rules.REGISTRY["galoreadamw"], model_view(model)
     groups = param_groups.of_config(entry, {}, view, list(model.parameters())).groups
     projected = {p for g in groups if "rank" not in g for p in g["params"]}
     assert matrices <= {n for n, p in model.named_parameters() if p in projected}
