@@ -18,7 +18,7 @@ import ds_ext
 from tests.common import by_role, engines
 from tests.distributed import mixtures
 from tests.distributed.mixtures import Run
-from tests.distributed.tensor_parallel_jobs import rebuilt
+from tests.distributed.test_tensor_parallel import rebuilt
 
 STEPS = 4
 WIDTH, INNER, EXPERTS, LAYERS = 8, 7, 4, 2

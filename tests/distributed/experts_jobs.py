@@ -17,7 +17,7 @@ from tests.common.hypers import FOR_ALL
 from tests.common.ranks import whole
 from tests.distributed import mixtures
 from tests.distributed.mixtures import Run
-from tests.distributed.tensor_parallel_jobs import rebuilt
+from tests.distributed.test_tensor_parallel import rebuilt
 
 STEPS = 6
 VOCAB = 31

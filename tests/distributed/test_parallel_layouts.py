@@ -27,7 +27,7 @@ from tests.distributed import (
     expert_parallel_jobs,
     offload_jobs,
     pipelines_jobs,
-    tensor_parallel_jobs,
+    test_tensor_parallel,
     ulysses_jobs,
 )
 
@@ -51,16 +51,16 @@ class Special:
 
 
 def _tensor_parallel() -> Special:
-    jobs = tensor_parallel_jobs
+    jobs = test_tensor_parallel
     make = functools.partial(jobs.make, "fused")
 
     def engine(config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
         return initialized(make(), jobs.FUSED | config)
 
     def loss(model: Any, number: int, rank: int) -> Tensor:
-        return tensor_parallel_jobs.loss_of(model, "fused", number, 0)
+        return test_tensor_parallel.loss_of(model, "fused", number, 0)
 
-    return Special(engine, loss, make, loss, 1, lambda e: tensor_parallel_jobs.weights(e)[0])
+    return Special(engine, loss, make, loss, 1, lambda e: test_tensor_parallel.weights(e)[0])
 
 
 def _sequences() -> Special:
