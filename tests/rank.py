@@ -107,7 +107,8 @@ def serve(
                 surroundings.restore()
             _flush()
             connection.send((True, result))
-        dist.barrier()
+        if dist.is_initialized():  # a last job may have left its group
+            dist.barrier()
         code = 0
     except BaseException:
         text = traceback.format_exc()
@@ -119,18 +120,6 @@ def serve(
     # (about one run in sixty of a gloo group of three).
     _flush()
     os._exit(code)
-
-
-def run(paths: list[str], job: str, args: bytes, connection: Connection) -> None:
-    """Runs one job in a process without a group; sends whether it ended well, and its result."""
-    torch.set_num_threads(1)
-    sys.path += [path for path in paths if path not in sys.path]
-    try:
-        answer = True, _saved(_loaded(job)(*pickle.loads(args)))
-    except BaseException:
-        answer = False, traceback.format_exc()
-    connection.send(answer)
-    os._exit(0)
 
 
 class Surroundings:

@@ -127,38 +127,6 @@ def on(size: int, limit: float = 120) -> Callable[[Callable[..., None]], Callabl
     return decorate
 
 
-def alone(job: Callable[..., Any], *args: Any, limit: float = 120) -> Any:
-    """Runs ``job(*args)`` in a process of its own, which no other process has to do with.
-
-    It is forked as ranks are, and has no process group.
-
-    Returns:
-        What the job returned.
-
-    Raises:
-        AssertionError: If it raised, died, or was late.
-    """
-    start()
-    ours, theirs = _context.Pipe()
-    process = _context.Process(target=_run, args=(sys.path, _name(job), pickle.dumps(args), theirs))
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(limit):
-            raise AssertionError(f"{_name(job)} had not ended after {limit:g} s")
-        is_well, result = ours.recv()
-    except EOFError:
-        process.join(GRACE)
-        raise AssertionError(f"{_name(job)} died with {process.exitcode}") from None
-    finally:
-        process.kill()
-        process.join()
-        ours.close()
-    if not is_well:
-        raise AssertionError(result)
-    return _loaded(result)
-
-
 @dataclass
 class Ended:
     """How a rank of ``fresh`` ended."""
@@ -354,12 +322,6 @@ def _serve(*given: Any) -> None:
     from tests import rank  # imported already where this runs, and not to be where tests do
 
     rank.serve(*given)
-
-
-def _run(*given: Any) -> None:
-    from tests import rank
-
-    rank.run(*given)
 
 
 def _name(job: Callable[..., Any]) -> str:

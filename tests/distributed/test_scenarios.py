@@ -1,15 +1,13 @@
 """Random sequences of a user's calls beside a reference in one process: see tests/scenarios."""
 
 import functools
-import logging
 import warnings
 from itertools import product
 
 import pytest
 
-from ds_ext.rules import REGISTRY
 from tests.common.choose import pairs, params
-from tests.scenarios import driver, odd_rule, search
+from tests.scenarios import driver, search
 from tests.scenarios.calls import CALLS
 from tests.scenarios.ways import WAYS
 
@@ -81,16 +79,3 @@ def test_a_difference_is_found_and_made_short(monkeypatch):
     sequence = next(x for x in map(functools.partial(driver.made, "plain"), range(50)) if fails(x))
     _, calls = driver.shortest(sequence, fails)
     assert len(calls) == 2 and calls[0][0] == "hyper_parameters"
-
-
-def test_an_error_leaves_the_log_and_the_registry_as_they_were(monkeypatch):
-    def fail(pair, draw):
-        raise KeyboardInterrupt
-
-    for name, call in CALLS.items():
-        monkeypatch.setitem(CALLS, name, call._replace(make=fail))
-    level = logging.getLogger("ds_ext").level
-    with pytest.raises(KeyboardInterrupt):
-        driver.play("plain", driver.made("plain", 0))
-    assert logging.getLogger("ds_ext").level == level
-    assert odd_rule.NAME.lower() not in REGISTRY

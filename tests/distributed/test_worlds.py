@@ -1,7 +1,6 @@
 """The worlds of ranks on which tests run their jobs: what becomes of ranks that fail."""
 
 import os
-import signal
 import time
 
 import deepspeed
@@ -83,9 +82,6 @@ def test_a_rank_that_fails_is_told_at_once_and_the_next_job_runs(job, words):
     assert len(worlds.run(2, total, 1.0)) == 2
 
 
-ALONE = [("raises", "ValueError: as asked"), ("dies", "died with -11"), ("hangs", "2 s")]
-
-
 @pytest.mark.slow
 def test_a_fresh_world_tells_how_its_ranks_ended():
     ended = worlds.fresh(2, die, 1)
@@ -94,20 +90,3 @@ def test_a_fresh_world_tells_how_its_ranks_ended():
     well = worlds.fresh(2, total, 1.0)
     assert [rank.code for rank in well] == [0, 0] and [r.result[0] for r in well] == [0, 1]
     assert [rank.code for rank in worlds.fresh(2, hang, 1, timeout=1, limit=4)] == [1, -9]
-
-
-@pytest.mark.parametrize("how, words", params(ALONE, ALONE[:2]))
-def test_a_process_alone_tells_how_it_ended(how, words):
-    assert worlds.alone(lonely, "ends") == (False, "well")
-    with pytest.raises(AssertionError, match=words):
-        worlds.alone(lonely, how, limit=2 if how == "hangs" else 60)
-
-
-def lonely(how: str) -> tuple[bool, str]:
-    if how == "raises":
-        raise ValueError("as asked")
-    if how == "dies":
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if how == "hangs":
-        time.sleep(60)
-    return dist.is_initialized(), "well"
