@@ -10,6 +10,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ds_ext.ops import int8
 
@@ -17,10 +18,15 @@ REFUSALS = ValueError, RuntimeError  # what is raised in words for a user
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the whole weights by name, whatever the stage."""
+    """Copies of the whole weights by name, whatever the stage, also of DTensors."""
     params = list(model.parameters())
     with deepspeed.zero.GatheredParameters(params), int8.expanded(params):
-        return {n: p.detach().clone() for n, p in model.named_parameters()}
+        return {n: full(p).clone() for n, p in model.named_parameters()}
+
+
+def full(x: Tensor) -> Tensor:
+    """A whole tensor of one that may be in parts."""
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
 
 
 def identical(tensors: dict[str, Tensor]) -> bool:

@@ -31,7 +31,6 @@ from tests.common import engines, updates
 from tests.common.choose import params
 from tests.common.ranks import whole
 from tests.common.updates import check_each
-from tests.distributed.fully_shard_jobs import whole as whole_dtensors
 
 STEPS, ROWS, LENGTH, VOCAB = 2, 4, 11, 31
 SIZES: dict[str, Any] = dict(
@@ -106,7 +105,7 @@ def train(case: Case) -> tuple[dict[str, Tensor], int]:
         for step in range(STEPS):
             fused.backward(model(**batch(step, rank)).loss)
             optimizer.step()
-        return whole_dtensors(model), 0
+        return whole(model), 0
     kind = OPTIMIZERS[case.rule]
     given = {"name": {}, "object": {"optimizer": kind(model.parameters(), **hypers)}}[case.given]
     named = {"optimizer": {"type": kind.__name__, "params": hypers}}

@@ -19,8 +19,7 @@ from tests.common.choose import params
 from tests.common.ranks import identical, shared_folder, whole
 from tests.common.states import same
 from tests.common.updates import error
-from tests.distributed import experts_jobs, mixtures, pipelines_jobs, tensor_parallel_jobs
-from tests.distributed.fully_shard_jobs import whole as whole_dtensors
+from tests.distributed import experts_jobs, mixtures, pipelines_jobs, test_tensor_parallel
 
 DECAY, STEPS = 0.9, 5
 # Small updates would be close to the resolution of fp32.
@@ -54,36 +53,15 @@ def engine_of(stage: int, rule: str, **more: Any) -> deepspeed.DeepSpeedEngine:
     return engines.start(model_of(), None, stage, optimizer=optimizer, **more)
 
 
-def exchanged(model: nn.Module, stepper: Any, weights: Any) -> dict[str, Any]:
-    """The weights inside ``ema()``, and the losses of a batch of rank 0 before, inside and after.
-
-    Weights of small units stay gathered in and after forward passes.
-    """
-    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(9))
-
-    def loss() -> float:
-        with torch.no_grad():
-            return float(model(x))
-
-    losses = [loss()]
-    before = weights()
-    with stepper.ema():
-        losses.append(loss())
-        inside = weights()
-    losses.append(loss())
-    assert same(before, weights()) and identical(inside)
-    return {"inside": inside, "losses": losses}
-
-
 def train(way: int | str | None, rule: str) -> dict[str, Any]:
-    """The weights of each step, and what ``ema()`` makes of them, at a stage or without an engine.
+    """The weights of each step and inside ``ema()``, and losses before, inside and after that.
 
-    There the ranks have copies, or parts of ``fully_shard``.
+    At a stage, or without an engine: there the ranks have copies, or parts of ``fully_shard``.
     """
     if isinstance(way, int):
-        engine, weights = engine_of(way, rule), whole
+        engine = engine_of(way, rule)
     else:
-        model, weights = model_of(), whole_dtensors
+        model = model_of()
         if way == "fsdp2":
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
             fully_shard(model.up, mesh=mesh)
@@ -91,16 +69,28 @@ def train(way: int | str | None, rule: str) -> dict[str, Any]:
         optimizer = getattr(ds_ext, rule)(model.parameters(), lr=1e-2, ema_decay=DECAY)
         engine = engines.start(model, optimizer, None)
     model, steps = engine.module, []
-    start = weights(model)
+    start = whole(model)
     for step in range(STEPS):
         engine.backward(engine(batch(step)))
         engine.step()
-        steps.append(weights(model))
+        steps.append(whole(model))
     stepper = engine.optimizer if isinstance(way, int) else engine.fused
-    found = exchanged(engine, stepper, lambda: weights(model)) | {"start": start, "steps": steps}
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(9))
+
+    def loss() -> float:
+        """Of a batch of rank 0. Weights of small units stay gathered in and after it."""
+        with torch.no_grad():
+            return float(engine(x))
+
+    losses = [loss()]
+    with stepper.ema():
+        losses.append(loss())
+        inside = whole(model)
+    losses.append(loss())
+    assert same(steps[-1], whole(model)) and identical(inside)
     if isinstance(way, int):
         refuse_inside(engine)
-    return found
+    return {"inside": inside, "losses": losses, "start": start, "steps": steps}
 
 
 def refuse_inside(engine: deepspeed.DeepSpeedEngine) -> None:
@@ -134,8 +124,8 @@ def divided(kind: str) -> dict[str, Any]:
         engine = pipelines_jobs.start(pipelines_jobs.Run("adamw", params | {"lr": 0.1}, zero=1))
     elif kind == "tensor":
         optimizer = {"type": "ds_ext.adamw", "params": params}
-        case = tensor_parallel_jobs.Case("llama", "adamw", 1, {"optimizer": optimizer})
-        engine = tensor_parallel_jobs.start(case)
+        case = test_tensor_parallel.Case("llama", "adamw", 1, {"optimizer": optimizer})
+        engine = test_tensor_parallel.start(case)
     else:
         run = Mixture("mixtral", "adamw", 2, ep=2, json=True)
         engine = experts_jobs.start(run, run.stage, run.ep)
@@ -144,7 +134,7 @@ def divided(kind: str) -> dict[str, Any]:
         if kind == "pipeline":
             engine.train_batch(pipelines_jobs.batches(engine, step))
         elif kind == "tensor":
-            tensor_parallel_jobs.train(engine, case, [step])
+            test_tensor_parallel.train(engine, case, [step])
         else:
             engine.backward(experts_jobs.loss_of(engine, step, dist.get_rank()))
             engine.step()

@@ -20,7 +20,6 @@ from tests import worlds
 from tests.common import authors, engines, models, plain, table
 from tests.common.choose import params
 from tests.common.ranks import whole
-from tests.distributed import fully_shard_jobs
 
 STEPS = 6
 # What moments of 8 bits round in groups of 32, which are cut in the first, the third and the last.
@@ -68,7 +67,7 @@ def bits(stage: int | str, weight_update: str) -> dict[str, torch.Tensor]:
         lomo = {"type": "LOMO", "params": hypers}
         engine = engines.start(model, None, stage, optimizer=lomo, bf16={"enabled": True})
     engines.train(engine, lambda model, step, rank: model(small(step)), 10)
-    return fully_shard_jobs.whole(model) if stage == "fsdp2" else whole(model)
+    return whole(model)
 
 
 def bits_reference(weight_update: str) -> dict[str, torch.Tensor]:

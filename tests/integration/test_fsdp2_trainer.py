@@ -20,7 +20,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from tests import worlds
 from tests.common.choose import params
 from tests.common.plain import weights
-from tests.distributed.fully_shard_jobs import whole
+from tests.common.ranks import whole
 from tests.integration import trainer_jobs
 from tests.integration.own_loops import EPOCHS, LOOPS, ROWS, WARMUP
 from tests.integration.test_trainer import build, check_loop, compare, of, reference

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import fully_shard
 import ds_ext
 from tests.common import engines
 from tests.common.ranks import whole
-from tests.distributed.fully_shard_jobs import full
 from tests.scenarios.sides import KINDS, Failure, Side, tensors
 
 
@@ -42,6 +41,9 @@ class Plain(Side):
     def local(self, p: Any) -> Tensor:
         """What this process holds of a weight."""
         return p.detach()
+
+    def whole(self) -> dict[str, Tensor]:
+        return whole(self.model)
 
     def snapshot(self) -> dict[str, Tensor]:
         """All that a refused call must leave as it is; it may cast a state as a step would."""
@@ -136,9 +138,6 @@ class FSDP2(Replicas):
         self.model.reshard()  # a forward pass without a backward one leaves the root gathered
         super().zero_grad()
 
-    def whole(self) -> dict[str, Tensor]:
-        return {n: full(p).clone() for n, p in self.model.named_parameters()}
-
 
 class Engine(Plain):
     """DeepSpeed's engine, at the stage that is set."""
@@ -191,9 +190,6 @@ class Engine(Plain):
             return p.detach()
         run = p.ds_tensor.detach()
         return run[: max(0, p.ds_numel - dist.get_rank() * len(run))]
-
-    def whole(self) -> dict[str, Tensor]:
-        return whole(self.model)
 
     def editable(self, p: Tensor) -> contextlib.AbstractContextManager[Any]:
         return deepspeed.zero.GatheredParameters([p], modifier_rank=0)
