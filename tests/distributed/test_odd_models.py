@@ -8,6 +8,7 @@ import torch
 from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
 
 import ds_ext
 from tests import worlds
@@ -17,7 +18,7 @@ from tests.common.ranks import REFUSALS, whole
 from tests.common.states import same
 from tests.common.updates import check_each
 from tests.unit import test_odd_models as mixed_models
-from tests.unit.test_odd_models import F32, F64, Reading
+from tests.unit.test_odd_models import F32, F64
 
 STEPS = 4
 
@@ -112,6 +113,19 @@ def penalized_loss(model: Any, number: int, rank: int) -> Tensor:
     return loss + 0.1 * by_input.square().sum()
 
 
+class Reading(nn.Module):
+    """``weight`` is also read without a gradient, by a node that runs after its step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.weight = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.linear(torch.tanh(self.first(x)), self.weight.detach())
+        return F.linear(torch.tanh(h), self.weight).square().sum()
+
+
 def reading() -> nn.Module:
     torch.manual_seed(2)
     return Reading()
@@ -127,7 +141,7 @@ READ_AGAIN: dict[str, tuple[Any, engines.Loss, str]] = {  # with the policy
 }
 
 
-def read_again(stage: int, how: str, accumulation: int) -> dict[str, Any]:
+def read_again(stage: int | None, how: str, accumulation: int) -> dict[str, Any]:
     """One step whose backward pass reads a weight again -> weights before and after, the error."""
     make, loss, policy = READ_AGAIN[how]
     model, said = make(), ""
@@ -251,7 +265,10 @@ IN_PLACE, PENALTY = "modified by an inplace operation", "create_graph=True"
 # By the model: at stage 3 it was gathered before, and its shards are stepped. A penalty is refused
 # where DeepSpeed's hook of a model's output divides by the number of micro-batches each time.
 AGAIN = [(2, 3, "by the model", 1, "")]
-AGAIN += [(n, stage, "by the model", 1, IN_PLACE) for n, stage in ((1, 0), (1, 3), (2, 0), (2, 2))]
+AGAIN += [
+    (n, stage, "by the model", 1, IN_PLACE)
+    for n, stage in ((1, None), (1, 0), (1, 3), (2, 0), (2, 2))
+]
 AGAIN += [(2, stage, "by a penalty", 1, "") for stage in (0, 1)]
 AGAIN += [(2, s, "by a penalty", n, PENALTY) for s, n in ((0, 2), (2, 2), (3, 1))]
 

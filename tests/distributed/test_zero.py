@@ -11,9 +11,6 @@ import torch
 import transformers
 from transformers import BertConfig
 
-from ds_ext.ops import state
-from ds_ext.ops.shard import Shard
-from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import REGISTRY
 from tests import worlds
 from tests.common import by_role, engines, models, updates
@@ -60,18 +57,9 @@ ALL = pairs(
 EXACT = [c for c in ALL if not CASES[c[1]].extra]
 
 
-def test_each_rule_is_quick_and_each_stage_with_rules_of_several_kinds():
-    kinds: dict[int | None, set] = {}
-    rules = set()
-    for _, name in QUICK:
-        case = CASES[name]
-        rule = OPTIMIZERS[case.rule].hypers(**case.hypers)
-        kept = state.leaves(rule.state_spec(Shard.of_rank((12, 20), 0, 2)))
-        kind = REGISTRY[case.rule].rounds, frozenset(part.is_shared for _, part in kept)
-        rules.add(case.rule)
-        kinds.setdefault(case.stage, set()).add(kind)
-    assert rules == {*REGISTRY}
-    assert kinds.keys() == {None, 0, 1, 2, 3} and min(map(len, kinds.values())) >= 2
+def test_each_rule_and_each_stage_is_quick():
+    assert {CASES[name].rule for _, name in QUICK} == {*REGISTRY}
+    assert {CASES[name].stage for _, name in QUICK} == {None, 0, 1, 2, 3}
 
 
 def shown(name: str) -> list[str]:

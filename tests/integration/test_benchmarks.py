@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,36 +14,18 @@ from tests.common import needs
 CPU = torch.device("cpu")
 
 
-class Clock:
-    """Time that passes only where it is told to."""
-
-    def __init__(self):
-        self.now = 0.0
-        self.log = []
-
-    def perf_counter(self):
-        return self.now
-
-    def candidate(self, name, seconds):
-        left = iter(seconds)
-
-        def run():
-            self.log.append(name)
-            self.now += next(left)
-
-        return run
-
-    def sync(self):
-        self.log.append("sync")
-
-
 def test_candidates_are_timed_in_turns_after_a_warm_up(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(report, "time", clock)
-    candidates = {"a": clock.candidate("a", [9, 1, 2]), "b": clock.candidate("b", [9, 4, 6])}
-    times = report.interleaved(candidates, 2, clock.sync)
+    log, now = [], [0.0]
+
+    def candidate(name, *seconds):
+        left = iter(seconds)
+        return lambda: log.append(name) or now.append(now[-1] + next(left))
+
+    monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: now[-1]))
+    candidates = {"a": candidate("a", 9, 1, 2), "b": candidate("b", 9, 4, 6)}
+    times = report.interleaved(candidates, 2, lambda: log.append("sync"))
     assert times == {"a": [1, 2], "b": [4, 6]}
-    assert clock.log == ["sync", "a", "sync", "sync", "b", "sync"] * 3
+    assert log == ["sync", "a", "sync", "sync", "b", "sync"] * 3
 
 
 def test_ratios_are_of_one_round():

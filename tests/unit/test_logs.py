@@ -206,13 +206,6 @@ def test_a_rule_for_linear_layers_that_got_no_model_is_told_of(name):
         assert any(line.startswith(words) for line in said(optimizer, model)) == is_told
 
 
-def test_a_rule_without_a_tabled_rate_is_told_of_in_a_whole_sentence(monkeypatch):
-    monkeypatch.setattr(rates, "RATES", {})
-    model = nn.Linear(4, 4)
-    told = said(ds_ext.AdaLomo(model.parameters(), lr=5e-5), model)
-    assert any(line.endswith("relative to the weights: try larger ones.") for line in told)
-
-
 @pytest.mark.parametrize("name", REGISTRY)
 @pytest.mark.parametrize("weight_update", ["stochastic", "master", "master24"])
 def test_the_bytes_of_state_are_those_that_are_held(name, weight_update):

@@ -135,27 +135,6 @@ def test_the_table_names_every_registered_optimizer():
     assert set(support.OPTIMIZERS) == {entry.rule.__name__ for entry in REGISTRY.values()}
 
 
-def test_a_row_names_stages_and_optimizers():
-    stages = {name: {"1", "2", "3", "FSDP2"} for name in support.OPTIMIZERS[1:]}
-    stages["CAME"] = {"1", "2", "FSDP2"}
-    shown = [("a", ("HSDP", s, name)) for name, own in stages.items() for s in own]
-    shown += [("a", ("several hosts", "plain", name)) for name in ("LAMB", "CAME")]
-    table = support.matrix(shown)
-    assert "| HSDP | ZeRO-1–3; FSDP2 | all except LOMO* |" in table
-    assert "| several hosts | plain PyTorch | CAME, LAMB |" in table
-    assert "|  | ✓ except LOMO |  | ✓ except LOMO |" in support.by_stage(shown)
-
-
-SAID = [((["HSDP"],), {"stage": [None, 3], "optimizer": "came"}, ["plain CAME", "3 CAME"])]
-SAID += [(("HSDP",), {"stage": lambda stage: stage - 1, "optimizer": "rule"}, ["1 LAMB"])]
-
-
-@pytest.mark.parametrize("args, told, expected", SAID)
-def test_a_mark_takes_values_from_the_parameters(args, told, expected):
-    found = cells(args, told, {"stage": 2, "rule": "lamb"})
-    assert found == [("HSDP", *cell.split(" ")) for cell in expected]
-
-
 @pytest.mark.parametrize("feature, stage, rule", [("hsdp", 1, "CAME"), ("HSDP", 4, "CAME")])
 def test_a_mark_that_means_nothing_is_an_error(feature, stage, rule):
     with pytest.raises((KeyError, ValueError)):

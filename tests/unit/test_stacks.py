@@ -10,10 +10,6 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
-from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 import ds_ext
 from ds_ext import rules
@@ -22,11 +18,13 @@ from ds_ext.ops.state import zeros
 from ds_ext.optimizer import OPTIMIZERS, expert_stacks, param_groups
 from ds_ext.optimizer.model_view import model_view
 from tests.common import optimizer_ranks, plain, table
+from tests.common.by_role import MATRICES
 from tests.common.choose import params, spread
 from tests.common.hypers import FOR_ALL, SIMULATED, changed
 from tests.common.optimizer_ranks import of_rule, step, whole
 from tests.common.simulated import EXACT, errors
 from tests.common.states import tensors
+from tests.distributed.experts_jobs import KINDS, SIZES
 
 SHAPES = ((5, 6, 9), (3, 7, 4), (4, 11), (1, 5, 3), (3, 2, 3, 4))
 STEPS = 6
@@ -154,9 +152,6 @@ def test_a_checkpoint_of_experts_is_gone_on_from_by_other_ranks(name):
     assert worst(whole(again), whole(straight), before) <= 1e-9
 
 
-MATRICES = [name for name, entry in rules.REGISTRY.items() if not entry.any_shape]
-
-
 @pytest.mark.parametrize("name", MATRICES)
 def test_a_rule_for_matrices_steps_each_expert_by_its_own(name):
     """With the random numbers of that expert, if the rule draws any."""
@@ -209,25 +204,11 @@ def test_what_stacks_experts():
     assert expert_stacks.find(layer) == set()
 
 
-TINY = {"vocab_size": 31, "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
-TINY |= {"num_key_value_heads": 1, "head_dim": 6}
-
-
-def hf():
-    small = {"intermediate_size": 10, "num_local_experts": 4, "num_experts_per_tok": 2}
-    qwen = {"moe_intermediate_size": 10, "num_experts": 4, "num_experts_per_tok": 2}
-    return {
-        "mixtral": (MixtralForCausalLM, MixtralConfig(**TINY, **small)),
-        "gpt-oss": (GptOssForCausalLM, GptOssConfig(**TINY, **small)),
-        "qwen3": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**TINY, **qwen)),
-    }
-
-
 @pytest.mark.parametrize("kind", ["mixtral", "gpt-oss", "qwen3"])
 def test_hugging_faces_experts_are_found(kind):
-    model_type, config = hf()[kind]
+    model_type, config_type, sizes = KINDS[kind]
     with torch.device("meta"):
-        model = model_type(config)
+        model = model_type(config_type(**SIZES | sizes))
     found = expert_stacks.find(model)
     expected = {n for n, _ in model.named_parameters() if ".experts." in n}
     assert {n for n, p in model.named_parameters() if p in found} == expected
