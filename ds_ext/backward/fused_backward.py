@@ -9,7 +9,7 @@ first.
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
@@ -192,7 +192,7 @@ class FusedBackward:
         except BaseException:  # nothing has changed: the next backward pass begins a new step
             self.buckets.abandon()
             self.buckets.uses.forget(now=False)
-            self._begin_step()
+            self.state = StepState(self.reader)
             self.own_loss_is_running = False
             raise
         self.state.used_up.clear()
@@ -247,7 +247,7 @@ class FusedBackward:
                 for params in self.layout.in_step(order):
                     for piece in self.buckets.pieces(params):
                         self.stepper.step({p: state.kept.pop(p) for p in piece}, state)
-        self._begin_step()
+        self.state = StepState(self.reader)
         if state.is_empty:
             # A stage may have no weights. accelerate may call step() twice.
             if self.was_empty and self.layout.is_first and not self.layout.is_pipeline_stage:
@@ -258,10 +258,6 @@ class FusedBackward:
         if skipped := state.end():
             self.optimizer.rollback_step(skipped)
         return self._report(state)
-
-    def _begin_step(self, kept: Mapping[Tensor, ReducedGrad] | None = None) -> None:
-        """Ends the state of the step before, and begins a new step with the gradients ``kept``."""
-        self.state = StepState(self.reader, dict(kept or {}))
 
     @torch.no_grad()
     def discard(self, params: Collection[Tensor]) -> None:
@@ -297,7 +293,7 @@ class FusedBackward:
         self._rollback_skipped()
         had_begun, self.own_loss_is_running = self.is_begun, False
         self.buckets.discard()
-        self._begin_step()
+        self.state = StepState(self.reader)
         if self.optimizer.update_stats is not None:
             self.optimizer.update_stats.clear()
         self._on_discarded(had_begun)
@@ -329,13 +325,6 @@ class FusedBackward:
         buckets, state = self.buckets, self.state
         is_held = buckets.receiver is not None or buckets.holds() or bool(state.kept)
         return is_held or bool(state.used_up) or not state.is_empty
-
-    def begin_with(self, kept: Mapping[Tensor, Tensor]) -> None:
-        """Begins a step with runs of gradients of earlier micro-batches."""
-        sizes, placement_of = self.buckets.size_of, self.layout.placement_of
-        size_of = {p: sizes[p] // placement_of[p].num_shards for p in kept}
-        padded = {p: nn.functional.pad(x, (0, size_of[p] - len(x))) for p, x in kept.items()}
-        self._begin_step({p: ReducedGrad(x) for p, x in padded.items()})
 
     def accepts(self, param: Tensor) -> bool:
         """Returns whether the optimizer has a parameter. ValueError if it cannot step it."""

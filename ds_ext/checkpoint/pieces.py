@@ -68,8 +68,8 @@ class Pieces:
     """
 
     saved: Sequence[Saved]  # nested dictionaries of pieces, one for each rank that saved
-    # The names that any rank saved, by section ("weights", "state", "accumulated"); None if they
-    # are not known, as in checkpoints before 1.1.
+    # The names that any rank saved, by section ("weights", "state"); None if they are not known, as
+    # in checkpoints before 1.1.
     index: Mapping[str, Set[str]] | None = None
     weights: Sequence[Saved] = ()  # dictionaries of pieces of weights that are not in ``saved``
     position: float = 0.0  # this rank's index divided by the number of ranks
@@ -138,7 +138,7 @@ class Pieces:
         """The files that may contain a value under these keys."""
         if self.index is None:
             return [self.saved, self.weights]
-        if not self.index[keys[0]].isdisjoint(keys[1:]):
+        if keys[1] in self.index[keys[0]]:
             return [self.saved]
         return [self.weights] if keys[0] == "weights" else []
 
@@ -161,13 +161,11 @@ def plain_name(name: str) -> str:
 
 def with_plain_names(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the state that a rank saved, with plain names."""
-    accumulated = saved["accumulated"]
     return {
         **saved,
         "weights": by_plain_name(saved["weights"]),
         "state": by_plain_name(saved["state"]),
         "groups": [{**g, "params": list(map(plain_name, g["params"]))} for g in saved["groups"]],
-        "accumulated": {**accumulated, "gradients": by_plain_name(accumulated["gradients"])},
     }
 
 

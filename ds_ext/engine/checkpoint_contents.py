@@ -3,13 +3,13 @@
 | part                                   | saved by             | loaded by                   |
 |----------------------------------------|----------------------|-----------------------------|
 | weights; the optimizer's state, groups | ``resharding.save_`` | ``resharding.load_``        |
-| gradients between micro-batches        | ``save_gradients``   | ``load_gradients``          |
 | loss scaler, norm, skipped steps       | ``Contents.save``    | ``Contents.load``           |
 | buffers                                | DeepSpeed            | ``load_buffers``            |
 | steps, samples, schedules, data order  | DeepSpeed            | ``load_counts``             |
 | the user's ``client_state``            | DeepSpeed            | ``client_state``            |
 
-``save`` returns the first three parts, and the entries that DeepSpeed's zero_to_fp32.py reads.
+``save`` returns the first two parts, and the entries that DeepSpeed's zero_to_fp32.py reads.
+Gradients of an unfinished step are not saved: after loading, its micro-batches begin again.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,14 +21,13 @@ from torch import Tensor, nn
 
 from ds_ext.backward.fused_backward import FusedBackward
 from ds_ext.checkpoint import checks, resharding
-from ds_ext.checkpoint.pieces import Pieces, Saved, by_plain_name, piece, plain_name
+from ds_ext.checkpoint.pieces import Pieces, Saved, by_plain_name, plain_name
 from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.distributed.groups import size_of
 from ds_ext.distributed.layout import Layout
 from ds_ext.engine import expert_parallel
 from ds_ext.engine.rank_logging import log, warn
 from ds_ext.engine.zero3 import Zero3Layout
-from ds_ext.errors import CheckpointError
 from ds_ext.ops import int8
 from ds_ext.optimizer.model_view import summary
 
@@ -71,7 +70,6 @@ class Contents:
         return {
             **saved,
             **self._for_zero_to_fp32(saved["weights"]),
-            "accumulated": self.save_gradients(),
             # What the next step needs, equal on every rank.
             "loss_scaler": {k: v for k, v in vars(self.scaler).items() if k != "dtype"},
             "previous_norm": self.fused.clipping.previous_norm,
@@ -86,20 +84,6 @@ class Contents:
         """
         names = [plain_name(weight.name) for weight in self.layout.weights]  # on all ranks
         checks.check(pieces, self.optimizer, self.owned, strict, names, with_state)
-        if not with_state:
-            return
-        done, of = pieces.saved[0]["accumulated"]["passes"]
-        steps = self.engine.gradient_accumulation_steps()
-        if done * steps % of:
-            raise CheckpointError(
-                f"this checkpoint was saved after {done} of {of} micro-batches of a step. With "
-                f"gradient_accumulation_steps = {steps} this position does not exist: use a "
-                f"multiple of {of}."
-            )
-        for own in self.owned.values():
-            keys = ("accumulated", "gradients", own.name)
-            if pieces.first(*keys) is not None:
-                pieces.require(own.part, f"{own.name}'s gradient", *keys)
 
     def load(self, pieces: Pieces, with_state: bool) -> None:
         """Loads the results of ``save``. The caller must publish the weights to other ranks.
@@ -131,7 +115,6 @@ class Contents:
                 log("the loss scale is not loaded: the checkpoint has another type of loss scaler")
             self.fused.clipping.previous_norm = saved["previous_norm"]
             self.fused.skipped_steps = saved["skipped_steps"]
-            self.load_gradients(pieces)
         else:
             self.optimizer.state.clear()
             self.fused.clipping.previous_norm = None
@@ -148,42 +131,6 @@ class Contents:
             for p, own in self.owned.items()
             if (p in trained or p.requires_grad) and p not in elsewhere
         }
-
-    # Gradients accumulated so far in an unfinished step: sums over ranks of the gradients of each
-    # rank's mean loss, times the loss scale.
-
-    def save_gradients(self) -> dict[str, Any]:
-        """Returns pieces of kept gradients, and the numbers that scale them."""
-        gradients = {}
-        for param, run in self.fused.state.kept.items():
-            own = self.owned[param]
-            gradients[own.name] = piece(run.g[: len(own.shard)], own.part)
-        engine, steps = self.engine, self.engine.gradient_accumulation_steps()
-        done = engine.micro_steps % steps if engine.managed_gradient_accumulation() else 0
-        return {
-            "passes": [done, steps],
-            "losses": self._grad_divisor,
-            "loss_scale": self.scaler.loss_scale,
-            "gradients": gradients,
-        }
-
-    def load_gradients(self, pieces: Pieces) -> None:
-        """Begins a step with the saved gradients, rescaled for the current number of ranks."""
-        saved = pieces.saved[0]["accumulated"]
-        factor = self.scaler.loss_scale / saved["loss_scale"]
-        if self.fused.grad_config.average:
-            factor *= self._grad_divisor / saved["losses"]
-        kept = {}
-        for param, own in self.owned.items():
-            keys = ("accumulated", "gradients", own.name)
-            if pieces.first(*keys) is not None:
-                kept[param] = pieces.read(own.part, *keys).to(param.device) * factor
-        self.fused.begin_with(kept)
-
-    @property
-    def _grad_divisor(self) -> int:
-        """The number of losses in a summed gradient, if there is no tensor parallelism."""
-        return self.layout.world // int(self.engine.sequence_parallel_size)
 
     # DeepSpeed's zero_to_fp32.py reads the same weights, without names.
 
@@ -219,8 +166,7 @@ def names_in(file: Mapping[str, Any]) -> dict[str, Collection[str]]:
     found = state_in(file)
     if found is None:
         return {}
-    gradients = found["accumulated"]["gradients"]
-    return {"weights": found["weights"], "state": found["state"], "accumulated": gradients}
+    return {"weights": found["weights"], "state": found["state"]}
 
 
 # Entries that DeepSpeed's engine saves in the model's file.
@@ -245,13 +191,8 @@ def load_buffers(module: nn.Module, model: Saved) -> None:
     module.load_state_dict(buffers, strict=False)
 
 
-def load_counts(
-    engine: DeepSpeedEngine, model: Saved, passes: tuple[int, int], with_scheduler: bool
-) -> None:
-    """Loads step counts, schedules and the order of samples from the model's file.
-
-    ``passes`` is the number of finished micro-batches in the saved step, and its total number.
-    """
+def load_counts(engine: DeepSpeedEngine, model: Saved, with_scheduler: bool) -> None:
+    """Loads step counts, schedules and the order of samples from the model's file."""
     if with_scheduler and engine.lr_scheduler is not None and model.get("lr_scheduler"):
         engine.lr_scheduler.load_state_dict(model["lr_scheduler"])
     if engine.random_ltd_enabled() and model.get("random_ltd"):
@@ -260,8 +201,7 @@ def load_counts(
         engine.training_dataloader.data_sampler.load_state_dict(model["data_sampler"])
     for name in _COUNTS:
         setattr(engine, name, model[name])
-    (done, of), steps = passes, engine.gradient_accumulation_steps()
-    engine.micro_steps = engine.global_steps * steps + done * steps // of
+    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
 
 
 def client_state(model: Saved) -> dict[str, Any]:

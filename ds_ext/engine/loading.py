@@ -91,10 +91,6 @@ def load_checkpoint(
             log(f"{path}: only weights are loaded, the state of {kind} starts from zero")
         checkpoint_contents.load_buffers(engine.module, model)
 
-    def load_counts() -> None:
-        passes = pieces.saved[0]["accumulated"]["passes"] if with_state else (0, 1)
-        checkpoint_contents.load_counts(engine, model, passes, load_lr_scheduler_states)
-
     consensus.run_on_all_ranks(
         lambda: contents.check(pieces, load_module_strict, with_state),
         lambda text: CheckpointError(f"{path}: {text}"),
@@ -102,7 +98,10 @@ def load_checkpoint(
     consensus.run_on_all_ranks(load_contents, CheckpointError)
     _publish(contents.layout)
     if not load_module_only:
-        consensus.run_on_all_ranks(load_counts, CheckpointError)
+        consensus.run_on_all_ranks(
+            lambda: checkpoint_contents.load_counts(engine, model, load_lr_scheduler_states),
+            CheckpointError,
+        )
     return str(path), checkpoint_contents.client_state(model)
 
 

@@ -78,6 +78,11 @@ def save_checkpoint(
         raise RuntimeError(
             "save_checkpoint was called between backward and engine.step(): call it after the step."
         )
+    if state.kept:
+        warn(
+            "save_checkpoint was called between the micro-batches of a step: a run that loads the "
+            "checkpoint begins this step again. Call it after the step to lose no gradients"
+        )
     pipeline.follow_groups(engine, engine.optimizer.optimizer)
     if not save_dir:
         raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}; name a folder.")
@@ -203,7 +208,7 @@ def _entries(writer: Writer, rank: int) -> dict[str, Any]:
     own = {key: sorted(names) for key, names in writer.names.items()}
     hashes = consensus.gathered(hashlib.sha256(repr(own).encode()).hexdigest())
     lists = consensus.gathered(own if hashes.index(hashes[rank]) == rank else {})
-    names: dict[str, set[str]] = {key: set() for key in ("weights", "state", "accumulated")}
+    names: dict[str, set[str]] = {key: set() for key in ("weights", "state")}
     for key in names:
         names[key].update(*(found.get(key, ()) for found in lists))
     return {

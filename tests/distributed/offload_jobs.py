@@ -203,13 +203,10 @@ def compared(case: Case, pretended: bool) -> dict[str, dict[str, Any]]:
 
 
 def resumed(optimizer: str, how: str, way: str) -> dict[str, Any]:
-    """Weights of a run without a break, and of one saved and gone on from with other offload.
-
-    They are saved between the micro-batches of a step if it has several.
-    """
+    """Weights of a run without a break, and of one saved and gone on from with other offload."""
     passes = HOW[how].get("gradient_accumulation_steps", 1)
     before, after = {"to": ({}, BOTH), "from": (BOTH, {}), "param": (PARAM, PARAM)}[way]
-    saved, last = passes + passes // 2, STEPS * passes
+    saved, last = passes, STEPS * passes
 
     def train(engine: deepspeed.DeepSpeedEngine, first: int, last: int) -> None:
         for number in range(first, last):

@@ -7,7 +7,6 @@ from typing import Any
 from unittest import mock
 
 import deepspeed
-import pytest
 import torch
 import torch.distributed as dist
 from transformers import TrainingArguments
@@ -250,45 +249,6 @@ def fp32_of(engine: deepspeed.DeepSpeedEngine) -> list[torch.Tensor]:
     return [optimizer.weights(p, o.run, o.shard).float().clone() for p, o in own.items()]
 
 
-PASSES = {"gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": 1}
-
-
-def accumulate(folder: str, kind: str, stage: int, way: str) -> dict[str, Any]:
-    """Saved between the micro-batches of a step, with gradients kept."""
-    more = PASSES if dist.get_world_size() == 2 else PASSES | {"gradient_accumulation_steps": 6}
-    passes = more["gradient_accumulation_steps"]
-
-    def advance(engine, first, last):
-        """From one third of a step to another; a third is 1 or 2 micro-batches."""
-        for third in range(first, last):
-            step, part = divmod(third, 3)
-            tokens = torch.cat([models.batch(step + 1000 * i, 1)[0] for i in range(2)])
-            own = tokens.chunk(3)[part].chunk(dist.get_world_size())[dist.get_rank()]
-            for row in own.split(1):
-                engine.backward(engine(row, step=step))
-                engine.step()
-
-    more |= {"gradient_clipping": 0.5}
-    first = start(kind, stage, 7, **more)
-    before = whole(first)
-    if way == "write":
-        advance(first, 0, 4)
-        first.save_checkpoint(folder)
-        assert len(first.optimizer.fused.state.kept) > 10
-        advance(first, 4, 9)
-    second = start(kind, stage, 8, **more)
-    second.load_checkpoint(folder)
-    advance(second, 4, 9)
-    assert second.micro_steps == 3 * passes
-    if way == "write":
-        assert same(whole(first), whole(second))
-        # 4 of 9 thirds of a step are no whole number of halves
-        third = start(kind, stage, 8, **more | {"gradient_accumulation_steps": 2})
-        with pytest.raises(ds_ext.CheckpointError, match="1 of 3 micro-batches"):
-            third.load_checkpoint(folder)
-    return {"before": before, "after": whole(second)}
-
-
 def pass_by_pass(engine: Any, numbers: Iterable[int]) -> None:
     for number in numbers:
         engine.backward(engine(models.batch(number, 1)[0], step=number))
@@ -313,27 +273,35 @@ def load_over(stage: int) -> None:
         assert len(lines) == (dist.get_rank() == 0)
 
 
-def weights_of_an_unfinished_step(stage: int) -> None:
-    """Loads only the weights of a checkpoint that was saved between the micro-batches of a step."""
+def unfinished_step(stage: int) -> None:
+    """Saves between the micro-batches of a step, which a run that loads begins again."""
     clip = {"gradient_clipping": 0.5}
     begin = partial(start, "flash 8-bit", stage, **clip)
-    loading = [begin(8, gradient_accumulation_steps=2) for _ in range(2)]
+    loading = [begin(8, gradient_accumulation_steps=2) for _ in range(3)]
     saving = begin(7, gradient_accumulation_steps=2)
-    pass_by_pass(saving, range(1))
+    pass_by_pass(saving, range(2))
     trained = begin(7, ds_ext={"clip_mode": "previous"})
     pass_by_pass(trained, range(1))
     clipping = trained.optimizer.fused.clipping
     assert clipping.previous_norm
-    with shared_folder() as folder:
-        saving.save_checkpoint(folder)
+    with shared_folder() as folder, logged() as said:
+        saving.save_checkpoint(folder, tag="step")
+        pass_by_pass(saving, range(2, 3))
+        saving.save_checkpoint(folder, tag="unfinished")
         loading[0].load_checkpoint(folder, load_optimizer_states=False)
         loading[1].load_checkpoint(folder, load_module_only=True)
+        loading[2].load_checkpoint(folder)
+        whole_step = begin(8, gradient_accumulation_steps=2)
+        whole_step.load_checkpoint(folder, tag="step")
         trained.load_checkpoint(folder, load_optimizer_states=False)
+    assert len([x for x in said if "between the micro-batches" in x]) == (dist.get_rank() == 0)
     assert clipping.previous_norm is None
-    assert [engine.micro_steps % 2 for engine in loading] == [0, 0]
-    for engine in loading:
+    assert [engine.micro_steps % 2 for engine in loading] == [0, 0, 0]
+    for engine in (*loading, whole_step):
         pass_by_pass(engine, range(2))
-    assert same(*map(whole, loading)) and not same(whole(loading[0]), whole(saving))
+    assert same(*map(whole, loading[:2])) and not same(whole(loading[0]), whole(saving))
+    assert same(whole(loading[2]), whole(whole_step))
+    assert not same(whole(loading[2]), whole(loading[0]))
 
 
 def other_hypers(stage: int) -> None:

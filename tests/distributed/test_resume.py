@@ -91,19 +91,6 @@ def test_parameters_that_were_frozen_when_saved_keep_their_state(folder, kind, s
         assert error(got["after"], whole["after"], whole["before"]) <= EXACT
 
 
-WAITING = [(kind, stage) for kind in ("came", "muon") for stage in STAGES]
-WAITING += [("apollo", 1), ("apollomini", 2)]
-
-
-@pytest.mark.supports("resume between micro-batches", stage="stage", optimizer="kind")
-@pytest.mark.parametrize("kind, stage", params(WAITING, []))
-def test_gradients_that_wait_are_gone_on_from(folder, kind, stage):
-    at = folder("kept", kind, stage)
-    whole = worlds.once(2, resume_jobs.accumulate, at, kind, stage, "write")[0]
-    one = worlds.once(1, resume_jobs.accumulate, at, kind, stage, "")[0]
-    assert error(one["after"], whole["after"], whole["before"]) <= CLOSE.get(kind, EXACT)
-
-
 @pytest.mark.parametrize("stage", params(STAGES, [3]))
 def test_a_load_between_micro_batches_drops_the_step_and_says_so(stage):
     worlds.run(2, resume_jobs.load_over, stage)
@@ -114,8 +101,8 @@ def test_a_load_names_the_hyper_parameters_that_it_changes():
 
 
 @pytest.mark.parametrize("stage", params(STAGES, [1]))
-def test_weights_of_an_unfinished_step_begin_a_new_one(stage):
-    worlds.run(2, resume_jobs.weights_of_an_unfinished_step, stage)
+def test_an_unfinished_step_begins_again(stage):
+    worlds.run(2, resume_jobs.unfinished_step, stage)
 
 
 @pytest.mark.supports(

@@ -61,7 +61,6 @@ FEATURES = (
     "TRL's GRPO, RLOO and online DPO",
     "save and resume, bit-identical",
     "resume with other ranks and ZeRO stage",
-    "resume between micro-batches",
     "HF Trainer's resume",
     "`zero_to_fp32.py`",
     "killed ranks, lost hosts, full disks",

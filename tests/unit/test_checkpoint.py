@@ -74,7 +74,7 @@ def saved_by_64():
 @pytest.mark.parametrize("world", [64, 128, 32, 7])
 def test_a_rank_opens_only_the_files_that_its_pieces_are_in(saved_by_64, world):
     names = {str(i) for i in range(30)}
-    index = {"weights": names, "state": names, "accumulated": set()}
+    index = {"weights": names, "state": names}
     ranks = optimizer_ranks.made(ds_ext.CAME, [torch.zeros_like(p) for p in many()], world)
     everything = Pieces(Files(range(64), lambda r: saved_by_64[r]))
     for number in (0, 1, world // 2, world - 1):
@@ -89,7 +89,7 @@ def test_a_rank_opens_only_the_files_that_its_pieces_are_in(saved_by_64, world):
         checks.check(pieces, optimizer, own, True)
         resharding.load_state(pieces, optimizer, own)
         assert not resharding.load_weights(pieces, optimizer, own)
-        assert pieces.first("accumulated", "gradients", "0") is None
+        assert pieces.first("weights", "30") is None
         assert len(opened) == len(set(opened))
         if world == 64:  # its own, and the states that all ranks need
             assert set(opened) == {number, *range(resharding.WRITERS)}
@@ -107,17 +107,17 @@ def test_a_checkpoint_without_names_is_read_by_opening_all_files(saved_by_64):
     assert sorted(opened) == list(range(64))
 
 
-@pytest.mark.parametrize("name", ["weights", "state", "accumulated", "gradients"])
+@pytest.mark.parametrize("name", ["weights", "state"])
 def test_a_parameter_may_have_the_name_of_a_section(name):
     def saved(value):
         return piece(torch.full((4,), value), Part.of(slice(0, 4), 4))
 
-    stepped = [{"weights": {name: saved(1.0)}, "accumulated": {"gradients": {name: saved(2.0)}}}]
-    index = {"weights": {name}, "state": set(), "accumulated": {name}}
+    stepped = [{"weights": {name: saved(1.0)}, "state": {"other": {name: saved(2.0)}}}]
+    index = {"weights": {name}, "state": {"other"}}
     pieces = Pieces(stepped, index, [{"weights": {"frozen": saved(3.0)}}])
     assert pieces.first("weights", "frozen")["values"].eq(3).all()
     assert pieces.first("weights", name)["values"].eq(1).all()
-    assert pieces.first("accumulated", "gradients", name)["values"].eq(2).all()
+    assert pieces.first("state", "other", name)["values"].eq(2).all()
     assert pieces.first("state", name) is None
 
 
