@@ -109,6 +109,11 @@ class Contents:
                 )
             resharding.load_state(pieces, self.optimizer, self.owned)
             saved = pieces.saved[0]
+            if saved.get("accumulated", {}).get("passes", [0])[0]:  # of ds_ext before 1.1
+                warn(
+                    "this checkpoint was saved between the micro-batches of a step. Their "
+                    "gradients are not loaded: the step begins again"
+                )
             if saved["loss_scaler"].keys() <= vars(self.scaler).keys():
                 vars(self.scaler).update(saved["loss_scaler"])
             else:
