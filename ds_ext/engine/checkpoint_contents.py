@@ -183,7 +183,6 @@ _KEYS = {
     *("shared_params", "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd"),
     *("dp_world_size", "mp_world_size", "ds_config", "ds_version"),
     *("checkpoint_parallel_dimensions", "universal_checkpoint_info", "ds_autoep_layers"),
-    "sparse_tensor_module_names",  # of checkpoints that an older DeepSpeed wrote
 }
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from ds_ext.checkpoint import folder, manifests
 from ds_ext.checkpoint.manifests import locate
@@ -41,8 +40,6 @@ def load_checkpoint(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Loads a checkpoint that was saved by any number of ranks, at any ZeRO stage.
 
-    If DeepSpeed's own optimizer saved the checkpoint, only weights and counts are loaded.
-
     Args:
         engine: the engine to load the model, optimizer and counts into.
         load_dir: the ``save_dir`` of ``save_checkpoint``.
@@ -58,8 +55,8 @@ def load_checkpoint(
         was ever saved in ``load_dir``.
 
     Raises:
-        CheckpointError: on every rank, before anything changes, if the checkpoint is damaged or
-            belongs to another model or optimizer.
+        CheckpointError: on every rank, before anything changes, if the checkpoint is damaged,
+            belongs to another model or optimizer, or was saved by an optimizer of DeepSpeed.
         ValueError: ``custom_load_fn`` is set, or the tag is not a valid name.
     """
     if custom_load_fn is not None:
@@ -81,7 +78,7 @@ def load_checkpoint(
     model, pieces = consensus.run_on_all_ranks(
         lambda: _open(contents, path, manifest), CheckpointError
     )
-    with_state = manifest is not None and load_optimizer_states and not load_module_only
+    with_state = load_optimizer_states and not load_module_only
 
     def load_contents() -> None:
         engine.optimizer.checkpoint_event_prologue()
@@ -125,14 +122,20 @@ def _latest(load_dir: str) -> str | None:
     return tag
 
 
-def _verified(engine: DeepSpeedEngine, path: Path) -> dict[str, Any] | None:
-    """The manifest, or None without one. Verifies this rank's share of the files."""
+def _verified(engine: DeepSpeedEngine, path: Path) -> dict[str, Any]:
+    """The manifest. Verifies this rank's share of the files."""
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}.")
-    is_ours = locate(path, manifests.MANIFEST).is_file()
-    manifest = manifests.read(path) if is_ours else None
+    if not locate(path, manifests.MANIFEST).is_file():
+        raise CheckpointError(
+            f"{path}: {manifests.MANIFEST} is missing, because the save was not completed, or an "
+            "optimizer of DeepSpeed made it. Of such an optimizer, load the weights before "
+            "deepspeed.initialize, with from_pretrained or load_state_dict: "
+            "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint returns them."
+        )
+    manifest = manifests.read(path)
     layout = engine.optimizer.layout
-    saved = (manifest or {}).get("tensor_parallel", 1)
+    saved = manifest.get("tensor_parallel", 1)
     size = max(1, engine.autotp_size())
     if saved != size:
         raise CheckpointError(
@@ -140,25 +143,19 @@ def _verified(engine: DeepSpeedEngine, path: Path) -> dict[str, Any] | None:
             f"has {size}: ds_ext loads it on any number of ranks and at any ZeRO stage, but "
             "with the same autotp_size."
         )
-    if manifest is not None:
-        files = manifest["files"]
-        manifests.verify(path, files, list(files)[layout.rank :: layout.world])
+    files = manifest["files"]
+    manifests.verify(path, files, list(files)[layout.rank :: layout.world])
     return manifest
 
 
-def _open(
-    contents: Contents, path: Path, manifest: Mapping[str, Any] | None
-) -> tuple[Saved, Pieces]:
-    """Maps the files of a checkpoint; ``manifest`` is None if DeepSpeed's optimizer saved it.
+def _open(contents: Contents, path: Path, manifest: Mapping[str, Any]) -> tuple[Saved, Pieces]:
+    """Maps the files of a checkpoint.
 
-    Returns this rank's model file, and the pieces of all ranks' states and of DeepSpeed's weights.
+    Returns this rank's model file, and the pieces of all ranks' states and of frozen weights.
     """
     layers = pipeline.layer_names(contents.engine)
-    files = sorted(f.name for f in path.glob("*.pt")) if manifest is None else manifest["files"]
-    model_files = list(filter(is_model_file, files))
-    layer_files = list(filter(LAYER_FILE.fullmatch, files))
-    if not model_files:
-        raise CheckpointError(f"{path} holds no checkpoint: no file *model_states.pt.")
+    model_files = list(filter(is_model_file, manifest["files"]))
+    layer_files = list(filter(LAYER_FILE.fullmatch, manifest["files"]))
     if bool(layer_files) != bool(layers):
         was, here = ("was", "is not") if layer_files else ("was not", "is")
         raise CheckpointError(
@@ -169,21 +166,16 @@ def _open(
     model: Saved = models[rank % len(models)]
     if layers:
         model = {**model, "module": _of_layers(path, layer_files, layers)}
-    is_partitioned = model_files[0].startswith("zero_pp_rank_")
-    states = [] if manifest is None else [locate(path, n) for n in manifest["state_files"]]
-    saved = Files(states, _state_in)
+    saved = Files([locate(path, name) for name in manifest["state_files"]], _state_in)
     index = None
-    if manifest is not None and "names" in manifest:
+    if "names" in manifest:
         index = {section: set(names) for section, names in manifest["names"].items()}
     names = {own.name for own in contents.owned.values()}
     wanted = names - Pieces(saved, index).weight_names()
-    if manifest is not None and is_partitioned:
+    if model_files[0].startswith("zero_pp_rank_"):  # ZeRO-3 divides frozen weights, too
         weights = Files(range(len(models)), lambda r: _frozen_weights(models[r], r, wanted))
     else:
         module = (model if layers else models[0])["module"]
-        if manifest is None:
-            _refuse_unfinished(path, models[0].get("optimizer"))
-            module = _gathered(path) if is_partitioned else module
         weights = Files([module], lambda found: _whole_weights(found, wanted))
     return model, Pieces(saved, index, weights, rank / contents.layout.world)
 
@@ -191,8 +183,7 @@ def _open(
 def _state_in(path: Path) -> Saved:
     """The result of ``Contents.save`` on one rank, read from its file."""
     found = checkpoint_contents.state_in(load(path))
-    if found is None:
-        raise CheckpointError(f"{path} contains no state of an optimizer of ds_ext.")
+    assert found is not None, "the manifest lists files without states"
     return with_plain_names(found)
 
 
@@ -205,23 +196,6 @@ def _of_layers(path: Path, files: list[str], layers: Mapping[int, str]) -> dict[
         if prefix is None:
             raise CheckpointError(f"{path / name} contains a layer that the model does not have.")
         found.update({prefix + key: value for key, value in load(locate(path, name)).items()})
-    return found
-
-
-def _refuse_unfinished(path: Path, optimizer: Any) -> None:
-    """Raises CheckpointError if ds_ext wrote the files but not the manifest."""
-    files = [load(file) for file in path.glob("*_rank_0_*optim_states.pt")]
-    if any(map(checkpoint_contents.state_in, [{"optimizer": optimizer}, *files])):
-        raise CheckpointError(f"{path} is not complete: {manifests.MANIFEST} is missing.")
-
-
-def _gathered(path: Path) -> dict[str, Any]:
-    """The weights of a checkpoint that DeepSpeed's optimizer saved at stage 3."""
-    for file in path.glob("*.pt"):
-        load(file)  # raises for unsafe pickles, which DeepSpeed's function would run
-    found: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(
-        str(path.parent), path.name, lazy_mode=True
-    )
     return found
 
 
@@ -247,5 +221,5 @@ def _frozen_weights(model: Saved, rank: int, wanted: set[str]) -> dict[str, Any]
 
 
 def _piece(values: Any, start: int, shape: torch.Size) -> dict[str, Any]:
-    """A weight's elements from ``start`` on. ``values`` may be DeepSpeed's tensor to be read."""
+    """A weight's elements from ``start`` on."""
     return {"start": start, "total": shape.numel(), "values": values, "shape": list(shape)}

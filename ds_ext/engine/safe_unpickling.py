@@ -23,9 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 
 from ds_ext.errors import CheckpointError
 
@@ -36,7 +34,7 @@ _SAFE: list[Callable[..., Any]] = [
     *(argparse.Namespace, types.SimpleNamespace, decimal.Decimal, fractions.Fraction, uuid.UUID),
     *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
     *(pathlib.PurePosixPath, pathlib.PurePath, pathlib.PosixPath, pathlib.Path),
-    *(LossScaler, DynamicLossScaler, ZeroStageEnum, SubparamShape, fragment_address),
+    *(ZeroStageEnum, SubparamShape),
 ]
 
 
