@@ -327,24 +327,6 @@ def resume(pair, draw):
         pair.do(lambda s: s.again()) and pair.do(lambda s: s.load())
 
 
-@call(3, ("engine",))
-def resumed_between_micro_batches(pair, draw):
-    """By an engine that starts anew: a checkpoint has the gradients of a part of a step."""
-
-    def resume(side: Side) -> None:
-        grads, micro = {n: p.grad for n, p in side.model.named_parameters()}, side.micro
-        side.save()
-        side.again()
-        side.load()
-        pair.saved = None  # of the twin, it lacks the gradients: no later call may load it
-        if side is pair.reference:
-            side.micro = micro
-            for name, grad in grads.items():
-                side.param(name).grad = grad
-
-    pair.train(draw, between=resume)
-
-
 @call(3, ("plain", "fused", "fsdp2"))
 def states_of_another_dtype(pair, draw):
     dtype = draw.choice([torch.float64, torch.float32, torch.bfloat16])

@@ -103,17 +103,14 @@ class Pair:
             self.wrong = self.wrong or f"ours took what torch refuses: {told(error)}"
         return True
 
-    def train(
-        self, draw: random.Random, passes: int = 1, drops: Any = (), between: Any = None, **how: Any
-    ) -> bool:
+    def train(self, draw: random.Random, passes: int = 1, drops: Any = (), **how: Any) -> bool:
         """One step, if it is not refused: its micro-batches, each of so many backward passes.
 
-        Both sides make the call ``between`` between micro-batches, and losses as ``how`` says.
+        Both sides make losses as ``how`` says.
         """
         seed = draw.randrange(10**6)
         for micro in range(self.setup["accumulation"]):
-            parts = [between] if micro and between else []
-            parts += [
+            parts = [
                 lambda s, n=seed + 10 * micro + i: s.backward(s.loss(n, **how))
                 for i in range(passes)
             ]
