@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -131,7 +130,7 @@ def newest_checkpoint(folder: str | Path) -> Checkpoint | None:
     trainers = [
         c
         for inner in Path(folder).glob("checkpoint-*")
-        if re.fullmatch(r"checkpoint-\d+", inner.name) and (inner / "trainer_state.json").is_file()
+        if (inner / "trainer_state.json").is_file()
         for c in _complete(inner)
     ]
     first = str(folder), latest(Path(folder))

@@ -20,7 +20,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from torch import Tensor, nn
 
 from ds_ext.backward.fused_backward import FusedBackward
-from ds_ext.checkpoint import checks, resharding
+from ds_ext.checkpoint import resharding
 from ds_ext.checkpoint.pieces import Pieces, Saved, by_plain_name, plain_name
 from ds_ext.checkpoint.resharding import OwnedRun
 from ds_ext.distributed.groups import size_of
@@ -75,15 +75,6 @@ class Contents:
             "previous_norm": self.fused.clipping.previous_norm,
             "skipped_steps": self.fused.skipped_steps,
         }
-
-    def check(self, pieces: Pieces, strict: bool, with_state: bool) -> None:
-        """Checks that ``load`` can succeed; changes nothing. ``strict`` is as of ``checks.check``.
-
-        Raises:
-            CheckpointError: the checkpoint does not match the model, optimizer or engine.
-        """
-        names = [plain_name(weight.name) for weight in self.layout.weights]  # on all ranks
-        checks.check(pieces, self.optimizer, self.owned, strict, names, with_state)
 
     def load(self, pieces: Pieces, with_state: bool) -> None:
         """Loads the results of ``save``. The caller must publish the weights to other ranks.

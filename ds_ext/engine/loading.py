@@ -2,7 +2,7 @@
 
 1. Find the folder, read its manifest, and verify the files.
 2. Map the files. A rank opens only those that its pieces are in.
-3. ``Contents.check``.
+3. ``checks.check``.
 4. ``Contents.load``, and the parts of DeepSpeed.
 """
 
@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_ext.checkpoint import folder, manifests
+from ds_ext.checkpoint import checks, folder, manifests
 from ds_ext.checkpoint.manifests import locate
 from ds_ext.checkpoint.pieces import Files, Pieces, Saved, plain_name, with_plain_names
 from ds_ext.distributed import consensus
@@ -79,6 +78,7 @@ def load_checkpoint(
         lambda: _open(contents, path, manifest), CheckpointError
     )
     with_state = load_optimizer_states and not load_module_only
+    names = [plain_name(weight.name) for weight in contents.layout.weights]  # on all ranks
 
     def load_contents() -> None:
         engine.optimizer.checkpoint_event_prologue()
@@ -89,7 +89,9 @@ def load_checkpoint(
         checkpoint_contents.load_buffers(engine.module, model)
 
     consensus.run_on_all_ranks(
-        lambda: contents.check(pieces, load_module_strict, with_state),
+        lambda: checks.check(
+            pieces, contents.optimizer, contents.owned, load_module_strict, names, with_state
+        ),
         lambda text: CheckpointError(f"{path}: {text}"),
     )
     consensus.run_on_all_ranks(load_contents, CheckpointError)
@@ -176,7 +178,8 @@ def _open(contents: Contents, path: Path, manifest: Mapping[str, Any]) -> tuple[
         weights = Files(range(len(models)), lambda r: _frozen_weights(models[r], r, wanted))
     else:
         module = (model if layers else models[0])["module"]
-        weights = Files([module], lambda found: _whole_weights(found, wanted))
+        whole = {"frozen_param_fragments": module, "frozen_param_shapes": {}}
+        weights = Files([whole], lambda found: _frozen_weights(found, 0, wanted))
     return model, Pieces(saved, index, weights, rank / contents.layout.world)
 
 
@@ -199,27 +202,14 @@ def _of_layers(path: Path, files: list[str], layers: Mapping[int, str]) -> dict[
     return found
 
 
-def _whole_weights(found: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]:
-    """A piece of each wanted tensor in ``found``, by plain name."""
-    pieces = {}
-    for own_name, values in found.items():
-        if (name := plain_name(own_name)) in wanted:
-            pieces[name] = _piece(values, 0, values.shape)
-    return {"weights": pieces}
-
-
 def _frozen_weights(model: Saved, rank: int, wanted: set[str]) -> dict[str, Any]:
     """One rank's pieces of wanted frozen weights, by plain name. Parts have equal sizes."""
     pieces = {}
     for own_name, values in (model["frozen_param_fragments"] or {}).items():
         if (name := plain_name(own_name)) in wanted:
-            shape = model["frozen_param_shapes"][own_name]
-            start = min(rank * values.numel(), shape.numel())
-            without_padding = values.reshape(-1)[: shape.numel() - start]
-            pieces[name] = _piece(without_padding, start, shape)
+            shape = model["frozen_param_shapes"].get(own_name, values.shape)
+            total = shape.numel()
+            start = min(rank * values.numel(), total)
+            own = values.reshape(-1)[: total - start]  # without padding
+            pieces[name] = {"start": start, "total": total, "values": own, "shape": list(shape)}
     return {"weights": pieces}
-
-
-def _piece(values: Any, start: int, shape: torch.Size) -> dict[str, Any]:
-    """A weight's elements from ``start`` on."""
-    return {"start": start, "total": shape.numel(), "values": values, "shape": list(shape)}
