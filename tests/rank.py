@@ -70,17 +70,11 @@ STATEFUL = [
 def serve(
     rank: int, size: int, port: int, timeout: float, output: str, connection: Connection
 ) -> None:
-    """Joins a world of ``size`` ranks and runs the jobs that come over ``connection``.
+    """Joins a world of ``size`` ranks, of which the first listens at ``port``, and runs jobs.
 
-    Answers each with (whether it ended well, its saved result or its traceback). Never returns.
-
-    Args:
-        rank: The number of this rank.
-        size: How many ranks there are.
-        port: Where rank 0 listens.
-        timeout: Seconds that a collective waits.
-        output: The file that takes what the rank writes to stdout and stderr.
-        connection: Brings (paths to import from, job, arguments, whether it is the last).
+    ``connection`` brings (paths to import from, job, arguments, whether it is the last). Each is
+    answered with (whether it ended well, its saved result or its traceback). ``timeout`` is the
+    seconds that a collective waits, ``output`` the file that takes stdout and stderr.
     """
     code = 1
     try:

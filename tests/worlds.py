@@ -57,19 +57,10 @@ _found: dict[tuple[int, str, bytes], Any] = {}
 
 
 def run(size: int, job: Callable[..., Any], *args: Any, limit: float = 120) -> list[Any]:
-    """Runs ``job(*args)`` on each of ``size`` ranks.
+    """Runs ``job(*args)``, both pickled, on each of ``size`` ranks -> what it returned, by rank.
 
-    Args:
-        size: How many ranks.
-        job: A function of a module.
-        *args: Its arguments, the same on every rank; they are pickled.
-        limit: Seconds after which the job is late, and the world is killed.
-
-    Returns:
-        What the job returned, by rank.
-
-    Raises:
-        AssertionError: If a rank raised, died or was late; with tracebacks and output of all.
+    AssertionError, with tracebacks and output of all, if a rank raised, died, or was late: after
+    ``limit`` seconds the world is killed.
     """
     world = _worlds.pop(size, None)
     if world is None or not world.is_alive():
@@ -140,17 +131,9 @@ class Ended:
 def fresh(
     size: int, job: Callable[..., Any], *args: Any, timeout: float = 20, limit: float = 300
 ) -> list[Ended]:
-    """Runs ``job(*args)`` on ranks that nothing has run on before, and that end with it.
+    """Runs a job, which may end its process, on new ranks -> how each ended; code 1 if it raised.
 
-    Args:
-        size: How many ranks.
-        job: A function of a module. It may end its process.
-        *args: Its arguments.
-        timeout: Seconds that a collective waits.
-        limit: Seconds after which a rank that has not ended is killed: code -9.
-
-    Returns:
-        How each rank ended; code 1 if it raised.
+    A collective waits ``timeout`` seconds. After ``limit`` seconds ranks are killed: code -9.
     """
     return begin(size, job, *args, timeout=timeout).end(limit)
 

@@ -16,15 +16,10 @@ def python(
     *arguments: object, cwd: Path = ROOT, given: str = "", timeout: float = 900,
     fails: bool = False, **own: str | None
 ) -> "subprocess.CompletedProcess[str]":  # fmt: skip
-    """Runs ``python arguments``, with the repository on its path.
+    """Runs ``python arguments`` in ``cwd``, with the repository on its path and ``given`` on stdin.
 
-    Args:
-        *arguments: What Python is given.
-        cwd: The folder in which it runs.
-        given: What it reads from stdin.
-        timeout: Seconds after which it is late.
-        fails: Whether it may fail; else that is an AssertionError, with the end of what it wrote.
-        **own: Of its environment. None: it has no such variable.
+    ``own`` changes its environment; None takes a variable out. Unless it ``fails``, an exit
+    status is an AssertionError, with the end of what it wrote.
     """
     environment = {k: v for k, v in (os.environ | OWN | own).items() if v is not None}
     done = subprocess.run(

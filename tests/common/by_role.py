@@ -57,10 +57,8 @@ def optimizer(
 ) -> Callable[[str, list[Group], Group], torch.optim.Optimizer]:
     """What makes the optimizer of a rule, groups and hyper-parameters, as ``ordinary`` does.
 
-    Args:
-        names: Of all parameters.
-        linear: Is found in those of the matrices of linear layers, but for the head.
-        streams: The streams of random numbers of what APOLLO steps, by name.
+    ``linear`` is found in the ``names`` of matrices of linear layers, but for the head; ``streams``
+    are those of APOLLO's random numbers, by name.
     """
 
     def role(p: Tensor) -> str:
@@ -124,15 +122,9 @@ def told(optimizer: Any, model: nn.Module) -> Told:
 def as_told(
     rule: str, hypers: Mapping[str, Any], said: Told, named: Mapping[str, Tensor]
 ) -> torch.optim.Optimizer:
-    """The authors' optimizer of each parameter, in the told groups.
+    """The authors' optimizer of each parameter in ``named``, in the groups that ``told`` returned.
 
     Rules of ``MATRICES`` leave what is no matrix of a linear layer to torch's AdamW.
-
-    Args:
-        rule: The name of the rule.
-        hypers: What ds_ext's optimizer was given.
-        said: What ``told`` returned.
-        named: The parameters of one process.
     """
     own = OPTIMIZERS[rule].hypers(**hypers)
     given = {key: value for key, value in hypers.items() if key != "weight_decay"}

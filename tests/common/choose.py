@@ -31,13 +31,9 @@ def pairs(
 ) -> list[T]:
     """The cases of a table that show each value of each setting, and each pair of values of two.
 
-    Three settings have no case of their own: a fault that takes three of them is left to the tests
-    that draw settings at random. The choice is greedy, and the same at each run.
-
-    Args:
-        cases: The whole table, which says what pairs of values there are.
-        settings: The values of a case that may interact, always as many.
-        chosen: Cases that are taken anyway.
+    ``settings`` returns the values of a case that may interact, always as many; ``chosen`` cases
+    are taken anyway. Three settings have no case of their own: a fault that takes three of them is
+    left to the tests that draw settings at random. The choice is greedy, and the same at each run.
     """
 
     def shown(case: T) -> set[Any]:
@@ -54,14 +50,9 @@ def pairs(
 
 
 def params(cases: Iterable[Any], quick: Container[Any] | Callable[[Any], bool]) -> list[Any]:
-    """The parameters of a test; those that are not ``quick`` are marked slow.
+    """The parameters of a test: a value or tuple a case; those not ``quick`` are marked slow.
 
-    Args:
-        cases: A value each, or a tuple of values where the test has several parameters.
-        quick: The cases that `make test` runs, or a function that tells whether it does.
-
-    Raises:
-        ValueError: If ``quick`` is a collection that names what is not among the cases.
+    ``quick`` has the cases that `make test` runs, all of them among ``cases``, or tells of each.
     """
     cases = list(cases)
     if isinstance(quick, Iterable) and (unknown := [case for case in quick if case not in cases]):

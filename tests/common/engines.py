@@ -25,10 +25,7 @@ def rows(number: int, rank: int, *shape: int) -> Tensor:
 def config(stage: int, policy: str = "", **keys: Any) -> dict[str, Any]:
     """A config by which small models are cut: few weights stay gathered, and buckets are small.
 
-    Args:
-        stage: The ZeRO stage.
-        policy: The gradient policy; "" for the default.
-        **keys: Further keys; those of ``zero`` go into ``zero_optimization``.
+    ``policy`` "" is the default. Of ``keys``, those of ``zero`` go into ``zero_optimization``.
     """
     zero = {"stage": stage, "reduce_bucket_size": 50, "stage3_param_persistence_threshold": 10}
     usual = {

@@ -19,12 +19,7 @@ BATCHED = [name for name, entry in REGISTRY.items() if entry.is_batched]
 
 
 class Table(Mapping[str, Hypers]):
-    """A row for each registered rule: the ``shared`` values that it has a field for, and its own.
-
-    Args:
-        shared: Values by name. A rule without such a hyper-parameter goes without.
-        own: By rule, values in the place of the shared ones, or further ones.
-    """
+    """For each rule the ``shared`` values that it has a field for, or its ``own`` ones."""
 
     def __init__(self, shared: Hypers, own: Mapping[str, Hypers]) -> None:
         self.shared, self.own = shared, dict(own)

@@ -37,11 +37,9 @@ class Projector(random_projector.GradientProjector):
 
 
 class APOLLO(apollo_torch.APOLLOAdamW):
-    """apollo_torch's optimizer of matrices.
+    """apollo_torch's optimizer of matrices: parameters with the streams of their random numbers.
 
-    Args:
-        streams: The parameters, and the streams of their random numbers.
-        rank, scale, scale_type, gap: Their "rank" and so on of a group; gap: "update_proj_gap".
+    ``gap`` is "update_proj_gap" of a group.
     """
 
     def __init__(

@@ -20,13 +20,9 @@ Make = Callable[[list[nn.Parameter]], RuleOptimizer]
 
 
 class Rank:
-    """One rank's runs of parameters, and its optimizer of them.
+    """One rank's runs, ``shards``, of the whole parameters ``values``, and its optimizer of them.
 
-    Args:
-        make: Returns the optimizer of a list of parameters.
-        values: The whole parameters.
-        shards: The runs that the rank has of them.
-        place: Its number, and the number of ranks.
+    ``place`` is its number, and the number of ranks.
     """
 
     def __init__(

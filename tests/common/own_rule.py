@@ -17,13 +17,9 @@ from ds_ext.ops.state import Part, Parts
 def registered(
     step: Callable[..., Any], is_batched: bool = False, dtype: torch.dtype | None = None, **how: Any
 ) -> Iterator[type]:
-    """A rule named "Own", with a step and the moments "m" and "v".
+    """A rule named "Own", with moments "m" and "v" of ``dtype``, by default the accumulator's.
 
-    Args:
-        step: Its method.
-        is_batched: Whether its steps are batched.
-        dtype: Of the moments; None for the accumulator's.
-        **how: Further arguments of ``register``.
+    ``how`` are further arguments of ``register``.
     """
 
     @dataclass(frozen=True)

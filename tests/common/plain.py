@@ -15,13 +15,9 @@ def steps(optimizer, params, gradients):
 
 
 def stepped(make, before, gradients, state=None):
-    """Steps copies of the weights ``before`` -> the new weights, and the optimizer.
+    """Steps copies of the weights ``before`` by each step's gradients -> new weights, optimizer.
 
-    Args:
-        make: Returns the optimizer of a list of parameters.
-        before: Weights, which are not changed.
-        gradients: Lists of gradients, one for each step.
-        state: A state dict that the optimizer loads first.
+    ``make`` returns the optimizer of a list of parameters; it loads ``state`` first, if any.
     """
     params = [nn.Parameter(p.clone()) for p in before]
     optimizer = make(params)
@@ -34,11 +30,7 @@ def stepped(make, before, gradients, state=None):
 def in_parts(make, parts, before, gradients):
     """Steps parts of weights as parameters of their own -> the new parts of each weight.
 
-    Args:
-        make: Returns the optimizer of a list of parameters.
-        parts: Cuts a weight, or its gradient.
-        before: Weights, which are not changed.
-        gradients: Lists of gradients of the weights, one for each step.
+    ``parts`` cuts a weight, or its gradient.
     """
     params = [[nn.Parameter(x.clone()) for x in parts(p)] for p in before]
     flat = [x for some in params for x in some]
@@ -47,13 +39,7 @@ def in_parts(make, parts, before, gradients):
 
 
 def mean_step(optimizer, losses, max_norm=0.0):
-    """Steps by the gradients of the mean of losses -> their norm.
-
-    Args:
-        optimizer: Its parameters are stepped.
-        losses: Those of all ranks and micro-batches.
-        max_norm: Torch clips the gradients to this norm; 0 for no clipping.
-    """
+    """Steps by the mean of losses, with gradients clipped to ``max_norm`` if not 0 -> their norm."""
     optimizer.zero_grad()
     (sum(losses) / len(losses)).backward()
     params = [p for group in optimizer.param_groups for p in group["params"]]

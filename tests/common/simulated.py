@@ -101,15 +101,9 @@ def sharded_error(name, world, steps=10, simulate=lockstep.simulate, shapes=tabl
 class Formula:
     """What a rule is compared with: its authors' code or its paper, on whole parameters.
 
-    Args:
-        rule: Returns the rule with the hyper-parameters of a setting.
-        expected: Returns the parameters of some shapes after all steps with a setting.
-        settings: Names of hyper-parameters.
-        shapes: Shapes of the parameters of a bucket.
-        steps: The number of steps.
-        misplaced: A setting, a number of ranks, shapes and the elements by which rank 0 is off.
-        blocks: A setting and shapes that are stepped in blocks of any size.
-        gradients: Returns the gradients of all steps by their number and the shapes.
+    ``rule`` and ``expected`` return the rule with a setting, and the parameters of some shapes
+    after all steps with it. ``misplaced`` are a setting, a number of ranks, shapes and the elements by
+    which rank 0 is off; ``blocks`` a setting and shapes that are stepped in blocks of any size.
     """
 
     rule: Callable[[str], Any]

@@ -22,12 +22,7 @@ def check_each(
 ) -> None:
     """Asserts that the error of each weight is at most ``close`` times its update.
 
-    Args:
-        after: The weights to check, by name.
-        expected: The weights of the reference.
-        before: The weights before training.
-        steps: Allows the rounding of the weight to fp32 at each of so many steps.
-        close: The largest error relative to the update.
+    ``steps`` allows the rounding of the weight to fp32 at each of so many steps.
     """
     for n, p in expected.items():
         p = p.detach()

@@ -52,15 +52,10 @@ def local(model: nn.Module) -> Tensor:
 
 
 def train(run: Training, is_apart: bool = False, by_fsdp: bool = False) -> dict[str, Any]:
-    """Trains, by ``optimizer.step()`` alone if ``run.how`` is "plain".
+    """Trains without a stage, by ``optimizer.step()`` alone if ``run.how`` is "plain".
 
-    Args:
-        run: How it is trained, without a stage.
-        is_apart: Without the two gradients that share memory.
-        by_fsdp: FSDP2 keeps the gradients of micro-batches, and sums them with the last one.
-
-    Returns:
-        Weights before and after, norms, when weights moved, and how often each was stepped.
+    ``is_apart``: without the two gradients that share memory. ``by_fsdp``: FSDP2 keeps the
+    gradients of micro-batches, and sums them with the last one.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     model: Any = shard((apart if is_apart else zoo)(run.checkpointing))

@@ -96,13 +96,10 @@ def unfinished(stage: int) -> None:
 
 
 def after_another(how: str, first: int, stage: int) -> None:
-    """An engine of ours on the model of another one, at another stage or not.
+    """An engine of ours on the model of another one, whose stage is ``first``.
 
-    Args:
-        how: "scored": it has no optimizer, and has scored the model in inference mode. "ours":
-            it has stepped the model. "AdamW": it is torch's, and ends after ours was refused.
-        first: The stage of the other engine.
-        stage: That of ours.
+    "scored": that has no optimizer, and has scored the model in inference mode. "ours": it has
+    stepped the model. "AdamW": it is torch's, and ends after ours was refused.
     """
     model = make()
     if how == "scored":

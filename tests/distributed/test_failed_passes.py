@@ -162,11 +162,8 @@ def train(case: Case) -> tuple[list[tuple[int, str]], dict[str, Tensor]]:
 def mistake(stage: int | None, policy: str, bucket: int, what: str) -> list[str]:
     """What each of three steps says; before the end of the second, one rank makes a mistake.
 
-    Args:
-        stage: None: ``fuse_into_backward``; -1: the same, asking as on a GPU.
-        policy, bucket: the gradient policy, and the elements of a bucket.
-        what: "gradient": it writes to ``grad``; "rate", "late rate": it sets a wrong learning rate
-            before or after backward.
+    "gradient": it writes to ``grad``. "rate", "late rate": it sets a wrong learning rate before or
+    after backward. Stage None is ``fuse_into_backward``, and -1 the same, asking as on a GPU.
     """
     model, rank, told = make(Model), dist.get_rank(), []
     engine = start(model, stage, policy, bucket, stage == -1)

@@ -102,8 +102,7 @@ COLLECTIVE |= {"tell", "told"}
 class Calls:
     """The functions of ds_ext and of DeepSpeed's engine that ``run_on_all_ranks`` calls.
 
-    Args:
-        failing: the function whose first call raises ``Fault``, by file and line.
+    The first call of ``failing``, a file and line, raises ``Fault``.
     """
 
     def __init__(self, failing: tuple[str, int] | None = None) -> None:
