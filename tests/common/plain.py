@@ -39,7 +39,7 @@ def in_parts(make, parts, before, gradients):
 
 
 def mean_step(optimizer, losses, max_norm=0.0):
-    """Steps by the mean of losses, with gradients clipped to ``max_norm`` if not 0 -> their norm."""
+    """Steps by the mean of losses, clipped to ``max_norm`` if not 0 -> the gradients' norm."""
     optimizer.zero_grad()
     (sum(losses) / len(losses)).backward()
     params = [p for group in optimizer.param_groups for p in group["params"]]

@@ -102,8 +102,8 @@ class Formula:
     """What a rule is compared with: its authors' code or its paper, on whole parameters.
 
     ``rule`` and ``expected`` return the rule with a setting, and the parameters of some shapes
-    after all steps with it. ``misplaced`` are a setting, a number of ranks, shapes and the elements by
-    which rank 0 is off; ``blocks`` a setting and shapes that are stepped in blocks of any size.
+    after all steps with it. ``misplaced`` are a setting, a number of ranks, shapes and the elements
+    by which rank 0 is off; ``blocks`` a setting and shapes that are stepped in blocks of any size.
     """
 
     rule: Callable[[str], Any]

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -91,20 +90,6 @@ def train(run: Training, is_apart: bool = False, by_fsdp: bool = False) -> dict[
         "steps": {names[p]: state["step"] for p, state in optimizer.state.items()},
         **by_role.told(optimizer, model),
     }
-
-
-def misused() -> None:
-    """What comes too late for gradients that are used in backward is refused; no weight moves."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    model = shard(zoo())
-    optimizer = ds_ext.LOMO(model.parameters(), lr=0.05)
-    ds_ext.fuse_into_backward(model, optimizer, bucket_size=300)
-    held = local(model)
-    model.set_requires_gradient_sync(False)
-    model(models.batch(0, world)[rank]).backward()
-    with pytest.raises(RuntimeError, match=r"set_requires_gradient_sync\(True\)"):
-        optimizer.step()
-    assert torch.equal(held, local(model))
 
 
 BATCHES = 6  # of a step, of all ranks together: 1, 2, 3 or 6 of them see the same mean gradient

@@ -1,10 +1,7 @@
 """Runs that are saved and gone on from: as they were, elsewhere, by DeepSpeed's tools."""
 
-from collections.abc import Callable, Iterable
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import torch
@@ -12,12 +9,10 @@ import torch.distributed as dist
 from transformers import TrainingArguments
 
 import ds_ext
-from ds_ext.engine import checkpoint_contents, loading, safe_unpickling
 from ds_ext.engine.checkpoint_contents import owned
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import by_role, engines, models, ranks, states
 from tests.common.hypers import FOR_ALL, TRAINED
-from tests.common.ranks import logged, shared_folder
 from tests.integration import trainer_jobs
 
 ROWS = 6  # of a step, over all ranks
@@ -171,30 +166,6 @@ def elsewhere(
     return whole(engine)
 
 
-def opened_files(kind: str, stage: int) -> None:
-    """A rank opens the first rank's files and its own, also where some weights are frozen."""
-    engine, opened = start(kind, stage), []
-    for p in list(engine.module.parameters())[::4]:
-        p.requires_grad_(False)
-    steps(engine, range(2))
-
-    def load(path: Path) -> Any:
-        opened.append(path.name)
-        return safe_unpickling.load(path)
-
-    with shared_folder() as folder:
-        engine.save_checkpoint(folder)
-        other = start(kind, stage, seed=8)
-        with mock.patch.object(loading, "load", load):
-            other.load_checkpoint(folder)
-        assert same(whole(engine), whole(other))
-    assert len(opened) == len(set(opened))
-    states = {name for name in opened if "optim_states" in name}
-    own = {0, dist.get_rank()}
-    assert states == {f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in own}
-    assert len(opened) - len(states) == 1  # with the model
-
-
 def frozen(source: str, kind: str, stage: int, numbers: range) -> dict[str, torch.Tensor]:
     """Steps of a run in which some parameters are frozen at steps 2 and 3; saved after step 2.
 
@@ -247,86 +218,6 @@ def fp32_of(engine: deepspeed.DeepSpeedEngine) -> list[torch.Tensor]:
     """This rank's runs, with their masters."""
     optimizer, own = engine.optimizer.optimizer, owned(engine.optimizer.layout)
     return [optimizer.weights(p, o.run, o.shard).float().clone() for p, o in own.items()]
-
-
-def pass_by_pass(engine: Any, numbers: Iterable[int]) -> None:
-    for number in numbers:
-        engine.backward(engine(models.batch(number, 1)[0], step=number))
-        engine.step()
-
-
-def load_over(stage: int) -> None:
-    """Loads between the micro-batches of a step, and trains: as if they had not been."""
-    whole_step = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
-    for module_only in (False, True):
-        engines = [start("flash 8-bit", stage, 7, **whole_step) for _ in range(2)]
-        with shared_folder() as folder, logged() as said:
-            engines[0].save_checkpoint(folder)
-            pass_by_pass(engines[0], [9])
-            for engine in engines:
-                engine.load_checkpoint(folder, load_module_only=module_only)
-        for engine in engines:
-            pass_by_pass(engine, range(2))
-        weights = list(map(whole, engines))
-        assert same(*weights) and not same(weights[0], whole(start("flash 8-bit", stage, 7)))
-        lines = [line for line in said if "unfinished step" in line]
-        assert len(lines) == (dist.get_rank() == 0)
-
-
-def unfinished_step(stage: int) -> None:
-    """Saves between the micro-batches of a step, which a run that loads begins again."""
-    clip = {"gradient_clipping": 0.5}
-    begin = partial(start, "flash 8-bit", stage, **clip)
-    loading = [begin(8, gradient_accumulation_steps=2) for _ in range(3)]
-    saving = begin(7, gradient_accumulation_steps=2)
-    pass_by_pass(saving, range(2))
-    trained = begin(7, ds_ext={"clip_mode": "previous"})
-    pass_by_pass(trained, range(1))
-    clipping = trained.optimizer.fused.clipping
-    assert clipping.previous_norm
-    made, old = checkpoint_contents.Contents.save, {"accumulated": {"passes": [1, 2]}}
-    with shared_folder() as folder, logged() as said:
-        with mock.patch.object(checkpoint_contents.Contents, "save", lambda by: made(by) | old):
-            saving.save_checkpoint(folder, tag="old")  # as by ds_ext 1.0
-        loading[2].load_checkpoint(folder)
-        saving.save_checkpoint(folder, tag="step")
-        pass_by_pass(saving, range(2, 3))
-        saving.save_checkpoint(folder, tag="unfinished")
-        loading[0].load_checkpoint(folder, load_optimizer_states=False)
-        loading[1].load_checkpoint(folder, load_module_only=True)
-        loading[2].load_checkpoint(folder)
-        whole_step = begin(8, gradient_accumulation_steps=2)
-        whole_step.load_checkpoint(folder, tag="step")
-        trained.load_checkpoint(folder, load_optimizer_states=False)
-    assert len([x for x in said if "between the micro" in x]) == 2 * (dist.get_rank() == 0)
-    assert clipping.previous_norm is None
-    assert [engine.micro_steps % 2 for engine in loading] == [0, 0, 0]
-    for engine in (*loading, whole_step):
-        pass_by_pass(engine, range(2))
-    assert same(*map(whole, loading[:2])) and not same(whole(loading[0]), whole(saving))
-    assert same(whole(loading[2]), whole(whole_step))
-    assert not same(whole(loading[2]), whole(loading[0]))
-
-
-def other_hypers(stage: int) -> None:
-    """A load names the hyper-parameters that it changes, and no others."""
-    cycle = {"cycle_min_lr": 1e-3, "cycle_max_lr": 5e-3, "cycle_first_step_size": 4}
-    scheduler = {"type": "OneCycle", "params": cycle}  # of betas, too
-    first = start("adamw", stage, scheduler=scheduler)
-    steps(first, range(2))
-    first.optimizer.param_groups[0]["initial_lr"] = 0.1  # as a scheduler notes it
-    with shared_folder() as folder:
-        first.save_checkpoint(folder)
-        for hypers in ({}, {"eps": 1e-6, "ema_decay": 0.9}):
-            engine = start("adamw", stage, hypers=hypers, scheduler=scheduler)
-            engine.optimizer.param_groups[0]["initial_lr"] = 0.2 if hypers else 0.1
-            with logged() as said:
-                engine.load_checkpoint(folder)
-            told = [line for line in said if "hyper-parameters" in line]
-            assert len(told) == bool(hypers and dist.get_rank() == 0)
-            changed = "eps = 1e-08 instead of 1e-06, ema_decay = 0.0 instead of 0.9"
-            changed += ", initial_lr = 0.1 instead of 0.2"
-            assert all(changed in line for line in told)
 
 
 def message(action: Callable[[], Any]) -> str:

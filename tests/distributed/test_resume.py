@@ -4,17 +4,35 @@ Also from checkpoints of earlier versions, at other stages and on other ranks.
 """
 
 import tarfile
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from ds_ext.engine import checkpoint_contents, loading, safe_unpickling
 from ds_ext.rules import REGISTRY
 from tests import worlds
+from tests.common import models
 from tests.common.choose import params, spread
 from tests.common.hypers import CLOSE
+from tests.common.ranks import logged, shared_folder
 from tests.common.updates import error
 from tests.distributed import resume_jobs
-from tests.distributed.resume_jobs import KINDS, OTHER_BITS, STAGES, TRAINERS, same
+from tests.distributed.resume_jobs import (
+    KINDS,
+    OTHER_BITS,
+    STAGES,
+    TRAINERS,
+    same,
+    start,
+    steps,
+    whole,
+)
 from tests.tools import old_checkpoints
 
 EXACT = 1e-6  # of the update of the whole model
@@ -77,8 +95,30 @@ def test_gone_on_from_on_another_number_of_ranks_and_stage(folder, kind, stage):
 
 
 @pytest.mark.parametrize("stage", params([2, 3], [3]))
+@worlds.on(3)
 def test_a_rank_opens_the_first_rank_s_files_and_its_own(stage):
-    worlds.run(3, resume_jobs.opened_files, "flash 8-bit", stage)
+    """Also where some weights are frozen."""
+    kind = "flash 8-bit"
+    engine, opened = start(kind, stage), []
+    for p in list(engine.module.parameters())[::4]:
+        p.requires_grad_(False)
+    steps(engine, range(2))
+
+    def load(path: Path) -> Any:
+        opened.append(path.name)
+        return safe_unpickling.load(path)
+
+    with shared_folder() as folder:
+        engine.save_checkpoint(folder)
+        other = start(kind, stage, seed=8)
+        with mock.patch.object(loading, "load", load):
+            other.load_checkpoint(folder)
+        assert same(whole(engine), whole(other))
+    assert len(opened) == len(set(opened))
+    states = {name for name in opened if "optim_states" in name}
+    own = {0, dist.get_rank()}
+    assert states == {f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in own}
+    assert len(opened) - len(states) == 1  # with the model
 
 
 @pytest.mark.parametrize("kind, stage", params([("came", 3), ("adamw", 2), ("galore", 0)], []))
@@ -91,18 +131,87 @@ def test_parameters_that_were_frozen_when_saved_keep_their_state(folder, kind, s
         assert error(got["after"], whole["after"], whole["before"]) <= EXACT
 
 
+def pass_by_pass(engine: Any, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        engine.backward(engine(models.batch(number, 1)[0], step=number))
+        engine.step()
+
+
 @pytest.mark.parametrize("stage", params(STAGES, [3]))
+@worlds.on(2)
 def test_a_load_between_micro_batches_drops_the_step_and_says_so(stage):
-    worlds.run(2, resume_jobs.load_over, stage)
+    whole_step = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+    for module_only in (False, True):
+        engines = [start("flash 8-bit", stage, 7, **whole_step) for _ in range(2)]
+        with shared_folder() as folder, logged() as said:
+            engines[0].save_checkpoint(folder)
+            pass_by_pass(engines[0], [9])
+            for engine in engines:
+                engine.load_checkpoint(folder, load_module_only=module_only)
+        for engine in engines:
+            pass_by_pass(engine, range(2))
+        weights = list(map(whole, engines))
+        assert same(*weights) and not same(weights[0], whole(start("flash 8-bit", stage, 7)))
+        lines = [line for line in said if "unfinished step" in line]
+        assert len(lines) == (dist.get_rank() == 0)
 
 
-def test_a_load_names_the_hyper_parameters_that_it_changes():
-    worlds.run(2, resume_jobs.other_hypers, 2)
+@worlds.on(2)
+def test_a_load_names_the_hyper_parameters_that_it_changes_and_no_others():
+    cycle = {"cycle_min_lr": 1e-3, "cycle_max_lr": 5e-3, "cycle_first_step_size": 4}
+    scheduler = {"type": "OneCycle", "params": cycle}  # of betas, too
+    first = start("adamw", 2, scheduler=scheduler)
+    steps(first, range(2))
+    first.optimizer.param_groups[0]["initial_lr"] = 0.1  # as a scheduler notes it
+    with shared_folder() as folder:
+        first.save_checkpoint(folder)
+        for hypers in ({}, {"eps": 1e-6, "ema_decay": 0.9}):
+            engine = start("adamw", 2, hypers=hypers, scheduler=scheduler)
+            engine.optimizer.param_groups[0]["initial_lr"] = 0.2 if hypers else 0.1
+            with logged() as said:
+                engine.load_checkpoint(folder)
+            told = [line for line in said if "hyper-parameters" in line]
+            assert len(told) == bool(hypers and dist.get_rank() == 0)
+            changed = "eps = 1e-08 instead of 1e-06, ema_decay = 0.0 instead of 0.9"
+            changed += ", initial_lr = 0.1 instead of 0.2"
+            assert all(changed in line for line in told)
 
 
 @pytest.mark.parametrize("stage", params(STAGES, [1]))
+@worlds.on(2)
 def test_an_unfinished_step_begins_again(stage):
-    worlds.run(2, resume_jobs.unfinished_step, stage)
+    """Saves between the micro-batches of a step, which a run that loads begins again."""
+    clip = {"gradient_clipping": 0.5}
+    begin = partial(start, "flash 8-bit", stage, **clip)
+    loading = [begin(8, gradient_accumulation_steps=2) for _ in range(3)]
+    saving = begin(7, gradient_accumulation_steps=2)
+    pass_by_pass(saving, range(2))
+    trained = begin(7, ds_ext={"clip_mode": "previous"})
+    pass_by_pass(trained, range(1))
+    clipping = trained.optimizer.fused.clipping
+    assert clipping.previous_norm
+    made, old = checkpoint_contents.Contents.save, {"accumulated": {"passes": [1, 2]}}
+    with shared_folder() as folder, logged() as said:
+        with mock.patch.object(checkpoint_contents.Contents, "save", lambda by: made(by) | old):
+            saving.save_checkpoint(folder, tag="old")  # as by ds_ext 1.0
+        loading[2].load_checkpoint(folder)
+        saving.save_checkpoint(folder, tag="step")
+        pass_by_pass(saving, range(2, 3))
+        saving.save_checkpoint(folder, tag="unfinished")
+        loading[0].load_checkpoint(folder, load_optimizer_states=False)
+        loading[1].load_checkpoint(folder, load_module_only=True)
+        loading[2].load_checkpoint(folder)
+        whole_step = begin(8, gradient_accumulation_steps=2)
+        whole_step.load_checkpoint(folder, tag="step")
+        trained.load_checkpoint(folder, load_optimizer_states=False)
+    assert len([x for x in said if "between the micro" in x]) == 2 * (dist.get_rank() == 0)
+    assert clipping.previous_norm is None
+    assert [engine.micro_steps % 2 for engine in loading] == [0, 0, 0]
+    for engine in (*loading, whole_step):
+        pass_by_pass(engine, range(2))
+    assert same(*map(whole, loading[:2])) and not same(whole(loading[0]), whole(saving))
+    assert same(whole(loading[2]), whole(whole_step))
+    assert not same(whole(loading[2]), whole(loading[0]))
 
 
 @pytest.mark.supports(

@@ -203,20 +203,14 @@ def test_one_rank_calls_collectives_and_equals_a_plain_step():
     assert all(row["rounds"] > 0 for row in rows) and rows[0]["sums of gradients"] > 1
 
 
-def two(on=ON):
-    return ranks.on_rank(torch.distributed.get_rank(), 2, on)
-
-
+@worlds.on(2)
 def test_two_ranks_equal_one_process_on_the_batches_of_both():
-    for rows in worlds.run(2, two):
-        assert {row["verdict"] for row in rows} == {"right"}, rows
+    rows = ranks.on_rank(torch.distributed.get_rank(), 2, ON)
+    assert {row["verdict"] for row in rows} == {"right"}, rows
 
 
-def by_deepspeed():
-    return rehearsed(zero3)
-
-
+@worlds.on(1)
 def test_deepspeed_equals_a_plain_step():
-    (rows,) = worlds.run(1, by_deepspeed)
+    rows = rehearsed(zero3)
     assert [row["optimizer"] for row in rows] == ["AdaLomo"]
     assert {row["verdict"] for row in rows} == {"right"}, rows
