@@ -3,15 +3,16 @@
 A process of its own: kernels that were imported for Triton's interpreter cannot be compiled.
 """
 
+import importlib
 import json
 import re
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from benchmarks.machine_code import compiled
 from ds_ext.ops.executors.triton import kernels
 from ds_ext.ops.executors.triton.launches import KernelConstants
-from tests.common.kernel_constants import given
 
 EIGHT = [kernels.FORM[name].value for name in ("IS_ADAM8_STEP", "IS_SIGN8_STEP")]
 DIVIDES = {"factors", "clipped_factors", "weighted_sums"}
@@ -61,3 +62,19 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def plain(value: Any) -> Any:
+    """Returns a constant in plain types: a dtype by its name."""
+    if isinstance(value, KernelConstants):
+        return {name: plain(x) for name, x in value.fields.items()}
+    return getattr(value, "name", value)
+
+
+def given(value: Any) -> Any:
+    """Returns the inverse of ``plain``."""
+    if isinstance(value, dict):
+        return KernelConstants(**{name: given(x) for name, x in value.items()})
+    tl = importlib.import_module("triton.language")
+    types = {t.name: t for t in (tl.float32, tl.bfloat16, tl.float16, tl.int16, tl.int8)}
+    return types.get(value, value)

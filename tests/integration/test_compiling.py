@@ -19,7 +19,7 @@ from ds_ext.optimizer.update_stats import UpdateStats
 from ds_ext.optimizer.updates import RunUpdate
 from tests.common import apart, needs, paths
 from tests.common.hypers import FOR_ALL
-from tests.common.kernel_constants import plain
+from tests.integration.compiling_jobs import plain
 from tests.unit.test_kernels import SETTINGS
 
 pytestmark = needs.nvidia

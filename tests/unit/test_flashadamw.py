@@ -18,8 +18,8 @@ from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import zeros
 from ds_ext.rules import REGISTRY, all_rules
 from tests.common import authors, flash, needs, paths, plain, table
+from tests.common.authors import scale_of
 from tests.common.choose import params
-from tests.common.companded import scale_of
 from tests.common.simulated import Formula, errors, ranks_after
 from tests.common.table import SHAPES
 

@@ -18,8 +18,8 @@ from ds_ext.planner import memory, models
 from ds_ext.rules import muon, newton_schulz
 from ds_ext.rules.muon import Muon
 from tests.common import low_rank, paths, plain, table
+from tests.common.authors import rounded
 from tests.common.choose import params
-from tests.common.companded import rounded
 from tests.common.simulated import BROKEN, EXACT, Formula, Ranks, errors, stepped
 from tests.common.table import WORLDS
 
