@@ -1,6 +1,5 @@
 """Training of models to which ``fully_shard`` (FSDP2) was applied: jobs on real ranks."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import by_role, models
 from tests.common.ranks import full, identical, whole
-from tests.distributed import test_storing, training_jobs
+from tests.distributed import training_jobs
 from tests.distributed.training_jobs import STEPS, Training
 
 UNITS = ("up", "down", "shared", "frozen", "unused", "odd", "conv1", "norm")
@@ -145,14 +144,3 @@ def numbers(
         elif key != "param_groups":
             found[(*above, key)] = of(value) if isinstance(value, Tensor) else value
     return found
-
-
-def failing(rule: str, every: int) -> None:
-    model = shard(zoo())
-    optimizer = OPTIMIZERS[rule].for_model(model)
-    ds_ext.fuse_into_backward(model, optimizer, bucket_size=300)
-    model(models.batch(0, 2)[dist.get_rank()]).backward()
-    optimizer.step()
-    load = functools.partial(optimizer.load_state_dict, optimizer.state_dict())
-    actions = {"_local_state_dict": optimizer.state_dict, "_load_state_dict": load}
-    test_storing.failing_one_by_one(actions, 50, every)

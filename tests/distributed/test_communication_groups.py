@@ -106,14 +106,15 @@ def limits() -> None:
         assert seconds(groups._made[None, "steps", (0, 1)]) == seconds(dist.group.WORLD) != 77
 
 
-def renewed() -> int:
-    """How many groups of one kind could be made, each after the one before was destroyed."""
+@worlds.on(2, limit=60)
+def test_a_group_that_was_destroyed_is_made_anew():
+    """Torch names it by the number of groups: the next of this name would wait for the last."""
     with mock.patch.object(groups, "WITHOUT_QUEUES", set()):
         for _ in range(4):
             own = groups.with_own_queue(dist.group.WORLD, torch.device("cpu"))
             dist.all_reduce(torch.ones(1), group=own)
             dist.destroy_process_group(own)
-    return sum(groups._counts.values())
+    assert sum(groups._counts.values()) >= 4
 
 
 def killed(has_own_groups: bool) -> None:
@@ -133,11 +134,6 @@ def killed(has_own_groups: bool) -> None:
 @pytest.mark.parametrize("job", params([twice, on_streams, limits], [limits]))
 def test_groups_and_streams_of_their_own_change_no_bit_and_no_time_limit(job):
     worlds.run(2, job)
-
-
-def test_a_group_that_was_destroyed_is_made_anew():
-    # Torch names it by the number of groups: the next one of this name would wait for the last.
-    assert worlds.run(2, renewed, limit=60)[0] >= 4
 
 
 @pytest.mark.parametrize("has_own_groups", [True, False])

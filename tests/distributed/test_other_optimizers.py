@@ -1,7 +1,7 @@
 """DeepSpeed engines with optimizers of others take no path of ours.
 
-``python -m tests.distributed.test_other_optimizers WAY`` trains them on each of two ranks, and
-prints what others may see of it as JSON. WAY says what else the program does: "plain" nothing, and
+``torchrun -m tests.distributed.test_other_optimizers WAY FOLDER`` trains them on two ranks, and
+writes what others may see of it as JSON. WAY says what else the program does: "plain" nothing, and
 "beside" imports ds_ext, and trains an engine of ours between them.
 """
 
@@ -10,12 +10,11 @@ import functools
 import io
 import json
 import logging
-import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +26,8 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.utils import groups, logger
 from torch import nn
 
-from tests.worlds import ROOT, free_port
+from tests.common import apart
+from tests.worlds import free_port
 
 pytestmark = pytest.mark.slow
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles for 30 s
@@ -47,7 +47,7 @@ lines: list[str] = []  # of logs
 
 
 def main() -> None:
-    """Runs all programs, and prints what others may see of each."""
+    """Runs all programs, and writes what others may see of each."""
     for name in filter(lambda name: hasattr(dist, name), COLLECTIVES):
         setattr(dist, name, _recorded(name, getattr(dist, name)))
     logger.addHandler(_Recorder())
@@ -67,7 +67,7 @@ def main() -> None:
         for _ in PROGRAMS:
             alone.step()
         told["own"], told["alone"] = (_weights(x.engine.module) for x in (own, alone))
-    print("\n" + json.dumps(told))
+    Path(sys.argv[2], str(dist.get_rank())).write_text(json.dumps(told))
 
 
 def _seen(program: Callable[[], Any]) -> dict[str, Any]:
@@ -154,12 +154,8 @@ def partitioned() -> list[float]:
     return _weights(model)
 
 
-def wrong_config() -> None:
-    deepspeed.initialize(model=_model(), config=_config(0) | {"zero_optimization": {"stge": 3}})
-
-
-def unknown_type() -> None:
-    deepspeed.initialize(model=_model(), config=_config(0) | {"optimizer": {"type": "Whatever"}})
+def initialize(**keys: Any) -> None:
+    deepspeed.initialize(model=_model(), config=_config(0) | keys)
 
 
 def failing_ranks() -> list[float]:
@@ -187,8 +183,8 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
     "rank 0 alone": rank_0_alone,
     "pipeline": pipeline,
     "partitioned": partitioned,
-    "wrong config": wrong_config,
-    "unknown type": unknown_type,
+    "wrong config": lambda: initialize(zero_optimization={"stge": 3}),
+    "unknown type": lambda: initialize(optimizer={"type": "Whatever"}),
     "failing ranks": failing_ranks,
     "foreign file": foreign_file,
 }
@@ -269,25 +265,15 @@ class _Recorder(logging.Handler):
 
 
 @pytest.fixture(scope="module")
-def told():
+def told(tmp_path_factory):
     """What each rank tells, by way."""
     found = {}
     for way in ("plain", "beside"):
-        own = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        own |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.distributed.test_other_optimizers", way]
-        out: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        ranks = []
-        for rank in ("0", "1"):
-            env = os.environ | own | {"RANK": rank, "LOCAL_RANK": rank}
-            ranks.append(subprocess.Popen(command, cwd=ROOT, env=env, **out))
-        try:
-            outputs = [rank.communicate(timeout=120) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        assert [rank.returncode for rank in ranks] == [0, 0], outputs
-        found[way] = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+        folder = tmp_path_factory.mktemp(way)
+        start = ["torch.distributed.run", "--nproc_per_node", 2, "--master_port", free_port(), "-m"]
+        program = "tests.distributed.test_other_optimizers"
+        apart.python("-m", *start, program, way, folder, timeout=240)
+        found[way] = [json.loads((folder / rank).read_text()) for rank in "01"]
     return found
 
 

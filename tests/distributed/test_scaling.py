@@ -1,6 +1,7 @@
 """fp16 on real ranks: overflows leave no trace but in scale and counters; torch autocast. Bad
 gradients of the optimizers that step matrices one by one."""
 
+import functools
 import itertools
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 
 import ds_ext
 from tests import worlds
-from tests.common import by_role, engines
+from tests.common import by_role, engines, models
 from tests.common.choose import pairs, params
 from tests.common.hypers import TRAINED
-from tests.common.ranks import message, whole
+from tests.common.ranks import whole
 from tests.common.updates import check_each
 from tests.tools.support import of
 
@@ -40,15 +41,11 @@ class Scaled:
     rule: str = "lomo"
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 16)
-        self.down = nn.Linear(16, 4)
+make = functools.partial(models.layers, 6, 16, 4, seed=2)
 
-    def forward(self, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
-        h = torch.tanh(self.up(x))
-        return (self.down(h).float().square().mean()) * factor
+
+def loss_of(model: nn.Module, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+    return model(x).float().square().mean() * factor
 
 
 def _runs() -> dict[str, Scaled]:
@@ -85,8 +82,7 @@ def start(run: Scaled, model: nn.Module):
 
 def train(run: Scaled) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(2)
-    model = Net()
+    model = make()
     engine = start(run, model)
     scales, skipped, rates = [], [], []
     for step in range(STEPS):
@@ -95,7 +91,7 @@ def train(run: Scaled) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(10 * step + rank)
         x = torch.randn(4, 6, generator=generator).half()
         factor = 1e8 if step in PLANTED and rank == world - 1 else 1.0
-        loss = engine(x, factor)
+        loss = loss_of(engine, x, factor)
         scales.append(engine.optimizer.loss_scale)
         if run.how == "scale":
             engine.scale(loss).backward()
@@ -117,15 +113,13 @@ def train(run: Scaled) -> dict[str, Any]:
     }
 
 
-def unscaled() -> str:
-    """The error of loss.backward() where the loss has to be scaled, and whether weights moved."""
-    torch.manual_seed(2)
-    model = Net()
+def unscaled() -> None:
+    model = make()
     engine = start(Scaled(2, static=64.0), model)
     before = whole(model)
-    told = message(lambda: engine(torch.randn(4, 6).half()).backward(), RuntimeError)
-    same = all(torch.equal(p, before[n]) for n, p in whole(model).items())
-    return told if same else "weights moved"
+    with pytest.raises(RuntimeError, match=r"(?s)(?=.*engine.backward\(loss\)).*current scale 64"):
+        loss_of(engine, torch.randn(4, 6).half()).backward()
+    assert all(torch.equal(p, before[n]) for n, p in whole(model).items())
 
 
 def autocast_hypers(rule: str) -> dict[str, Any]:
@@ -133,13 +127,12 @@ def autocast_hypers(rule: str) -> dict[str, Any]:
 
 
 def autocast_loss(model: nn.Module, number: int, rank: int) -> torch.Tensor:
-    return model(engines.rows(number, rank, 4, 6))
+    return loss_of(model, engines.rows(number, rank, 4, 6))
 
 
 def under_autocast(stage: int, dtype: str, rule: str, persistent: int = 0, **more: Any) -> Any:
     """An engine of fp32 weights under torch autocast, as DeepSpeed configures it."""
-    torch.manual_seed(2)
-    model = Net()
+    model = make()
     optimizer = by_role.made(rule, model, autocast_hypers(rule))
     more["torch_autocast"] = {"enabled": True, "dtype": dtype}
     more["zero"] = {"stage3_param_persistence_threshold": persistent}
@@ -179,8 +172,7 @@ def gathered_under_autocast(evaluated: bool) -> list[str]:
 def autocast_reference(
     world: int, dtype: torch.dtype, rule: str, told: by_role.Told
 ) -> engines.Alone:
-    torch.manual_seed(2)
-    model = Net()
+    model = make()
     named = dict(model.named_parameters())
     optimizer = by_role.as_told(rule, autocast_hypers(rule), told, named)
 
@@ -215,7 +207,7 @@ def results_of(ranks, name):
 @pytest.mark.parametrize("ranks, name", params(ALL, QUICK))
 def test_a_step_that_overflows_is_as_if_it_had_not_been(ranks, name):
     got, without = results_of(ranks, name), results_of(ranks, name.replace("True", "False"))
-    start = Net().state_dict()
+    start = make().state_dict()
     for n, p in got["after"].items():
         assert p.shape == start[n.removeprefix("average of ")].shape and p.isfinite().all()
         if RUNS[name].static:
@@ -247,8 +239,7 @@ def test_all_ways_end_at_the_same_weights():
 
 @pytest.mark.parametrize("ranks", params(RANKS, (2,)))
 def test_a_loss_that_is_not_scaled_is_an_error_before_anything_moves(ranks):
-    message = worlds.once(ranks, unscaled)[0]
-    assert "engine.backward(loss)" in message and "current scale 64" in message
+    worlds.run(ranks, unscaled)
 
 
 AUTOCAST = [(n, stage, "adalomo") for n in (1, 2) for stage in range(4)] + [(3, 3, "adalomo")]

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import ds_ext
 from ds_ext.backward import buckets, reduction
 from ds_ext.distributed import placement
-from tests.common import by_role, engines, models
+from tests.common import by_role, models
 from tests.common.by_role import MATRICES
 from tests.common.hypers import FOR_ALL, TRAINED, changed
 from tests.common.ranks import identical, whole
@@ -208,17 +207,3 @@ def train(name: str) -> dict[str, Any]:
     result |= by_role.told(engine.optimizer, model)
     engine.destroy()
     return result
-
-
-def outside() -> dict[str, Any]:
-    """An optimizer over a part of the trainable parameters."""
-    model = torch.nn.Linear(6, 5)
-    optimizer = ds_ext.AdaLomo([model.weight])
-    engine = engines.start(model, optimizer, 3)
-    before = whole(model)
-    engine.backward(engine(torch.randn(2, 6)).square().sum())
-    kept = sum(p.grad is not None for p in model.parameters())
-    engine.step()
-    after = whole(model)
-    changed = {n for n in after if not torch.equal(after[n], before[n])}
-    return {"kept": kept, "changed": changed}
