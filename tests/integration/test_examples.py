@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import deepspeed
@@ -197,28 +196,6 @@ def falls(script, command, folder):
 GUIDED = 3
 
 
-def train_recipe(config: dict[str, Any], calls: str) -> list[float]:
-    """The losses of some steps on one batch, with the section's ``calls`` between them."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
-    engine = deepspeed.initialize(model=model, config=config)[0]
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    x = torch.randn(8, 16, generator=generator).bfloat16()
-    losses = []
-    for _ in range(GUIDED):
-        for _ in range(engine.gradient_accumulation_steps()):
-            loss = (engine(x).float() - x).square().mean()
-            engine.backward(loss)
-            engine.step()
-        losses.append(float(loss))
-        if "offload_states" in calls:
-            engine.offload_states()
-            engine.reload_states()
-    with engine.optimizer.ema() if "ema()" in calls else contextlib.nullcontext():
-        losses.append(float((engine(x).float() - x).square().mean()))
-    return losses
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_accelerate(launcher, tmp_path):
@@ -243,12 +220,29 @@ SECTIONS = dict(re.findall(r"(?ms)^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE.read_tex
 
 
 @pytest.mark.parametrize("section", SECTIONS)
+@worlds.on(2)
 def test_a_config_of_the_recipes_trains(section):
     (config,) = re.findall(r"(?ms)^```json\n(.*?)^```$", SECTIONS[section])
     calls = "".join(re.findall(r"(?ms)^```python\n(.*?)^```$", SECTIONS[section]))
-    for losses in worlds.run(2, train_recipe, json.loads(config), calls):
-        assert all(a != b for a, b in zip(losses, losses[1:], strict=False)), losses
-        assert losses[2] < losses[0]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+    engine = deepspeed.initialize(model=model, config=json.loads(config))[0]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(8, 16, generator=generator).bfloat16()
+    losses = []
+    for _ in range(GUIDED):
+        for _ in range(engine.gradient_accumulation_steps()):
+            loss = (engine(x).float() - x).square().mean()
+            engine.backward(loss)
+            engine.step()
+        losses.append(float(loss))
+        if "offload_states" in calls:
+            engine.offload_states()
+            engine.reload_states()
+    with engine.optimizer.ema() if "ema()" in calls else contextlib.nullcontext():
+        losses.append(float((engine(x).float() - x).square().mean()))
+    assert all(a != b for a, b in zip(losses, losses[1:], strict=False)), losses
+    assert losses[2] < losses[0]
 
 
 @pytest.fixture

@@ -160,11 +160,6 @@ def test_what_the_plan_leaves_of_the_card_is_told(folder, tmp_path, capsys):
     assert re.search(r"The counted memory is [\d.]+ MiB of 10 GiB; what is not", told)
 
 
-def test_only_another_rule_has_another_rate():
-    costs = fit_steps.OPTIMIZERS
-    assert [name for name in costs if "learning rate" in costs[name]] == ["AdaLomo"]
-
-
 @pytest.mark.slow
 def test_the_given_optimizer_stays(fit):
     given = ("--optimizer", "came", "--params", '{"weight_update": "master24"}', "--checkpointing")
