@@ -200,9 +200,8 @@ SETTINGS: dict[str, Setting] = {
         _SWITCH, advice="remove it; engine.compile() compiles the model."
     ),
     "checkpoint.load_universal": Setting(
-        advice="remove it, and load what engine.save_checkpoint wrote, or a checkpoint of "
-        "DeepSpeed's AdamW, as it is: it loads on any number of ranks and at any ZeRO stage "
-        "without ds_to_universal."
+        advice="remove it, and load what engine.save_checkpoint of ds_ext wrote as it is: on any "
+        "number of ranks and at any ZeRO stage, without ds_to_universal."
     ),
     "checkpoint.use_node_local_storage": Setting(
         advice="remove it, and save to a file system that all ranks share: each reads parts of all."

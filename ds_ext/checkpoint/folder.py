@@ -9,15 +9,18 @@ A checkpoint whose tag is new is complete once its folder is renamed. If FOLDER/
 folder becomes FOLDER/TAG/.complete, and its files move from there. A killed job leaves the others
 in .complete, where readers look first, and the next save under TAG moves them. Other files in
 FOLDER/TAG, such as a tokenizer or the checkpoint TAG/step1, stay where they are. A save removes
-temporary folders to which no job has written for a while. Two jobs must not save under one tag at
-the same time.
+temporary folders to which no job has written for a while. A job that moves files locks the folder
+around TAG (``flock``).
 """
 
 import contextlib
+import fcntl
 import os
 import re
 import secrets
 import shutil
+import time
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -25,6 +28,7 @@ from ds_ext.checkpoint import manifests
 from ds_ext.checkpoint.manifests import COMPLETE, INCOMPLETE, MANIFEST
 from ds_ext.errors import CheckpointError
 
+SECONDS = 60.0  # time limit for the lock; moving files takes milliseconds
 STALE = 1800.0  # seconds without a write after which a save counts as killed
 # File names of DeepSpeed's checkpoints, with any optimizer.
 _FILE = re.compile(
@@ -105,13 +109,42 @@ def commit(draft: Draft, manifest: dict[str, Any], is_latest: bool) -> None:
                 "a file system that all ranks share."
             )
     _write(aside / MANIFEST, manifests.text(manifest))
-    _finish(place)  # a save under this tag may have been killed
-    aside.rename(place / COMPLETE if place.exists() else place)
-    _sync(place if (place / COMPLETE).exists() else place.parent)
-    _finish(place)
+    with locked(place.parent):
+        _finish(place)  # a save under this tag may have been killed
+        aside.rename(place / COMPLETE if place.exists() else place)
+        _sync(place if (place / COMPLETE).exists() else place.parent)
+        _finish(place)
     if is_latest:
         folder = path.parents[len(Path(manifest["tag"]).parts) - 1]
         _write(folder / "latest", manifest["tag"])
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Context in which no other job moves files in ``folder``. CheckpointError if one hangs there.
+
+    The kernel ends the lock with its process. Network file systems may have none.
+    """
+    opened, until = os.open(folder, os.O_RDONLY), time.monotonic() + SECONDS
+    try:
+        while True:
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise CheckpointError(
+                        f"another process has moved files in {folder} for {SECONDS:.0f} s: end it, "
+                        "or save into another folder."
+                    ) from None
+                time.sleep(0.005)
+            except OSError:  # locks are not supported
+                break
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(opened, fcntl.LOCK_UN)  # also of processes that were forked meanwhile
+        os.close(opened)
 
 
 def _finish(place: Path) -> None:
