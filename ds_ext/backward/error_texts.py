@@ -47,6 +47,11 @@ NOTHING = (
     "{names.step} has stepped nothing: no parameter has got a gradient since the last step. Call "
     "backward before each step. (This is said once.)"
 )
+WITHOUT_BATCH = (
+    "{names.step} was called on this rank without a backward pass, and took part in the step of "
+    "the other ranks, with gradients of 0. That is right where its batches have run out. If it "
+    "goes on, it is a pass behind the others. (This is said once.)"
+)
 STEPPED = (
     "zero_grad() discards gradients, but backward has already updated {stepped} of {params} "
     "parameters, and these updates stay. To discard a whole batch, skip its backward pass, or keep "

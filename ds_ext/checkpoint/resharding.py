@@ -6,7 +6,7 @@ in pieces (see ``pieces``). Weights with a master are saved in fp32.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -194,7 +194,7 @@ def save_groups(optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]) -> l
     ]
 
 
-def changed_hypers(pieces: Pieces, optimizer: RuleOptimizer, is_cycled: bool) -> list[str]:
+def changed_hypers(pieces: Pieces, optimizer: RuleOptimizer, scheduled: Set[str]) -> list[str]:
     """Returns which hyper-parameters ``load_state`` will change, except those of schedulers.
 
     Schedulers note the rate of which they take fractions as "initial_lr" of a group.
@@ -202,14 +202,14 @@ def changed_hypers(pieces: Pieces, optimizer: RuleOptimizer, is_cycled: bool) ->
     Args:
         pieces: the saved groups.
         optimizer: the optimizer, with the groups of this run.
-        is_cycled: whether a scheduler changes momentum, not only the rate.
+        scheduled: the hyper-parameters that a scheduler of the engine changes.
     """
-    scheduled = {"lr", "betas", "momentum"} if is_cycled else {"lr"}
     found = []
     for group, saved in zip(optimizer.param_groups, pieces.saved[0]["groups"], strict=True):
         hypers = optimizer.hypers_of(group)
         new = {**group, **of_this_version(saved, hypers)}
         compared = {*hyperparams.names(hypers), "initial_lr"} - scheduled
+        compared -= {"lr"} if "initial_lr" in new else set()
         for key in (key for key in group if key in compared):
             if new[key] != group[key]:
                 found.append(f"{key} = {new[key]!r} instead of {group[key]!r}")

@@ -46,7 +46,9 @@ def concerns_us(config: Any) -> bool:
     if not isinstance(config, dict):
         return False
     section = config.get("optimizer")
-    is_named = _names_ours(section if isinstance(section, dict) else {"type": section})
+    section = section if isinstance(section, dict) else {"type": section}
+    is_text = isinstance(section.get("type", ""), str | None)  # DeepSpeed's error names no key
+    is_named = not is_text or _names_ours(section)
     return is_named or "ds_ext" in config or bool(misspelt_sections(config))
 
 

@@ -92,8 +92,11 @@ class Contents:
             )
         self.fused.drop_step()
         if with_state:
-            is_cycled = getattr(self.engine.lr_scheduler, "cycle_momentum", False)
-            if changed := resharding.changed_hypers(pieces, self.optimizer, is_cycled):
+            scheduler = self.engine.lr_scheduler
+            scheduled = set() if scheduler is None else {"lr"}
+            if getattr(scheduler, "cycle_momentum", False):
+                scheduled |= {"betas", "momentum"}
+            if changed := resharding.changed_hypers(pieces, self.optimizer, scheduled):
                 warn(
                     f"load_checkpoint sets the saved hyper-parameters: {', '.join(changed)}. To "
                     "change them, edit engine.optimizer.param_groups after loading"

@@ -117,8 +117,11 @@ def refuse_complex(table: ParamTable, params: Iterable[Tensor]) -> None:
             )
 
 
-def refuse_shape(table: ParamTable, param: Tensor, shard: Shard) -> None:
-    """Raises ValueError if the rule of ``param`` cannot step its dtype, or ``shard``'s shape."""
+def refuse_shape(table: ParamTable, param: Tensor, shard: Shard, known: str | None = None) -> None:
+    """Raises ValueError if the rule of ``param`` cannot step its dtype, or ``shard``'s shape.
+
+    ``known`` is its name, if the table has none.
+    """
     refuse_complex(table, [param] if param.requires_grad else [])
     rule = table.hypers_of(table.group_of[param])
     entry = rules.entry_of(rule)
@@ -141,9 +144,9 @@ def refuse_shape(table: ParamTable, param: Tensor, shard: Shard) -> None:
     if not entry.any_shape and dims != 2:
         name, own = rule.__name__, type(table).__name__
         raise ValueError(
-            f"{name} supports only matrices, but a parameter has the shape {list(shard.shape)}. "
-            f"Create the groups with ds_ext.{own}.for_model(model, ...), or put the parameter into "
-            f'a group with "type": "{entry.others}".'
+            f"{name} supports only matrices, but {known or table.name(param)} has the shape "
+            f"{list(shard.shape)}. Create the groups with ds_ext.{own}.for_model(model, ...), or "
+            f'put the parameter into a group with "type": "{entry.others}".'
         )
 
 

@@ -263,16 +263,24 @@ def _role_groups(model: ModelView, groups: Sequence[ParamGroup], read: Params) -
 def _section_groups(
     model: ModelView, groups: Sequence[ParamGroup], read: Params
 ) -> list[ParamGroup]:
-    """Checks the sections of all groups.
+    """Checks the shapes and sections of all groups.
 
     Removes the keys of sections from groups whose rule has none: those of the biases that an entry
     matches together with a matrix.
     """
     keys = hyperparams.names(SectionConfig)
-    is_own = [(named(g["type"]) if "type" in g else read.entry).has_sections for g in groups]
+    rules = [named(g["type"]) if "type" in g else read.entry for g in groups]
+    for rule, group in zip(rules, groups, strict=True):
+        for p in (p for p in group["params"] if p in model):
+            if not rule.any_shape and len(model[p].shape) != 2:
+                raise ValueError(
+                    f"{read.where or 'params'}: {rule.rule.__name__} steps only matrices, and "
+                    f"{model[p].name}, which {group.get('name', 'others')!r} gives to it, has the "
+                    f'shape {[*model[p].shape]}: give it "type": "{rule.others}".'
+                )
     groups = [
-        group if own else {k: v for k, v in group.items() if k not in keys}
-        for own, group in zip(is_own, groups, strict=True)
+        group if rule.has_sections else {k: v for k, v in group.items() if k not in keys}
+        for rule, group in zip(rules, groups, strict=True)
     ]
 
     def value(group: ParamGroup, key: str) -> Any:

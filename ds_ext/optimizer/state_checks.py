@@ -98,7 +98,7 @@ def check_model(table: ParamTable, layout: Layout) -> None:
         )
     for param in table.group_of:
         shard = layout.shards[param]
-        param_checks.refuse_shape(table, param, shard)
+        param_checks.refuse_shape(table, param, shard, layout.names[param])
         if state := table.state.get(param):
             with int8.expanded([param]):
                 run = layout.run(param)

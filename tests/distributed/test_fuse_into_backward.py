@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ds_ext
 from tests import worlds
-from tests.common.ranks import REFUSALS
+from tests.common.ranks import REFUSALS, logged
 
 
 @worlds.on(2)
@@ -88,6 +88,20 @@ def test_buffers_arrive_however_they_lie_in_memory():
         assert torch.equal(second[name], value), name
     assert first["kept"]
     assert first["flags"].tolist() == [[True, False]] * 3
+
+
+@worlds.on(2)
+def test_a_step_without_a_pass_on_one_rank_is_told_there_once():
+    model = nn.Linear(6, 9)
+    optimizer = ds_ext.AdaLomo(model.parameters(), lr=0.1)
+    ds_ext.fuse_into_backward(model, optimizer)
+    with logged() as said:
+        for step in range(3):
+            if step == 0 or dist.get_rank() == 0:  # rank 1's batches have run out
+                model(torch.eye(6)).square().sum().backward()
+            optimizer.step()
+    found = [line for line in said if "on this rank without a backward pass" in line]
+    assert len(found) == dist.get_rank()
 
 
 class Residual(nn.Module):

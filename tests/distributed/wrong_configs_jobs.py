@@ -141,6 +141,7 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
         ours({"param_groups": [{"match": "a", "lrr": 1}, {"match": "b", "type": "AdaLom"}]}),
     ),
     ("optimizer.type is 'AdaLom'", {"optimizer": {"type": "AdaLom"}} | OURS),
+    ("optimizer.type is 3; allowed: a name", {"optimizer": {"type": 3}}),
     ("is imported (--import MODULE)", {"optimizer": {"type": "HeavyBall"}} | OURS),
     ('Did you mean "type"?', ours({"param_groups": [{"match": "a", "typ": "Lion"}]})),
     (None, zero(3, offload_optimizer={"device": "cpu"})),

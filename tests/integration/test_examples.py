@@ -196,6 +196,20 @@ def falls(script, command, folder):
 GUIDED = 3
 
 
+class Layers(nn.Module):
+    """Two layers, which ``batch_splits`` finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 64) for _ in range(2))
+        self.head = nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.head(sum(layer(x).tanh() for layer in self.layers))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_accelerate(launcher, tmp_path):
@@ -225,8 +239,7 @@ def test_a_config_of_the_recipes_trains(section):
     (config,) = re.findall(r"(?ms)^```json\n(.*?)^```$", SECTIONS[section])
     calls = "".join(re.findall(r"(?ms)^```python\n(.*?)^```$", SECTIONS[section]))
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
-    engine = deepspeed.initialize(model=model, config=json.loads(config))[0]
+    engine = deepspeed.initialize(model=Layers(), config=json.loads(config))[0]
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(8, 16, generator=generator).bfloat16()
     losses = []

@@ -125,8 +125,10 @@ def test_one_process_without_deepspeed_steps_inside_backward(case, tmp_path):
         def on_pre_optimizer_step(self, *_, **__):
             left.extend(p for p in model.parameters() if p.grad is not None)
 
-    trainer = alone(case, tmp_path, model, ds_ext.FuseCallback(), Look())
+    callbacks = [ds_ext.FuseCallback(), ds_ext.MetricsCallback(), Look()]
+    trainer = alone(case, tmp_path, model, *callbacks)
     trainer.train()
+    assert max(of(trainer.state.log_history, "update_rms/0")) > 0
     expected, log = reference("adalomo", ALONE[case]["max_grad_norm"], False)
     compare(weights(model), expected, before, STEPS)
     assert of(trainer.state.log_history, "loss") == pytest.approx(of(log, "loss"), rel=1e-4)

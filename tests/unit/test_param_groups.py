@@ -117,14 +117,22 @@ def test_entries_without_a_type_leave_the_choice_to_the_rule():
     assert found["layers.0.weight"] == (2, 1e-4) and found["layers.1.weight"] == (2, 1e-3)
 
 
+def test_an_entry_that_gives_a_vector_to_a_rule_for_matrices_is_named():
+    words = r"Muon steps only matrices, and norm\.weight, which 'norm' gives to it, has the shape"
+    with pytest.raises(ValueError, match=words + r' \[6\]: give it "type": "AdamW"'):
+        ds_ext.AdaLomo.for_model(Net(), param_groups=[{"match": "norm", "type": "Muon"}])
+    with pytest.raises(ValueError, match="'others' gives to it, has the shape"):
+        ds_ext.Muon.for_model(Net(), others={"type": "Muon", "lr": 1e-3})
+
+
 def test_vectors_of_a_rule_for_matrices_are_refused():
     model = Net()
     weight = model.layers[0].weight.detach().clone()
-    message = r"Muon supports only matrices, but a parameter has the shape \[6\].*Muon.for_model\("
-    with pytest.raises(ValueError, match=message):
+    message = r"Muon supports only matrices, but {} has the shape \[6\].*Muon.for_model\("
+    with pytest.raises(ValueError, match=message.format(r"layers\.0\.bias")):
         ds_ext.fuse_into_backward(model, ds_ext.Muon(model.parameters()))
     model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message.format("parameter 2 of group 0.*")):
         ds_ext.Muon(model.parameters()).step()
     assert torch.equal(weight, model.layers[0].weight)
 
