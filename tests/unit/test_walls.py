@@ -31,7 +31,7 @@ WALLS = {
     "testing": "ops rules distributed optimizer",
     "axolotl": "",
     "ms_swift": "optimizer engine",
-    "hf": "distributed backward",
+    "hf": "distributed backward optimizer",
     "__init__": "ops distributed optimizer forward backward checkpoint registration hf",
     "registration": "optimizer config engine",
 }
