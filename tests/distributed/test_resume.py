@@ -162,7 +162,8 @@ def test_a_load_names_the_hyper_parameters_that_it_changes_and_no_others():
     scheduler = {"type": "OneCycle", "params": cycle}  # of betas, too
     first = start("adamw", 2, scheduler=scheduler)
     steps(first, range(2))
-    first.optimizer.param_groups[0]["initial_lr"] = 0.1  # as a scheduler notes it
+    for group in first.optimizer.param_groups:
+        group["initial_lr"] = 0.1  # as a scheduler notes it
     with shared_folder() as folder:
         first.save_checkpoint(folder)
         for hypers in ({}, {"eps": 1e-6, "ema_decay": 0.9}):
@@ -175,13 +176,14 @@ def test_a_load_names_the_hyper_parameters_that_it_changes_and_no_others():
             changed = "eps = 1e-08 instead of 1e-06, ema_decay = 0.0 instead of 0.9"
             changed += ", initial_lr = 0.1 instead of 0.2"
             assert all(changed in line for line in told)
-        engine = start("adamw", 2)  # without a scheduler
+        engine = start("adamw", 2)
+        engine.lr_scheduler = None
         engine.optimizer.param_groups[0]["lr"] = 0.5
         with logged() as said:
             engine.load_checkpoint(folder, load_lr_scheduler_states=False)
         assert not any("lr = " in line for line in said)  # the saved run had one
-        for optimizer in (first.optimizer, engine.optimizer):
-            del optimizer.param_groups[0]["initial_lr"]
+        for group in (*first.optimizer.param_groups, *engine.optimizer.param_groups):
+            del group["initial_lr"]
         engine.optimizer.param_groups[0]["lr"] = 0.5
         first.save_checkpoint(folder, tag="without")
         with logged() as said:

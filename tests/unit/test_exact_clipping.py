@@ -313,7 +313,7 @@ def test_a_graph_that_runs_backward_once_is_clipped_exactly_by_kept_gradients(ki
         with caplog.at_level("INFO", "ds_ext"), around():
             loss = model(x)
             fused.backward(loss)
-        assert bool(fused.state.keeps) == (named is not None)
+        assert bool(fused.state.kept) == (named is not None)
         optimizer.step()
         ordinary_step(plain, plain(x))
     updates.check_each(weights(model), weights(plain), before)
@@ -355,7 +355,7 @@ def test_the_hooks_of_int8_weights_neither_keep_gradients_nor_hide_others(contex
     x = torch.randn(4, 256, dtype=torch.bfloat16, requires_grad=True)
     y = checkpoint(model, x, use_reentrant=False, context_fn=context_fn)
     fused.backward(y.sum())
-    assert bool(fused.state.keeps) == (context_fn is SELECTIVE)
+    assert bool(fused.state.kept) == (context_fn is SELECTIVE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
