@@ -68,7 +68,8 @@ def fuse_into_backward(
         max_grad_norm: clips by the norm of all gradients. Exact clipping needs ``.backward(loss)``
             of the returned object instead of ``loss.backward()``; it runs the graph backward twice.
         clip_value: bounds the elements of gradients.
-        clip_mode: "exact", or "previous" to clip by the norm of the step before.
+        clip_mode: "exact", or "previous" to clip by the norm of the step before. The first step
+            is measured, and needs ``.backward(loss)`` too.
         gradient_policy: "fused", or "sharded" to keep gradients in fp32 until ``optimizer.step()``,
             over any number of backward passes, and to clip them then.
         measure_updates: adds the RMS of updates and weights to ``metrics``.
