@@ -17,10 +17,10 @@ from pathlib import Path
 from benchmarks.gpu.setting import RIGHT, WRONG, Row, Rows, Setting
 
 ROOT = Path(__file__).parents[2]
-FILES = ("kernels", "device_nonfinite")
+FILES = ("kernels", "devices")
 FILES += ("int8", "native", "statistics", "update_stats", "unseen_rule", "edited_weights", "shard")
 # Those that use kernels, by words in their names. The other tests of these files do not need a GPU.
-CHOSEN = "kernel or device_nonfinite or bad_gradients or advance_once or launch"
+CHOSEN = "kernel or bad_gradient or host_reads or no_limits or advance_once or launch"
 SANITIZED = "test_a_step_is_that_of_the_ops"
 WORKERS = 14
 SHORT = ("-q", "--tb=short", "-p", "no:cacheprovider")

@@ -60,10 +60,6 @@ def main() -> int:
     return count > 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 def plain(value: Any) -> Any:
     """Returns a constant in plain types: a dtype by its name."""
     if isinstance(value, KernelConstants):
@@ -78,3 +74,7 @@ def given(value: Any) -> Any:
     tl = importlib.import_module("triton.language")
     types = {t.name: t for t in (tl.float32, tl.bfloat16, tl.float16, tl.int16, tl.int8)}
     return types.get(value, value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
