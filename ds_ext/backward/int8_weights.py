@@ -27,6 +27,10 @@ ATTRIBUTE = "_int8_weight_hooks"  # of a model: the handles of its hooks
 # The first random bits of a step round to bf16. The second ones must be independent of them.
 SECOND_ROUNDING = 2**32
 SETTING = 'store_int8, or ds_ext.weight_storage = "int8"'
+NO_MATRIX = (
+    f"{SETTING}: the model has no trainable matrix with at least {int8.MIN_NUMEL:,} elements, a "
+    f"multiple of {int8.SIZE}: do not use it."
+)
 
 
 def store_int8(model: nn.Module, device: torch.device | str | None = None) -> None:
@@ -52,10 +56,7 @@ def store_int8(model: nn.Module, device: torch.device | str | None = None) -> No
     _check(model)
     users = _users(model)
     if not users:
-        raise ValueError(
-            f"{SETTING}: the model has no trainable matrix with at least "
-            f"{int8.MIN_NUMEL:,} elements, a multiple of {int8.SIZE}: do not use it."
-        )
+        raise ValueError(NO_MATRIX)
     to = None if device is None else torch.device(device)
     for param in users:
         int8.store(param, to)

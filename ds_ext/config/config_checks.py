@@ -14,7 +14,7 @@ from ds_ext.backward import int8_weights
 from ds_ext.config import optimizer_names, parsing
 from ds_ext.config.parsing import lookup
 from ds_ext.errors import raise_all
-from ds_ext.ops import sixteen_bit
+from ds_ext.ops import int8, sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, param_groups
@@ -155,7 +155,7 @@ def _make_optimizer(made: Reading, model: ModelView | None) -> None:
         grouped = param_groups.of_config(REGISTRY[key], params, model, trained)
     made.groups = grouped.groups
     made.ours = OPTIMIZERS[key](grouped.groups, **grouped.hypers)
-    made.problems += _unsupported(config, made.ours)
+    made.problems += _unsupported(config, made.ours, model)
 
 
 def unread_keys(
@@ -193,8 +193,10 @@ def unread(config: dict[str, Any], optimizer: str) -> Iterator[str]:
         )
 
 
-def _unsupported(config: dict[str, Any], optimizer: RuleOptimizer) -> Iterator[str]:
-    """Yields the settings of the section "ds_ext" that an optimizer does not support."""
+def _unsupported(
+    config: dict[str, Any], optimizer: RuleOptimizer, model: ModelView | None
+) -> Iterator[str]:
+    """Yields the settings of the section "ds_ext" that an optimizer or a model does not support."""
     try:
         own = parsing.section(config)
     except ValueError:
@@ -203,3 +205,5 @@ def _unsupported(config: dict[str, Any], optimizer: RuleOptimizer) -> Iterator[s
         found = [int8_weights.refused_hypers(optimizer, p) for p in optimizer.group_of]
         if found and all(found):  # only the run knows which weights it stores
             yield str(found[0])
+        if model is not None and not any(int8.fits(p.shape) for p in model if p.requires_grad):
+            yield int8_weights.NO_MATRIX

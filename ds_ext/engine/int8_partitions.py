@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus
 from torch import Tensor, nn
 
-from ds_ext.backward.int8_weights import check_dtype, expand_int8
+from ds_ext.backward.int8_weights import NO_MATRIX, check_dtype, expand_int8
 from ds_ext.distributed.groups import communicates, explained, size_of
 from ds_ext.engine.parameters import deepspeed_parameter
 from ds_ext.engine.rank_logging import log
@@ -35,6 +35,8 @@ def store(module: nn.Module) -> None:
         fits = int8.fits(own.ds_shape, size_of(own.ds_process_group))
         if fits and param.requires_grad and not own.ds_persist:
             stored.append(param)
+    if not any(p.requires_grad and int8.fits(deepspeed_parameter(p).ds_shape) for p in params):
+        raise ValueError(NO_MATRIX)
     if not stored:
         raise ValueError(
             f'{KEY} = "int8": no trainable matrix is larger than '

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ds_ext.backward import int8_weights
 from ds_ext.backward.streams import IN_FLIGHT
 from ds_ext.ops import int8, sixteen_bit
 from ds_ext.ops.shard import Shard
@@ -101,6 +102,9 @@ def optimizer_memory(
         in_int8: whether large matrices are stored in 8 bits. Their values in bf16, of a bucket that
             is stepped and, at stages 0 to 2, of a module, count as gradients.
         persist: stage3_param_persistence_threshold, in elements.
+
+    Raises:
+        ValueError: no matrix can be stored in 8 bits.
     """
     cut = ranks if stage in (1, 2, 3) else 1
     behind = IN_FLIGHT if stage == 3 else 0  # overlap_comm: earlier buckets are not stepped yet
@@ -115,6 +119,9 @@ def optimizer_memory(
     weights = sum(-(-n // divided) + (n if n <= persist else 0) for n in sizes)
     fitting = [math.prod(shape) for shape in shapes.values() if int8.fits(shape, divided)]
     coded = [n // divided for n in fitting if in_int8 and n > persist]
+    if in_int8 and not coded:
+        of_runs = " ZeRO-3 needs that on each rank, above stage3_param_persistence_threshold."
+        raise ValueError(int8_weights.NO_MATRIX + of_runs * (stage == 3))
     widest = max(coded, default=0)
     module = 0 if stage == 3 else widest
     expanded = min(sum(coded), max(bucket // divided, widest) + module)

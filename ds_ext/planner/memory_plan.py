@@ -34,7 +34,13 @@ class MemoryPlan:
         measure = functools.partial(memory.optimizer_memory, persist=options.persist)
         how = (options.accumulates, options.offloads, options.own.weight_storage == "int8")
         for optimizer in options.optimizers:
-            rules = memory.rules_of(optimizer, self.model, options.params)
+            try:
+                rules = memory.rules_of(optimizer, self.model, options.params)
+            except ValueError as error:
+                if not options.has_all_optimizers:
+                    raise
+                advice = "Without --optimizer, --params must suit all of them: name one."
+                raise ValueError(f"{error} {advice}") from None
             name = optimizer_names.in_config(optimizer.__name__)
             for stage in options.stages:
                 label = f"{name}, {'plain step()' if stage is None else f'ZeRO-{stage}'}{offloaded}"

@@ -81,6 +81,16 @@ def test_with_a_model_it_is_told_what_steps_which_parameters(tmp_path, capsys):
     assert not errors and any("has almost no effect: AdaLomo keeps" in note for note in notes)
 
 
+@pytest.mark.parametrize("width, fits", [(32, False), (256, True)])
+def test_int8_needs_a_large_matrix(width, fits, tmp_path, capsys):
+    sizes = {"vocab_size": 99, "hidden_size": width, "intermediate_size": 2 * width}
+    model = transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=4)
+    model.save_pretrained(tmp_path)
+    config = changed(ds_ext={"weight_storage": "int8"})
+    errors, _ = checked(config, tmp_path, capsys, "--model", tmp_path)
+    assert [] == errors if fits else "has no trainable matrix with at least 65,536" in errors[0]
+
+
 def test_names_of_adapters_are_not_checked(tmp_path, capsys):
     sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     transformers.LlamaConfig(**sizes, num_attention_heads=4).save_pretrained(tmp_path)

@@ -150,6 +150,14 @@ def test_all_optimizers_stand_beside_adamw(capsys):
     assert single["GaLoreAdamW, ZeRO-3"] == rows["GaLoreAdamW, ZeRO-3"]
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_int8_is_refused_where_no_matrix_is_large_enough(stage, folder, capsys):
+    given = ["--model", folder, "--optimizer", "lomo", "--stage", stage]
+    told = refused(capsys, "plan", *given, "--weight-storage", "int8", "--ranks", 7)
+    assert "the model has no trainable matrix with at least 65,536 elements" in told
+    assert ("ZeRO-3 needs that on each rank" in told) == (stage == 3)
+
+
 def test_rules_by_name_are_planned(capsys):
     options = ["--model", "llama-3.1-8b", "--ranks", 8, "--stage", 3, "--optimizer", "lomo"]
     entry = '{"param_groups": [{"match": "mlp", "type": "LAMB"}]}'
@@ -184,6 +192,10 @@ REFUSED = [
     (["--dtype", "fp8"], "--dtype: invalid choice: 'fp8'"),
     (["--memory", "24,x"], "--memory: '24,x' is not a list of GiB such as 24,48,80"),
     (["--memory", "nan"], "--memory: 'nan' is not a list"),
+    (
+        ["--params", '{"lr": 1e-3}'],
+        "--params must suit all of them: name one.",
+    ),
     (["--params", "{"], "--params { is not JSON: "),
     (["--params", "[1]"], "--params [1] holds no JSON object"),
     (["--params", '{"lrr": 1}'], 'Did you mean "lr"?'),
