@@ -40,6 +40,9 @@ def show(message: str) -> None:
         print(f"[ds_ext] {message}", file=sys.stderr, flush=True)
 
 
+warn_once = functools.cache(logger.warning)  # the first time that a message comes
+
+
 @functools.cache
 def show_once(message: str) -> None:
     """Logs a line as ``show`` does, but only its first time in this process."""

@@ -1,6 +1,5 @@
 """The step inside backward without an engine: one process, or the ranks of a process group."""
 
-import functools
 from collections.abc import Callable
 
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from ds_ext.settings import ClipMode, PolicyName
 
 # Checks that raise ValueError for a model that cannot be fused; ds_ext.engine adds its own.
 REFUSALS: list[Callable[[nn.Module], None]] = [refuse_wrapped]
-_warn_once = functools.cache(logs.logger.warning)
 _NOT_REDUCED = (
     "optimizer.step(): FSDP2 holds gradients that it has not reduced. Call "
     "model.set_requires_gradient_sync(True) before the last micro-batch of a step."
@@ -170,7 +168,7 @@ def fuse_into_backward(
         fused.finish(ends_step=True)
         found = fused.end_step()
         if found is not None and not has_batch:
-            _warn_once(error_texts.WITHOUT_BATCH.format(names=fused.names))
+            logs.warn_once(error_texts.WITHOUT_BATCH.format(names=fused.names))
         if found is None and not is_cut and fully_shard.uses_fsdp2(model):
             raise RuntimeError(_CUT_LATER)
 

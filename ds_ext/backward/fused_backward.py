@@ -26,11 +26,9 @@ from ds_ext.backward.step_state import Clipping, StepResult, StepState, collect_
 from ds_ext.backward.torch_calls import install_patches
 from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Layout
-from ds_ext.logs import logger
+from ds_ext.logs import logger, warn_once
 from ds_ext.ops import int8
 from ds_ext.optimizer import RuleOptimizer, ema_exchange, param_checks, state_checks
-
-_warn_once = functools.cache(logger.warning)
 
 
 class FusedBackward:
@@ -251,7 +249,7 @@ class FusedBackward:
         if state.is_empty:
             # A stage may have no weights. accelerate may call step() twice.
             if self.was_empty and self.layout.is_first and not self.layout.is_pipeline_stage:
-                _warn_once(error_texts.NOTHING.format(names=self.names))
+                warn_once(error_texts.NOTHING.format(names=self.names))
             self.was_empty = True
             return None
         self.was_empty = False

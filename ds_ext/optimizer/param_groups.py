@@ -69,6 +69,10 @@ class Params:
         """Returns a key for messages."""
         return hyperparams.dotted(self.where, name)
 
+    def entry_of(self, group: ParamGroup) -> RuleEntry:
+        """Returns the registry's entry of a group's rule."""
+        return named(group["type"]) if "type" in group else self.entry
+
     @property
     def targets_key(self) -> str:
         """The key of ``target_modules`` for messages."""
@@ -154,6 +158,7 @@ def of_config(
         groups = _matched_groups(model, groups, read)
     if entry.roles:
         groups = _role_groups(model, groups, read)
+    _refuse_vectors(model, groups, read)
     groups = _section_groups(model, groups, read)
     return Grouped(_named(entry, groups, decay), read.hypers)
 
@@ -260,27 +265,31 @@ def _role_groups(model: ModelView, groups: Sequence[ParamGroup], read: Params) -
     return [part for g in groups for part in ([g] if "type" in g else _split([g], keys))]
 
 
+def _refuse_vectors(model: ModelView, groups: Sequence[ParamGroup], read: Params) -> None:
+    """Raises ValueError if a group gives a parameter to a rule that steps only matrices."""
+    for group in groups:
+        entry = read.entry_of(group)
+        for p in (p for p in group["params"] if p in model and not entry.any_shape):
+            if len(model[p].shape) != 2:
+                raise ValueError(
+                    f"{read.where or 'params'}: {entry.rule.__name__} steps only matrices, and "
+                    f"{model[p].name}, which {group.get('name', 'others')!r} gives to it, has the "
+                    f'shape {[*model[p].shape]}: give it "type": "{entry.others}".'
+                )
+
+
 def _section_groups(
     model: ModelView, groups: Sequence[ParamGroup], read: Params
 ) -> list[ParamGroup]:
-    """Checks the shapes and sections of all groups.
+    """Checks the sections of all groups.
 
     Removes the keys of sections from groups whose rule has none: those of the biases that an entry
     matches together with a matrix.
     """
     keys = hyperparams.names(SectionConfig)
-    rules = [named(g["type"]) if "type" in g else read.entry for g in groups]
-    for rule, group in zip(rules, groups, strict=True):
-        for p in (p for p in group["params"] if p in model):
-            if not rule.any_shape and len(model[p].shape) != 2:
-                raise ValueError(
-                    f"{read.where or 'params'}: {rule.rule.__name__} steps only matrices, and "
-                    f"{model[p].name}, which {group.get('name', 'others')!r} gives to it, has the "
-                    f'shape {[*model[p].shape]}: give it "type": "{rule.others}".'
-                )
     groups = [
-        group if rule.has_sections else {k: v for k, v in group.items() if k not in keys}
-        for rule, group in zip(rules, groups, strict=True)
+        g if read.entry_of(g).has_sections else {k: v for k, v in g.items() if k not in keys}
+        for g in groups
     ]
 
     def value(group: ParamGroup, key: str) -> Any:

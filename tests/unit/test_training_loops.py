@@ -178,7 +178,7 @@ def test_what_was_stepped_stays_and_a_warning_says_so(caplog):
 
 
 def test_a_step_without_gradients_is_told_of_once(caplog):
-    fused_backward._warn_once.cache_clear()
+    fused_backward.warn_once.cache_clear()
     model = make()
     _, optimizer = fuse(model)
     model(torch.ones(4, 5)).square().sum().backward()
