@@ -173,6 +173,7 @@ SETTINGS: dict[str, Setting] = {
     **{key: Setting(SECTION) for key in _SECTIONS},
     "optimizer.type": Setting(_TEXT),
     "optimizer.params": Setting(SECTION | None),
+    "optimizer.legacy_fusion": Setting(no_effect="it is for DeepSpeed's own optimizers"),
     "scheduler.type": Setting(_TEXT, is_required=True),
     "scheduler.params": Setting(SECTION, is_required=True),
     **{key: Setting(_COUNT) for key in SIZES},

@@ -25,7 +25,7 @@ from ds_ext.settings import PLACES, SETTINGS, Section
 
 _OFFLOAD = "zero_optimization.offload_optimizer.device"
 _STAGE = "zero_optimization.stage"
-_OF_OPTIMIZER = ("type", "params", "legacy_fusion")  # keys of the section
+_OF_OPTIMIZER = ("type", "params")  # keys of the section
 
 
 @dataclass

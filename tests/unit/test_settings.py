@@ -50,10 +50,12 @@ HONOURED = [(key, value) for key, _, good, _ in SETTINGS for value in good]
 
 
 def config(key, value):
-    """A config that holds nothing but one setting."""
+    """A config that holds nothing but one setting, and the type of an optimizer of settings."""
     made = value
     for part in reversed(key.split(".")):
         made = {part: made}
+    if "optimizer" in made:
+        made["optimizer"]["type"] = "AdaLomo"
     return made
 
 
@@ -77,6 +79,7 @@ def test_a_setting_that_is_honoured_passes(key, value):
 
 # (setting, values that change nothing and are told of, values that are not told of)
 WITHOUT_EFFECT = [
+    ("optimizer.legacy_fusion", [True], [False, None]),
     ("zero_optimization.reduce_scatter", [False], [True, None]),
     ("zero_optimization.ignore_unused_parameters", [False], [True, None]),
     ("zero_optimization.cpu_offload_use_pin_memory", [True, False], [None]),
