@@ -173,60 +173,50 @@ class WithTable(nn.Module):
 
 
 class Keeping(nn.Module):
-    """A layer, one of whose parts keeps a value that depends on ``kept``."""
+    """A layer, one of whose parts keeps a value, as ``keep`` does it."""
 
-    def __init__(self, kept: str) -> None:
+    def __init__(self, keep) -> None:
         super().__init__()
-        self.linear = nn.Linear(5, 5)
+        self.linear, self.keep = nn.Linear(5, 5), keep
         self.kept = nn.Module()
-        self.kept.kind, self.kept.aux, self.kept.count = kept, None, 0
-        self.kept.losses, self.kept.by_name, self.kept.width = [], {"aux": None}, None
+        self.kept.aux, self.kept.count, self.kept.width = None, 0, None
+        self.kept.losses, self.kept.by_name = [], {"aux": None}
         self.kept.register_buffer("calls", torch.zeros(()))
         self.kept.register_buffer("table", torch.zeros(0), persistent=False)
 
     def forward(self, x, losses=()):
-        y, keep = self.linear(x), self.kept
-        aux = y.square().mean()
-        match keep.kind:
-            case "aux":
-                keep.aux = aux
-            case "losses":
-                keep.losses.append(aux)
-            case "by_name":
-                keep.by_name["aux"] = aux
-            case "count":
-                keep.count += 1
-            case "calls":
-                keep.calls += 1
-            case "started":
-                keep.calls.fill_(1)
-            case "given":
-                losses.append(aux)
-            case "cache":  # of the first piece, for all
-                keep.width = x.shape[-1]
-                if len(keep.table) < x.shape[1]:
-                    keep.table = torch.arange(x.shape[1])
+        y = self.linear(x)
+        self.keep(self.kept, y.square().mean(), losses)
         return y
 
 
-KEEPING = {
-    "aux": "kept.aux", "losses": "kept.losses",
-    "by_name": "kept.by_name", "count": "kept.count", "calls": "kept.calls",
-    "started": "kept.calls", "given": "its arguments",
-}  # fmt: skip
+KEEPING = [  # a change of the part by a value or of a given list, and where it is
+    (lambda part, aux, given: setattr(part, "aux", aux), "kept.aux"),
+    (lambda part, aux, given: part.losses.append(aux), "kept.losses"),
+    (lambda part, aux, given: part.by_name.update(aux=aux), "kept.by_name"),
+    (lambda part, aux, given: setattr(part, "count", part.count + 1), "kept.count"),
+    (lambda part, aux, given: part.calls.add_(1), "kept.calls"),
+    (lambda part, aux, given: part.calls.fill_(1), "kept.calls"),
+    (lambda part, aux, given: given.append(aux), "its arguments"),
+]
 
 
-@pytest.mark.parametrize("kind", KEEPING)
-def test_a_layer_that_keeps_values_of_its_pieces_is_refused(kind):
-    model = nn.ModuleDict({"layers": Layered(lambda: Keeping(kind))})
+@pytest.mark.parametrize("keep, place", KEEPING)
+def test_a_layer_that_keeps_values_of_its_pieces_is_refused(keep, place):
+    model = nn.ModuleDict({"layers": Layered(lambda: Keeping(keep))})
     ds_ext.split_batch(model, 3)
-    text = f"layer 'layers.layers.0' changes {KEEPING[kind]} in its forward pass"
+    text = f"layer 'layers.layers.0' changes {place} in its forward pass"
     with pytest.raises(ValueError, match=text):
-        model.layers(torch.randn(6, 4, 5), *([[]] if kind == "given" else []))
+        model.layers(torch.randn(6, 4, 5), *([[]] if place == "its arguments" else []))
 
 
 def test_a_cache_that_serves_all_pieces_is_kept():
-    model = Layered(lambda: Keeping("cache"))
+    def cache(part, aux, given):  # of the first piece, for all
+        part.width = 5
+        if len(part.table) < length:
+            part.table = torch.arange(length)
+
+    model = Layered(lambda: Keeping(cache))
     ds_ext.split_batch(model, 3)
     for length in (4, 3, 7):  # it grows
         model(torch.randn(6, length, 5)).sum().backward()

@@ -17,6 +17,7 @@ import ds_ext
 from ds_ext.backward import int8_weights
 from ds_ext.ops import int8
 from tests.common.int8_model import WIDTH, batch, made
+from tests.common.plain import fuse
 from tests.common.states import from_file, same
 
 RULE = "a weight that is stored in 8 bits has values only while its module computes"
@@ -277,40 +278,36 @@ def test_a_view_may_be_made_while_another_thread_shows_the_weight():
     assert type(view) is int8.Freed and view.shape == weight.shape
 
 
+def trained(model):
+    """The losses of ten steps."""
+    _, optimizer = fuse(model, lr=1e-3)
+    losses = []
+    for step in range(10):
+        loss = model(batch(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 def test_threads_share_a_model():
     """One trains while others evaluate, save and copy."""
     model, stop, whole = stored(), threading.Event(), stored()
-    losses = []
-    for each in (whole, model):
-        optimizer = ds_ext.LOMO(each.parameters(), lr=1e-3)
-        ds_ext.fuse_into_backward(each, optimizer)
 
-        def train(each=each, optimizer=optimizer):
-            for step in range(10):
-                loss = each(batch(step))
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
+    @torch.no_grad()
+    def evaluate(read):
+        while not stop.is_set():
+            assert all(x.isfinite().all() for x in read(model))
 
-        if each is whole:
-            train()
-            continue
-
-        def evaluate(read):
-            with torch.no_grad():
-                while not stop.is_set():
-                    for x in read(model):
-                        assert x.isfinite().all()
-
-        readers = [lambda m: [m(batch(0))], lambda m: m.state_dict().values()]
-        readers += [lambda m: copy.deepcopy(m).parameters()]
-        with ThreadPoolExecutor(len(readers)) as pool:
-            others = [pool.submit(evaluate, read) for read in readers]
-            try:
-                train()
-            finally:
-                stop.set()
-            for other in others:
-                other.result()
-    assert losses[:10] == losses[10:]
+    readers = [lambda m: [m(batch(0))], lambda m: m.state_dict().values()]
+    readers += [lambda m: copy.deepcopy(m).parameters()]
+    with ThreadPoolExecutor(len(readers)) as pool:
+        others = [pool.submit(evaluate, read) for read in readers]
+        try:
+            losses = trained(model)
+        finally:
+            stop.set()
+        for other in others:
+            other.result()
+    assert losses == trained(whole)
     assert same([*model.state_dict().values()], [*whole.state_dict().values()])

@@ -19,9 +19,8 @@ from ds_ext.commands import config
 from ds_ext.rules import REGISTRY
 from ds_ext.settings import SETTINGS
 from tests.tools import blocks, snippets, support
-from tests.tools.rates import DATA, SAME, UNIT, lines, renewed, start_of
+from tests.tools.rates import DATA, SAME, UNIT, lines, start_of
 from tests.tools.snippets import ROOT, documents
-from tests.tools.support import cells
 
 TEXT = """The rule:
 
@@ -94,16 +93,6 @@ def test_no_key_that_is_accepted_is_called_refused():
     assert "nvme" in refused and not accepted & set(re.findall(r"`(\w+)`", refused))
 
 
-def test_a_stale_block_is_renewed_and_the_rest_left_alone():
-    assert snippets.renewed(TEXT.format("stale\n")) == TEXT.format(KEEPS)
-    assert snippets.renewed(TEXT.format(KEEPS)) == TEXT.format(KEEPS)
-
-
-def test_what_the_source_does_not_have_is_an_error():
-    with pytest.raises(KeyError, match="Nothing"):
-        snippets.renewed(TEXT.replace("LOMO.state_spec", "LOMO.Nothing").format("x\n"))
-
-
 def test_generated_files_are_what_the_package_makes_now():
     for path, text in snippets.generated():
         assert path.read_text() == text, f"{path} is stale: run `make readme`"
@@ -116,6 +105,7 @@ def test_what_is_wrong_is_found(tmp_path):
     assert strangers(path) == ["PLAN.md", "../up.md"]
     assert list(snippets.unmarked(f"```python\n{KEEPS}```\n")) == KEEPS.splitlines()[:1]
     assert list(snippets.unmarked(TEXT.format(KEEPS))) == []
+    assert snippets.renewed(TEXT.format("stale\n")) == TEXT.format(KEEPS)
 
 
 # The support matrix.
@@ -133,12 +123,6 @@ def test_the_pages_say_what_the_marks_say(request):
 
 def test_the_table_names_every_registered_optimizer():
     assert set(support.OPTIMIZERS) == {entry.rule.__name__ for entry in REGISTRY.values()}
-
-
-@pytest.mark.parametrize("feature, stage, rule", [("hsdp", 1, "CAME"), ("HSDP", 4, "CAME")])
-def test_a_mark_that_means_nothing_is_an_error(feature, stage, rule):
-    with pytest.raises((KeyError, ValueError)):
-        cells((feature,), {"stage": stage, "optimizer": rule}, {})
 
 
 # Learning rates to begin with: those that were measured, wherever they are shown.
@@ -206,22 +190,6 @@ def test_the_page_of_algorithms_has_the_defaults():
 def test_a_rate_that_is_not_in_the_table_is_found():
     assert list(strange("AdaLomo's rate is 5e-4, or 3e-5; LAMB's lr 0.1")) == ["3e-5"]
     assert list(strange("an error of 3e-5 of the update")) == []
-
-
-RATES_TEXT = """Give `ds_ext.CAME(params, lr={})` or `--learning_rate {}`:
-
-```json
-{{"type": "Lion", "params": {{"lr": {}, "param_groups": [{{"match": "lora_", "lr": {}}}]}}}}
-```
-"""
-
-
-def test_examples_get_the_rates_to_start_at():
-    assert renewed(RATES_TEXT.format("2e-5", "5e-4", "0.1", "1e-4")) == RATES_TEXT.format(
-        "1e-5", "1e-5", "1e-4", "1e-3"
-    )
-    assert renewed("learning_rate: 5.0e-4  # YAML") == "learning_rate: 1.0e-3  # YAML"
-    assert renewed("lr = 0.001") == "lr = 0.001"
 
 
 def test_docstrings_and_messages_have_the_rates_to_start_at():

@@ -296,14 +296,6 @@ def test_a_rule_computes_with_its_scalars_in_torch_on_every_device(name, path, m
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("path", paths.EACH[1:])
-@pytest.mark.parametrize("branch", [lambda p, g: 1.0 if p > g else 0.5, lambda p, g: max(p, 1.0)])
-def test_a_branch_on_the_scalars_of_a_batch_raises_an_error(branch, path, monkeypatch):
-    """It would be decided by one parameter for all."""
-    with pytest.raises(RuntimeError, match="more than one value is ambiguous"):
-        scaled_steps(branch, path, monkeypatch)
-
-
 @dataclass(frozen=True)
 class Centered:
     """2 x − 1e-3 · the sum of squares of x: a pass inside an expression."""
