@@ -118,7 +118,8 @@ def refuse_misspelt(rule: type, keys: Iterable[str], foreign: Container[str]) ->
         foreign: hyper-parameters of other rules, which this rule would ignore.
     """
     for key in keys:
-        if key in foreign or key in _OF_TORCH or _meant(key, names(rule), cutoff=0.72):
+        is_known = key in foreign or key in _OF_TORCH or key in _REMOVED
+        if is_known or _meant(key, names(rule), cutoff=0.72):
             raise ValueError(_unknown(rule, key, names(rule)))
 
 
@@ -266,7 +267,14 @@ def _alternatives(hint: Any) -> list[str]:
     return [describe(hint)]
 
 
+_REMOVED = {  # hyper-parameters, and what to do
+    "min_8bit_size": 'remove it; with "nbits": 8 all moments have 8 bits.',
+}
+
+
 def _unknown(rule: type, key: str, known: Collection[str], places: Collection[str] = ()) -> str:
+    if advice := _REMOVED.get(key.rpartition(".")[2]):
+        return f"{_whose(rule)}{key} was removed in ds_ext 1.1: {advice}"
     guess = meant(key, known, places)
     return f"{_whose(rule)}unknown key {key}.{guess} Known: {', '.join(known)}."
 

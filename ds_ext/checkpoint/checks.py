@@ -12,6 +12,7 @@ from ds_ext.errors import CheckpointError
 from ds_ext.ops.state import leaves
 from ds_ext.ops.state import saved as saved_parts
 from ds_ext.optimizer import RuleOptimizer
+from ds_ext.optimizer.param_table import of_this_version
 
 _WEIGHTS_ONLY = (
     "To load only the weights: load_checkpoint(..., load_optimizer_states=False); with HF Trainer, "
@@ -114,7 +115,8 @@ def _check_state(
     for group, saved in zip(optimizer.param_groups, pieces.saved[0]["groups"], strict=True):
         hypers = optimizer.hypers_of(saved)
         names = hyperparams.names(hypers)
-        rule = hypers(**{name: saved[name] for name in names if name in saved})
+        known = of_this_version(saved, hypers)
+        rule = hypers(**{name: known[name] for name in names if name in known})
         for param in group["params"]:
             own = owned[param]
             if pieces.first("state", own.name) is None:

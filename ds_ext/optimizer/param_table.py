@@ -39,8 +39,18 @@ PLAIN = {float, int, bool, str, tuple, type(None)}  # types of values that stric
 
 
 def of_this_version(group: Mapping[str, Any], hypers: type) -> dict[str, Any]:
-    """Returns a saved group, with defaults for hyper-parameters that an earlier version lacked."""
-    return {**{f.name: f.default for f in fields(hypers) if f.name in ADDED}, **group}
+    """Returns a saved group, with the hyper-parameters that this version has.
+
+    Raises:
+        ValueError: version 1.0 wrote its 8-bit moments in bitsandbytes' format.
+    """
+    if "min_8bit_size" in group and group["nbits"] == 8:
+        raise ValueError(
+            "the 8-bit moments are in bitsandbytes' format, which ds_ext 1.0 wrote and this "
+            "version does not read: finish that run with ds_ext 1.0, or load only the weights."
+        )
+    added = {f.name: f.default for f in fields(hypers) if f.name in ADDED}
+    return {**added, **{k: v for k, v in group.items() if k != "min_8bit_size"}}
 
 
 class GroupIndex:
