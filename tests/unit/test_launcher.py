@@ -6,7 +6,6 @@ only note their arguments and do nothing. Memory comes from the same addresses b
 
 import copy
 import ctypes
-import itertools
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
@@ -16,9 +15,8 @@ from torch import nn
 
 from ds_ext.ops import Scaled, schema
 from ds_ext.ops.executors.native import native_table as native
-from ds_ext.ops.executors.triton import devices, kernels, launch_memory, launches, tiles
-from ds_ext.ops.executors.triton.launcher import LEAST_ADDRESS, Launcher
-from ds_ext.ops.runs import Runs
+from ds_ext.ops.executors.triton import devices, kernels, launch_memory, launches
+from ds_ext.ops.executors.triton.launcher import LEAST_ADDRESS
 from ds_ext.ops.schema import ADDRESSES, ARGUMENT, ARGUMENTS, AT, NUMBERS, TILE
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import mapped
@@ -196,70 +194,11 @@ def test_kernels_read_what_a_fresh_step_would_give_them(name, way, monkeypatch):
         both.step(next(steps))
 
 
-def arguments():
-    """Arguments of ``launch`` that differ in one thing each."""
-    runs = [Runs([torch.zeros(n + 4)[at : n + at] for n in (32, 600)]) for at in (0, 0, 1)]
-    each = np.ones(2, dtype=np.float32)
-    given = {"x": runs[0], "lr": 0.5}
-    form = (("FORM", "IS_RUN"), ("XD", "float32"), ("WD", "float32"), ("DECAYS", False))
-    return [
-        ("apply", form, "flat", given),
-        ("lerp", form, "flat", given),
-        ("apply", (*form[:3], ("DECAYS", True)), "flat", given),
-        ("apply", form, "by_matrix", given),
-        ("apply", form, "flat", {"m": runs[0], "lr": 0.5}),
-        ("apply", form, "flat", {"x": runs[0], "lr": each}),
-        ("apply", form, "flat", {"x": runs[0], "lr": torch.ones(2)}),
-        ("apply", form, "flat", {"x": runs[0], "lr": torch.ones(())}),
-        ("apply", form, "flat", {"x": runs[2], "lr": 0.5}),
-        ("apply", form, "flat", {"x": Runs([runs[0].tensors[0], runs[2].tensors[1]])}),
-    ]
-
-
-def launcher():
-    return Launcher([(0, 32, 1, 4, 8), (0, 600, 1, 20, 30)], [0, 0], torch.device("cpu"))
-
-
-@pytest.fixture
-def noted(monkeypatch):
-    """What launches are, and what their kernels read."""
-    found = []
-
-    def note(launch, arguments, device):
-        kind = [*launch.kind.fields.items()]
-        found.append((kind, launch.programs, launch.warps, str(read(launch, arguments))))
-
-    monkeypatch.setattr(launches, "launch_kernel", note)
-    return found
-
-
-def test_all_that_launches_depend_on_is_in_their_key(noted):
-    given = arguments()
-    for a, b in itertools.permutations(range(len(given)), 2):
-        used, fresh = launcher(), launcher()
-        found = []
-        for of, which in ((used, a), (used, b), (fresh, b)):
-            of.launch(*given[which])
-            found.append([*noted])
-            noted.clear()
-        assert found[1] == found[2], (a, b)
-
-
 def test_the_kernel_has_an_argument_for_each_column():
     names = [name.strip("_") for name in kernels.run.arg_names[:ARGUMENTS]]
     assert names[2:] == [*(x for name in ADDRESSES for x in (name, f"{name}_at")), *NUMBERS]
     assert names[:2] == ["rows", "count"] and [*ARGUMENT] == [*ADDRESSES, *NUMBERS]
     assert all(names[at] == name for name, at in ARGUMENT.items())
-
-
-def test_folds_with_and_without_limits_are_kept_apart(noted):
-    of = launcher()
-    part, out = (Runs((torch.zeros(n),), firsts=np.arange(2)) for n in (64, 2))
-    limits = {"found": out, "most": np.ones(2, dtype=np.float32)}
-    for of.arrays.limits in ({}, limits, {}):
-        of.fold((of.partials("flat", tiles.of_tiles), part, out))
-        (kind, *_) = noted.pop()
-        assert dict(kind)["SKIPS_BAD_GRADIENTS"] == bool(of.arrays.limits)
 
 
 def test_arrays_are_copied_once_and_those_of_a_step_with_the_next(monkeypatch):

@@ -96,16 +96,6 @@ def test_ranks_cover_the_parameter_by_equal_runs(shape, world):
     assert sum(map(len, parts)) == n
 
 
-@given(shapes)
-def test_mats_rows_and_cols_are_those_of_the_shape(shape):
-    shard = Shard.whole(shape)
-    assert shard.mats * shard.rows * shard.cols == math.prod(shape)
-    if len(shape) < 2:
-        assert not shard.is_matrix and (shard.mats, shard.rows) == (1, 1)
-    else:
-        assert shard.is_matrix and (shard.rows, shard.cols) == shape[-2:]
-
-
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 3)])
 def test_a_parameter_without_elements(shape):
     for rank in range(3):
@@ -119,12 +109,6 @@ def test_a_parameter_without_elements(shape):
 def test_a_run_outside_the_parameter_is_refused(start, stop):
     with pytest.raises(AssertionError, match="outside"):
         Shard((3, 5), start, stop, 5)
-
-
-@given(shards(), st.floats(0, 1e6))
-def test_rms_is_over_the_whole_parameter(shard, square_sum):
-    expected = math.sqrt(square_sum / math.prod(shard.shape))
-    assert shard.rms(square_sum) == pytest.approx(expected)
 
 
 def turns(shards, n):
