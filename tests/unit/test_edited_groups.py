@@ -162,10 +162,11 @@ def test_kept_gradients_are_not_stepped_by_what_is_set_after_backward():
 
 NUMBERS = [("lr", 0.25, kind(0.25)) for kind in (numpy.float32, numpy.float64, torch.tensor)]
 NUMBERS += [("betas", (0.5, 0.75), kind([0.5, 0.75])) for kind in (numpy.array, torch.tensor)]
+NUMBERS += [("lr", 1.0, 1), ("betas", (0.0, 0.75), [0, 0.75])]
 
 
 @pytest.mark.parametrize("key, number, value", NUMBERS)
-def test_scalars_and_arrays_of_numpy_and_torch_are_numbers(key, number, value):
+def test_whole_numbers_lists_scalars_and_arrays_of_numpy_and_torch_are_numbers(key, number, value):
     stepped = []
     for given, changed in (({key: number}, {}), ({key: value}, {}), ({}, {key: value})):
         model = network()

@@ -11,6 +11,7 @@ from torch import nn
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import paths, table
 from tests.common.choose import params
+from tests.common.plain import steps
 from tests.common.updates import error
 from tests.unit.test_precision import number as held
 
@@ -49,11 +50,12 @@ def test_any_residual_stays_within_half_a_spacing_of_any_weight(
     if path == "kernels":  # Triton's interpreter sets subnormal bf16 numbers to zero
         w, codes = w[(w == 0) | (w.abs() >= torch.finfo(half).smallest_normal)], FEW[residual]
         w = w.to(paths.DEVICE)
+    p = nn.Parameter(w.clone())
+    optimizer = OPTIMIZERS["lomo"]([p], lr=0.0, weight_update=mode)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
     for code in codes:
-        p = nn.Parameter(w.clone())
-        optimizer = OPTIMIZERS["lomo"]([p], lr=0.0, weight_update=mode)
-        p.grad = torch.zeros_like(p)
-        optimizer.step()
+        p.data.copy_(w)
         optimizer.state[p]["master"].fill_(code)
         value = held(optimizer, p)
         assert value.isnan().equal(w.isnan().cpu())
@@ -88,9 +90,7 @@ def trained(weights, edit, **hypers):
     params = [nn.Parameter(p.clone()) for p in weights]
     optimizer = OPTIMIZERS["adalomo"](params, lr=1e-4, **hypers)
     for gradients in table.gradients(100, SHAPES, torch.bfloat16):
-        for p, g in zip(params, gradients, strict=True):
-            p.grad = g.to(p.dtype)
-        optimizer.step()
+        steps(optimizer, params, [gradients])
         for p in params:
             edit(p.data)
     return {i: held(optimizer, p) for i, p in enumerate(params)}
@@ -114,19 +114,16 @@ def test_fp16_weights_leave_zero_by_small_steps(path, monkeypatch):
     paths.use(monkeypatch, path)
     p = nn.Parameter(torch.zeros(300, dtype=torch.float16))
     optimizer = OPTIMIZERS["lomo"]([p], lr=1e-8, weight_update="master24")
-    for _ in range(40):
-        p.grad = -torch.ones_like(p)
-        optimizer.step()
-    assert torch.allclose(held(optimizer, p).cpu(), torch.tensor(4e-7, device="cpu"), rtol=0.02)
+    steps(optimizer, [p], [[-torch.ones_like(p)]] * 10)
+    assert torch.allclose(held(optimizer, p).cpu(), torch.tensor(1e-7, device="cpu"), rtol=0.02)
 
 
 @pytest.mark.parametrize("mode", ["master", "master24"])
 def test_a_weight_whose_master_is_popped_is_exactly_what_it_was_set_to(mode):
     (p,) = map(nn.Parameter, table.weights([(999,)], torch.bfloat16))
     optimizer = OPTIMIZERS["lomo"]([p], lr=0.01, weight_update=mode)
-    for g in table.gradients(2, [(999,)], torch.bfloat16):
-        p.grad = g[0]
-        optimizer.step()
+    for gradients in table.gradients(2, [(999,)], torch.bfloat16):
+        steps(optimizer, [p], [gradients])
         swap(p.data)
         assert not held(optimizer, p).equal(p.float())
         optimizer.state[p].pop("master")

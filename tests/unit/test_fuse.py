@@ -121,10 +121,6 @@ def test_both_backward_passes_see_the_same_random_numbers(policy):
     updates.check_each(weights(model), weights(plain), weights(models.make()), steps=3)
 
 
-def clipped(model, optimizer, **how):
-    return ds_ext.fuse_into_backward(model, optimizer, max_grad_norm=0.1, **how)
-
-
 @pytest.mark.parametrize(
     "name, how", spread(FOR_ALL, [({"max_grad_norm": 0.1},), ({"gradient_policy": "sharded"},)])
 )
@@ -155,7 +151,7 @@ def test_a_step_that_is_measured_or_kept_is_skipped_whole(name, how, caplog):
 def test_the_norm_of_the_step_before_is_never_one_that_is_not_finite():
     model = models.make()
     optimizer = optimizer_of("lomo", model)
-    fused = clipped(model, optimizer, clip_mode="previous")
+    fused = ds_ext.fuse_into_backward(model, optimizer, max_grad_norm=0.1, clip_mode="previous")
     fused.backward(model(models.batch(0, 1)[0]))
     optimizer.step()
     known = fused.norm

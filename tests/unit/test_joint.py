@@ -23,6 +23,7 @@ from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import lowrank
 from tests.common import paths, table
 from tests.common.choose import paired
+from tests.common.plain import steps
 from tests.common.simulated import errors, ranks_after
 from tests.common.spies import noted
 
@@ -87,9 +88,7 @@ def step_in_16_bits(name, weight_update, monkeypatch, is_joined):
         passes = paths.passes(patch)
         for grads in table.gradients(STEPS, shapes, torch.bfloat16):
             passes.clear()
-            for p, g in zip(params, grads, strict=True):
-                p.grad = g
-            optimizer.step()
+            steps(optimizer, params, [grads])
     return [optimizer.weights(p, p.data.view(-1), optimizer.shard(p)) for p in params], passes
 
 

@@ -226,20 +226,6 @@ def test_what_no_kernel_reads_is_applied_by_one_in_slices(
         assert apart <= elements / 200
 
 
-def test_noise_of_experts_stepped_alone_is_that_of_the_ops(kernels):
-    g = torch.randn(4, 20, 30, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    made = []
-    for on in (True, False):
-        kernels(on)
-        p = torch.nn.Parameter(torch.ones(4, 20, 30, device=DEVICE, dtype=torch.bfloat16))
-        optimizer = OPTIMIZERS["galoreadamw"]([p], rank=3, lr=0.01)
-        optimizer.stacks = {p: 4}
-        p.grad = g.bfloat16()
-        optimizer.step()
-        made.append(p.detach())
-    assert (made[0] != made[1]).sum() <= p.numel() / 200 and not (made[0] == 1).all()
-
-
 def test_fp64_and_what_no_kernel_reads_are_left_to_the_ops(kernels, launched):
     trained("adalomo", torch.float64, "nearest", 2)
     assert not launched
@@ -328,7 +314,7 @@ def test_what_kernels_do_not_take_is_stepped_alone(monkeypatch):
     assert len(list(optimizer._plans.values())) == 1
 
 
-@pytest.mark.parametrize("name", ["adalomo", "sinkgd"])
+@pytest.mark.parametrize("name", params(["adalomo", "sinkgd"], ["adalomo"]))
 def test_rows_that_no_program_holds_are_stepped_as_by_the_ops(name, kernels, launched, monkeypatch):
     """On two ranks with whole rows, beside rows that programs hold."""
     monkeypatch.setattr("ds_ext.ops.shard.WIDEST", 100)  # of Shards, made for these shapes alone

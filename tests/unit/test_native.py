@@ -200,6 +200,7 @@ def test_every_number_is_written_as_the_ops_write_it(dtype, mode, path, start, m
 EXPERTS = list(
     itertools.product(["adalomo", "came", "lamb"], [WAYS[0], WAYS[1], WAYS[3], WAYS[7]], ["native"])
 )
+EXPERTS += [("galoreadamw", WAYS[1], "kernels")]  # stepped alone
 EXPERTS += [(name, WAYS[0], "kernels") for name in ("adalomo", "came", "lamb")]
 
 

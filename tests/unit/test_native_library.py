@@ -80,11 +80,6 @@ def test_any_failure_of_a_compiler_leaves_the_torch_ops(unloaded, monkeypatch, c
     assert "PyTorch operations step on the CPU" in caplog.text and "d\ufffdj\ufffd" in caplog.text
 
 
-def test_it_is_switched_off_by_the_environment(unloaded, monkeypatch):
-    monkeypatch.setenv(library.SWITCH, "0")
-    assert library.load() is None
-
-
 @pytest.fixture
 def builds(monkeypatch, tmp_path):
     """An empty cache, and a compiler that copies this machine's library: its commands so far."""

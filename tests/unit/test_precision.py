@@ -19,6 +19,7 @@ from ds_ext.rules import REGISTRY
 from ds_ext.rules.apollo import APOLLO
 from tests.common import choose, optimizer_ranks, table
 from tests.common.hypers import FOR_ALL, Table
+from tests.common.plain import steps
 from tests.common.states import from_file
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -222,10 +223,8 @@ def test_steps_with_a_master_have_the_bits_of_fp32(name, half, monkeypatch):
         for params, mode in ((kept, "master"), (exact, "nearest"))
     ]
     for gradients in table.gradients(40, shapes, half):
-        for p, q, g in zip(kept, exact, gradients, strict=True):
-            p.grad, q.grad = g.clone(), g.float()
-        for optimizer in optimizers:
-            optimizer.step()
+        for params, optimizer in zip((kept, exact), optimizers, strict=True):
+            steps(optimizer, params, [gradients])
         for p, q in zip(kept, exact, strict=True):
             assert number(optimizers[0], p).equal(q)
     assert not any(a.equal(b) for a, b in zip(kept, before, strict=True))

@@ -163,14 +163,13 @@ def test_what_is_no_state_dict_is_refused(edit, match):
     assert refuses(optimizer, params, saved, match)
 
 
-def test_groups_of_other_types_are_refused():
+def test_other_groups_and_groups_of_other_types_are_refused():
     """A group that Lion steps here and AdamW has stepped there."""
-    params, optimizer = made("adamw")
+    (params, optimizer), (_, other) = made("adamw"), made("adamw")
+    assert refuses(other, params, optimizer.state_dict() | {"param_groups": []}, "does not match")
     optimizer.add_param_group({"params": [("x", nn.Parameter(torch.ones(3)))], "type": "Lion"})
-    (other,) = [o for _, o in [made("adamw")]]
     other.add_param_group({"params": [("x", nn.Parameter(torch.ones(3)))]})
-    saved = other.state_dict()
-    assert refuses(optimizer, params, saved, "Lion steps it")
+    assert refuses(optimizer, params, other.state_dict(), "Lion steps it")
 
 
 @pytest.mark.parametrize("form", KEEPING)

@@ -171,15 +171,21 @@ def test_what_transformers_writes_for_auto_is_the_default_on_a_gpu():
 # Time limits of groups, and what ranks ask that wait for others.
 
 
-def test_ranks_that_wait_ask_little(monkeypatch, caplog):
-    """Seven of eight ranks wait: one of them reads all counts, and warns."""
-    world, rank = 8, threading.local()
+def pretend_ranks(monkeypatch, world, patience, rank):
+    """This thread is a rank of a world that does not exist; returns its store, which is noted."""
     store = mock.Mock(wraps=dist.HashStore())
-    monkeypatch.setattr(dist, "get_rank", lambda: rank.number)
+    monkeypatch.setattr(dist, "get_rank", rank)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: world)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(consensus, "PATIENCE", 0.3)
+    monkeypatch.setattr(consensus, "PATIENCE", patience)
+    return store
+
+
+def test_ranks_that_wait_ask_little(monkeypatch, caplog):
+    """Seven of eight ranks wait: one of them reads all counts, and warns."""
+    world, rank = 8, threading.local()
+    store = pretend_ranks(monkeypatch, world, 0.3, lambda: rank.number)
 
     def wait(number):
         rank.number = number
@@ -195,12 +201,7 @@ def test_ranks_that_wait_ask_little(monkeypatch, caplog):
 
 
 def test_a_lost_connection_names_the_function_that_others_have_not_called(monkeypatch):
-    store = dist.HashStore()
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(consensus, "PATIENCE", 0.1)
+    pretend_ranks(monkeypatch, 2, 0.1, lambda: 0)
     with pytest.raises(LostRankError, match="waited in saving for 0.1 s: rank 1 has not called it"):
         with consensus.announced("saving"), groups.explained():
             raise RuntimeError("connection reset")
