@@ -608,8 +608,7 @@ class Muon(RuleOptimizer):
         beta2: NorMuon: divides rows by an RMS that decays at this rate; null: Muon.
         nbits: bits of a moment's element.
         split: rows of each part.
-        heads: each head is a part; with `split`, its sizes are of one head.
-        split_dim: 1: columns instead of rows.
+        heads: the number of equal parts, in place of `split`.
         ema_decay: of the moving average of the weights; 0: no average.
         ema_dtype: of the average; "bf16" is rounded stochastically.
         weight_update: rounding of 16-bit weights; others are not rounded.
@@ -633,7 +632,6 @@ class Muon(RuleOptimizer):
         nbits: Literal[8, 32] = 32,
         split: tuple[int, ...] | None = None,
         heads: int | None = None,
-        split_dim: Literal[0, 1] = 0,
         ema_decay: float = 0.0,
         ema_dtype: Literal["bf16", "fp32"] = "fp32",
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
@@ -657,7 +655,6 @@ class Muon(RuleOptimizer):
         nbits: Literal[8, 32] = 32,
         split: tuple[int, ...] | None = None,
         heads: int | None = None,
-        split_dim: Literal[0, 1] = 0,
         ema_decay: float = 0.0,
         ema_dtype: Literal["bf16", "fp32"] = "fp32",
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
@@ -680,8 +677,7 @@ class SCALE(RuleOptimizer):
         base_width: columns of the matrices that lr was tuned for; 0: any.
         width_exponent: lr is multiplied by (base_width / columns) to this power.
         split: rows of each part.
-        heads: each head is a part; with `split`, its sizes are of one head.
-        split_dim: 1: columns instead of rows.
+        heads: the number of equal parts, in place of `split`.
         ema_decay: of the moving average of the weights; 0: no average.
         ema_dtype: of the average; "bf16" is rounded stochastically.
         weight_update: rounding of 16-bit weights; others are not rounded.
@@ -701,7 +697,6 @@ class SCALE(RuleOptimizer):
         width_exponent: float = 1.0,
         split: tuple[int, ...] | None = None,
         heads: int | None = None,
-        split_dim: Literal[0, 1] = 0,
         ema_decay: float = 0.0,
         ema_dtype: Literal["bf16", "fp32"] = "fp32",
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
@@ -721,7 +716,6 @@ class SCALE(RuleOptimizer):
         width_exponent: float = 1.0,
         split: tuple[int, ...] | None = None,
         heads: int | None = None,
-        split_dim: Literal[0, 1] = 0,
         ema_decay: float = 0.0,
         ema_dtype: Literal["bf16", "fp32"] = "fp32",
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
@@ -746,8 +740,7 @@ class SinkGD(RuleOptimizer):
         spectral: largest singular value of an update before lr: any, 1, or sqrt(rows / columns).
         spectral_iterations: power iterations per step to estimate it.
         split: rows of each part.
-        heads: each head is a part; with `split`, its sizes are of one head.
-        split_dim: 1: columns instead of rows.
+        heads: the number of equal parts, in place of `split`.
         ema_decay: of the moving average of the weights; 0: no average.
         ema_dtype: of the average; "bf16" is rounded stochastically.
         weight_update: rounding of 16-bit weights; others are not rounded.
@@ -769,7 +762,6 @@ class SinkGD(RuleOptimizer):
         spectral_iterations: int = 1,
         split: tuple[int, ...] | None = None,
         heads: int | None = None,
-        split_dim: Literal[0, 1] = 0,
         ema_decay: float = 0.0,
         ema_dtype: Literal["bf16", "fp32"] = "fp32",
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
@@ -791,7 +783,6 @@ class SinkGD(RuleOptimizer):
         spectral_iterations: int = 1,
         split: tuple[int, ...] | None = None,
         heads: int | None = None,
-        split_dim: Literal[0, 1] = 0,
         ema_decay: float = 0.0,
         ema_dtype: Literal["bf16", "fp32"] = "fp32",
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",

@@ -40,7 +40,6 @@ Coefficients = Annotated[
 ]
 Adjustment = Literal["original", "match_rms_adamw"]
 Sizes = Annotated[tuple[Count, ...], Field(min_length=1, description="a list of whole numbers > 0")]
-Dim = Literal[0, 1]
 Scaling = Literal["channel", "tensor"]
 
 
@@ -269,6 +268,7 @@ def _alternatives(hint: Any) -> list[str]:
 
 _REMOVED = {  # hyper-parameters, and what to do
     "min_8bit_size": 'remove it; with "nbits": 8 all moments have 8 bits.',
+    "split_dim": "remove it; only rows are split, so a matrix [in, out], as GPT-2's, stays whole.",
 }
 
 

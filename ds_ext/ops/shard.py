@@ -315,21 +315,20 @@ def _runs(
 
 
 class Section(NamedTuple):
-    """A matrix within a parameter: ``width`` elements of each ``period`` of elements.
-
-    An expert of a stack, or some rows of a matrix, are one run of elements: the period is the whole
-    parameter. Some columns are one run per row.
-    """
+    """A matrix within a parameter: consecutive elements, as an expert of a stack, or some rows."""
 
     shape: tuple[int, ...]
-    first: int  # in each period
-    width: int
-    period: int
+    first: int  # its first element
 
     def before(self, at: int) -> int:
         """Returns how many of the parameter's first ``at`` elements lie in the section."""
-        periods, rest = divmod(at, self.period or 1)
-        return periods * self.width + min(max(rest - self.first, 0), self.width)
+        return min(max(at - self.first, 0), math.prod(self.shape))
+
+    def place(self, whole: Shard) -> slice:
+        """Returns where the section's elements lie in a run of the parameter."""
+        n = self.before(whole.stop) - self.before(whole.start)
+        start = max(self.first - whole.start, 0) if n else 0
+        return slice(start, start + n)
 
     def shard(self, whole: Shard, turn: int = 0) -> Shard:
         """Returns which elements of the section lie in a run of the parameter.
@@ -343,29 +342,8 @@ class Section(NamedTuple):
         start, stop = self.before(whole.start), self.before(whole.stop)
         return Shard(self.shape, start, stop, whole.size, cut_at=cut_at, turn=whole.turn + turn)
 
-    def places(self, whole: Shard) -> tuple["StridedRange", ...]:
-        """Returns where the section's elements lie in a run of the parameter, in order."""
-        start, stop, size = whole.start, whole.stop, self.period or 1
-        low, high = -(-start // size) * size, stop // size * size  # the whole periods
-        found = [self._place(start, min(low, stop), start)]
-        if low < high:
-            n = (high - low) // size
-            found.append(StridedRange(low + self.first - start, n, size, self.width))
-        found.append(self._place(max(low, high), stop, start))
-        return tuple(place for place in found if place.width > 0)
 
-    def _place(self, low: int, high: int, start: int) -> "StridedRange":
-        """The place of elements [low, high) of one period, counted from ``start``."""
-        begin = low // (self.period or 1) * self.period + self.first
-        low, high = max(low, begin), min(high, begin + self.width)
-        return StridedRange(low - start, 1, high - low, high - low)
-
-
-@dataclass(frozen=True)
-class StridedRange:
-    """``count`` times ``width`` consecutive elements of a run, ``step`` apart."""
-
-    first: int
-    count: int
-    step: int
-    width: int
+@functools.lru_cache(4096)
+def divided(sections: tuple[Section, ...], whole: Shard) -> tuple[tuple[slice, Shard], ...]:
+    """Returns, for each section, the slice of its elements in a run, and its shard."""
+    return tuple((x.place(whole), x.shard(whole, turn)) for turn, x in enumerate(sections))

@@ -12,8 +12,6 @@ Each class stores a 16-bit run, which is read and written as fp32. Rules call ``
 """
 
 import math
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -263,16 +261,11 @@ def master_parts(s: State, n: int) -> dict[str, Part]:
 
 def part(p: Weight, run: slice) -> Weight:
     """Some elements of a run in the same form."""
-    return changed(p, operator.itemgetter(run), run.start)
-
-
-def changed(p: Weight, change: Callable[[Tensor], Tensor], shift: int = 0) -> Weight:
-    """A weight with ``change`` of each tensor, whose random bits count on by ``shift``."""
     if isinstance(p, Tensor):
-        return change(p)
-    new: dict[str, Any] = {k: change(x) for k, x in vars(p).items() if isinstance(x, Tensor)}
+        return p[run]
+    new: dict[str, Any] = {k: x[run] for k, x in vars(p).items() if isinstance(x, Tensor)}
     if isinstance(p, StochasticWeight):
-        new["start"] = p.start + shift
+        new["start"] = p.start + run.start
     return replace(p, **new)
 
 

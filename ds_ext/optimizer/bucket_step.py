@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any, cast
 
 import numpy as np
@@ -204,7 +203,7 @@ def begin_rules(
     begun = []
     for run, shard, s in expert_stacks.matrices(u.shard, state):
         own = sixteen_bit.part(p, run)
-        g = expert_stacks.part(u.g, itemgetter(run))
+        g = expert_stacks.part(u.g, run)
         if isinstance(g, Tensor) and not rules.entry_of(type(rule)).is_own:
             g = ops.Scaled(g)  # torch operations on it raise an error here too
         e = ema.average(s, rule, number, t, first + run.start)

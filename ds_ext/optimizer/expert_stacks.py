@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ds_ext import ops
 from ds_ext.ops import Gradient
-from ds_ext.ops.shard import Section, Shard
+from ds_ext.ops.shard import Section, Shard, divided
 from ds_ext.ops.state import NestedState, Parts, State
 from ds_ext.rules import Rule
 
@@ -62,13 +62,7 @@ def split(shard: Shard) -> tuple[tuple[slice, Shard], ...]:
     """Returns, for each expert, the slice of its elements in a run of the stack, and its shard."""
     count, *own = shard.shape
     n = math.prod(own)
-    parts = []
-    for i in range(count if n else 0):
-        expert = Section(tuple(own), i * n, n, shard.numel)
-        places = expert.places(shard)
-        at = slice(places[0].first, places[0].first + places[0].width) if places else slice(0, 0)
-        parts.append((at, expert.shard(shard, i)))
-    return tuple(parts)
+    return divided(tuple(Section(tuple(own), i * n) for i in range(count if n else 0)), shard)
 
 
 def matrices(shard: Shard, state: State) -> Iterator[tuple[slice, Shard, State]]:
@@ -99,9 +93,9 @@ def check_state(optimizer: str, param: Tensor, state: NestedState, stacked: bool
         )
 
 
-def part(g: Gradient, take: Callable[[Tensor], Tensor]) -> Gradient:
-    """Returns those elements of a run of gradients that ``take`` returns."""
+def part(g: Gradient, run: slice) -> Gradient:
+    """Returns some elements of a run of gradients."""
     if isinstance(g, Tensor):
-        return take(g)
+        return g[run]
     assert isinstance(g.x, Tensor)
-    return ops.Scaled(take(g.x), g.factor, g.bound)
+    return ops.Scaled(g.x[run], g.factor, g.bound)

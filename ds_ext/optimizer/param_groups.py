@@ -307,8 +307,7 @@ def _section_groups(
     for match in of_entries.keys() - used:
         raise ValueError(
             f"{read.key(f'param_groups[{of_entries[match]}]')}: {match!r} matches no matrix whose "
-            "optimizer splits matrices, so split, heads and split_dim would be ignored: remove "
-            "them."
+            "optimizer splits matrices, so split and heads would be ignored: remove them."
         )
     return groups
 

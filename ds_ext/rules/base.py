@@ -99,7 +99,7 @@ REGISTRY: dict[str, RuleEntry] = {}  # by the lower-case name of the rule
 RESERVED_STATE = frozenset({"ema", "experts", "marks", "master", "step"})
 RESERVED_FIELDS = frozenset(
     {"params", "name", "type", "weight_update", "seed", "ema_decay", "ema_dtype"}
-    | {"split", "split_dim", "heads"}
+    | {"split", "heads"}
 )
 _SHARED_SEED = next(f for f in dataclasses.fields(RoundingConfig) if f.name == "seed")
 
