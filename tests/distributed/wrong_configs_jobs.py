@@ -141,7 +141,6 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
         ours({"param_groups": [{"match": "a", "lrr": 1}, {"match": "b", "type": "AdaLom"}]}),
     ),
     ("optimizer.type is 'AdaLom'", {"optimizer": {"type": "AdaLom"}} | OURS),
-    ("optimizer.type is 3; allowed: a name", {"optimizer": {"type": 3}}),
     ("is imported (--import MODULE)", {"optimizer": {"type": "HeavyBall"}} | OURS),
     ('Did you mean "type"?', ours({"param_groups": [{"match": "a", "typ": "Lion"}]})),
     (None, zero(3, offload_optimizer={"device": "cpu"})),
@@ -168,8 +167,6 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
     ("prescale_gradients", {"prescale_gradients": True, "nebula": {"enabled": True}}),
     # Keys in the wrong section, and keys that DeepSpeed would ignore.
     ('"optimizer.params.lr"', {"optimizer": {"type": "AdaLomo", "lr": 1e-3}}),
-    ('"optimizer.params.clip_threshold"', {"optimizer": {"type": "AdaLomo", "clip_threshold": 2}}),
-    ('Did you mean "params"', {"optimizer": {"type": "AdaLomo", "parms": {"lr": 1e-3}}}),
     ('"ds_ext.gradient_policy"', ours({"gradient_policy": "sharded"})),
     ('"gradient_clipping"', ours({"max_grad_norm": 1.0})),
     ('"optimizer.params.weight_update"', {"ds_ext": {"weight_update": "nearest"}}),

@@ -4,6 +4,7 @@ import builtins
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -144,6 +145,7 @@ def test_all_optimizers_stand_beside_adamw(capsys):
     _, rows = plan(capsys, "--model", "llama-3.1-8b", "--ranks", 8)
     ours = [f"{in_config(optimizer.__name__)}, ZeRO-3" for optimizer in OPTIMIZERS.values()]
     assert list(rows) == [*ours, "AdamW, DeepSpeed ZeRO-3"]
+    assert {"ds_ext.AdamW, ZeRO-3", "FlashAdamW, ZeRO-3"} < rows.keys()
     adamw = float(rows["AdamW, DeepSpeed ZeRO-3"]["total"])
     assert all(float(rows[label]["total"]) < adamw for label in ours)
     single = plan(capsys, "--model", "llama-3.1-8b", "--ranks", 8, "--optimizer", "galoreadamw")[1]
@@ -174,47 +176,78 @@ def test_other_models_than_language_models(tmp_path, capsys):
     assert f": {count:,} parameters" in plan(capsys, "--model", tmp_path)[0]
 
 
+PLAN = "plan --model llama-3.1-8b "
+WITHOUT_FIT = "--fit new.json --seq 8 --memory 8 "
+# Wrong lines, and what is told of them.
 REFUSED = [
-    (["--model", "qwen-8b"], "--model qwen-8b: no such folder or file, and no known model. Did"),
-    (["--batch", "2"], "--chunked-loss are for activations: add --seq TOKENS"),
-    (["--config", "nowhere.json"], "--config nowhere.json: "),
-    (["--model", "."], "--model .: no configuration of transformers"),
-    ([], "--model is missing: give a folder"),
-    (
-        ["--optimizer", "adalom"],
-        "--optimizer is 'adalom', which is not a ds_ext optimizer. Did you mean",
-    ),
-    (["--stage", "4"], "--stage: invalid choice: '4'"),
-    (["--pipeline-stages", "2"], "unknown option --pipeline-stages"),
-    (["--ranks", "0"], "--ranks: '0' is not a whole number > 0"),
-    (["--ranks", "two"], "--ranks: 'two' is not a whole number > 0"),
-    (["--bucket", "-1"], "--bucket: "),
-    (["--dtype", "fp8"], "--dtype: invalid choice: 'fp8'"),
-    (["--memory", "24,x"], "--memory: '24,x' is not a list of GiB such as 24,48,80"),
-    (["--memory", "nan"], "--memory: 'nan' is not a list"),
-    (
-        ["--params", '{"lr": 1e-3}'],
-        "--params must suit all of them: name one.",
-    ),
-    (["--params", "{"], "--params { is not JSON: "),
-    (["--params", "[1]"], "--params [1] holds no JSON object"),
-    (["--params", '{"lrr": 1}'], 'Did you mean "lr"?'),
-    (["--plot", "nowhere/x.png"], "--plot nowhere/x.png: "),
-    (["--plot", "x.unknown"], "--plot x.unknown: "),
-    (["--accumulate", "projected"], "projected"),
-    (["--weight-storage", "int8", "--params", '{"weight_update": "master"}'], "= 'master' does"),
-    (["--offload-param", "--stage", "2"], "stage 3"),
-    (["--offload-optimizer", "--optimizer", "lamb", "--stage", "none"], "another --stage"),
+    ("plan --model qwen-8b", "--model qwen-8b: no such folder or file, and no known model. Did"),
+    (PLAN + "--batch 2", "--chunked-loss are for activations: add --seq TOKENS"),
+    (PLAN + "--config nowhere.json", "--config nowhere.json: "),
+    ("plan --model .", "--model .: no configuration of transformers"),
+    ("plan", "--model is missing: give a folder"),
+    (PLAN + "--optimizer adalom", "is 'adalom', which is not a ds_ext optimizer. Did you mean"),
+    (PLAN + "--stage 4", "--stage: invalid choice: '4'"),
+    (PLAN + "--pipeline-stages 2", "unknown option --pipeline-stages"),
+    (PLAN + "--ranks 0", "--ranks: '0' is not a whole number > 0"),
+    (PLAN + "--ranks two", "--ranks: 'two' is not a whole number > 0"),
+    (PLAN + "--bucket -1", "--bucket: "),
+    (PLAN + "--dtype fp8", "--dtype: invalid choice: 'fp8'"),
+    (PLAN + "--memory 24,x", "--memory: '24,x' is not a list of GiB such as 24,48,80"),
+    (PLAN + "--memory nan", "--memory: 'nan' is not a list"),
+    (PLAN + "--params '{\"lr\": 1e-3}'", "--params must suit all of them: name one."),
+    (PLAN + "--params {", "--params { is not JSON: "),
+    (PLAN + "--params [1]", "--params [1] holds no JSON object"),
+    (PLAN + "--optimizer lomo --params '{\"lrr\": 1}'", 'Did you mean "lr"?'),
+    (PLAN + "--plot nowhere/x.png", "--plot nowhere/x.png: "),
+    (PLAN + "--plot x.unknown", "--plot x.unknown: "),
+    (PLAN + "--accumulate projected", "projected"),
+    (PLAN + '--weight-storage int8 --params \'{"weight_update": "master"}\'', "= 'master' does"),
+    (PLAN + "--offload-param --stage 2", "stage 3"),
+    (PLAN + "--offload-optimizer --optimizer lamb --stage none", "another --stage"),
+    (PLAN + "--fit new.json", "--fit: add --seq TOKENS, and --memory with one number"),
+    (PLAN + "--fit new.json --seq 8 --memory 8,16", "--memory with one number"),
+    (PLAN + WITHOUT_FIT + "--stage none", "--fit does not take --stage none: remove it"),
+    (PLAN + WITHOUT_FIT + "--plot x.png", "--fit does not take --plot: remove it"),
+    (PLAN + WITHOUT_FIT + "--config ds.json", "--fit does not take --config: remove it"),
+    (PLAN + "--hf", "add --fit"),
+    ("plan --modl llama-3.1-8b", 'unknown option --modl. Did you mean "--model"?'),
+    (PLAN + "--optimzer=lomo", 'Did you mean "--optimizer"?'),
+    ("check --modle x ds.json", 'unknown option --modle. Did you mean "--model"?'),
+    ("config adalomo lomo", "unknown argument lomo."),
+    ("config adalom", 'Did you mean "AdaLomo"?'),
+    ("config", "OPTIMIZER"),
+    ("config adan --import own_rulse", "--import own_rulse: No module named 'own_rulse'"),
+    ("run", "TARGET is missing"),
+    ("run -m", "TARGET is missing"),
+    ("run none.py", "no such file, nor a command on PATH"),
+    ("run --config ds.json train.py", "unknown option --config"),
 ]
 
 
-@pytest.mark.parametrize("options, message", REFUSED)
-def test_what_cannot_be_is_refused_by_name(options, message, capsys):
-    given = (
-        options if "--model" in options or not options else ["--model", "llama-3.1-8b", *options]
-    )
-    told = refused(capsys, "plan", *given)
-    assert message in told and "Traceback" not in told
+@pytest.mark.parametrize("line, words", REFUSED)
+def test_a_wrong_line_is_told_in_one_sentence(line, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text("{}")
+    told = refused(capsys, *shlex.split(line))
+    assert words in told and "usage:" not in told and "Traceback" not in told
+    assert told.count("\n") == 1 and os.listdir() == ["ds.json"]
+
+
+# That a config is checked: what it may have wrong is in test_check.py.
+BAD_CONFIGS = [
+    ({"train_micro_batch_size_per_gpu": "4"}, "train_micro_batch_size_per_gpu is '4'"),
+    (dict.fromkeys(settings.SIZES, 1) | {"train_batch_size": 7}, "train_batch_size is not equal"),
+    ({"optimizer": {"type": "CAME", "params": {"lrr": 1}}}, "unknown key optimizer.params.lrr"),
+]
+
+
+@pytest.mark.parametrize("config, words", BAD_CONFIGS, ids=str)
+def test_a_wrong_value_of_a_config_is_told_by_its_key(config, words, folder, tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    told = refused(capsys, "plan", "--model", folder, "--ranks", 4, "--config", path)
+    flags = set(re.findall("--[a-z-]+", told)) - {"--config", "--ranks", "--help", "--stage"}
+    assert words in told and not flags and told.count("\n") == 1, told
 
 
 @pytest.mark.parametrize(
@@ -263,10 +296,6 @@ def test_as_a_command():
     heading, rows = read(done.stdout)  # nothing else is on stdout
     assert heading.startswith("smollm2-135m: 134,515,008 parameters")
     assert "CAME, ZeRO-3" in rows
-
-
-@pytest.mark.slow
-def test_a_command_that_tells_how_it_is_called_and_one_that_fails():
     said = apart.python("-m", "ds_ext").stdout
     assert "plan" in said and said.startswith("usage:")
     failed = apart.python("-m", "ds_ext", "plan", "--model", "nothing", fails=True)
@@ -278,44 +307,6 @@ def test_the_version_is_told(capsys):
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"ds_ext {ds_ext.__version__}\n"
-
-
-# Of each wrong line: what is told, and what is not, since nobody wrote it.
-TYPOS = {
-    "plan --modl llama-3.1-8b": ['unknown option --modl. Did you mean "--model"?'],
-    "plan --model llama-3.1-8b --optimizr lomo": [
-        'unknown option --optimizr. Did you mean "--optimizer"?'
-    ],
-    "plan --model llama-3.1-8b --optimzer=lomo": ['Did you mean "--optimizer"?'],
-    "check --modle x ds.json": ['unknown option --modle. Did you mean "--model"?'],
-    "config adalomo lomo": ["unknown argument lomo."],
-    "plan --model no-such": ["--model no-such"],
-}
-
-
-@pytest.mark.parametrize("line", TYPOS)
-def test_a_wrong_option_is_told_in_one_line(line, capsys):
-    told = refused(capsys, *line.split())
-    assert all(words in told for words in TYPOS[line])
-    assert told.count("\n") == 1 and "usage:" not in told
-
-
-# That a config is checked: what it may have wrong is in test_check.py.
-BAD_CONFIGS = [
-    ({"train_micro_batch_size_per_gpu": "4"}, "train_micro_batch_size_per_gpu is '4'"),
-    (dict.fromkeys(settings.SIZES, 1) | {"train_batch_size": 7}, "train_batch_size is not equal"),
-    ({"optimizer": {"type": "CAME", "params": {"lrr": 1}}}, "unknown key optimizer.params.lrr"),
-]
-
-
-@pytest.mark.parametrize("config, words", BAD_CONFIGS, ids=str)
-def test_a_wrong_value_of_a_config_is_told_by_its_key(config, words, folder, tmp_path, capsys):
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(config))
-    told = refused(capsys, "plan", "--model", folder, "--ranks", 4, "--config", path)
-    assert words in told, told
-    flags = set(re.findall("--[a-z-]+", told)) - {"--config", "--ranks", "--help", "--stage"}
-    assert not flags and told.count("\n") == 1
 
 
 @pytest.mark.slow

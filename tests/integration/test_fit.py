@@ -31,17 +31,28 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def fit(folder, tmp_path, capsys, monkeypatch):
+def fitted(folder, tmp_path, capsys):
+    """Runs ``plan --fit`` -> what it prints, and the config that it writes."""
+
+    def run(*given):
+        path = tmp_path / "ds.json"
+        path.unlink(missing_ok=True)
+        assert main(["plan", "--model", str(folder), *map(str, given), "--fit", str(path)]) == 0
+        return capsys.readouterr().out, json.loads(path.read_text())
+
+    return run
+
+
+@pytest.fixture
+def fit(fitted, monkeypatch):
+    """The rows of the table, and the config; with limits in the proportion of the small model."""
     monkeypatch.setattr(options, "gpu_bucket_size", lambda *_: BUCKET)  # whatever --memory is
     monkeypatch.setattr("ds_ext.planner.fit.BUCKET_SIZE", SMALL)
     monkeypatch.setattr("ds_ext.forward.chunked_loss.CHUNK_LOGITS", 2**22)
 
     def run(*given, seq=256):
-        path = tmp_path / "ds.json"
-        path.unlink(missing_ok=True)
-        given = ("--model", folder, "--seq", seq, *given, "--fit", path)
-        assert main(["plan", *map(str, given)]) == 0
-        return read(capsys.readouterr().out)[1], json.loads(path.read_text())
+        said, config = fitted("--seq", seq, *given)
+        return read(said)[1], config
 
     return run
 
@@ -153,10 +164,8 @@ def test_each_total_is_that_of_training_with_the_config(name):
     assert len(keys) == len([s for s in steps[1:] if s.name not in fit_steps.OPTIMIZERS])
 
 
-def test_what_the_plan_leaves_of_the_card_is_told(folder, tmp_path, capsys):
-    given = ("plan", "--model", folder, "--seq", 8, "--memory", 10, "--optimizer", "lomo", "--fit")
-    assert main([*map(str, given), str(tmp_path / "ds.json")]) == 0
-    told = capsys.readouterr().out
+def test_what_the_plan_leaves_of_the_card_is_told(fitted):
+    told, _ = fitted("--seq", 8, "--memory", 10, "--optimizer", "lomo")
     assert re.search(r"The counted memory is [\d.]+ MiB of 10 GiB; what is not", told)
 
 
@@ -181,13 +190,9 @@ def test_other_options_are_in_the_config(fit):
 
 
 @pytest.mark.parametrize("asked", [(), ("--accumulate",)])
-def test_it_says_that_accumulation_is_to_be_set(asked, folder, tmp_path, capsys):
-    path = tmp_path / "ds.json"
-    given = ("plan", "--model", folder, "--seq", 8, "--memory", 8, "--optimizer", "GaLoreAdamW")
-    assert main([*map(str, (*given, "--fit", path, *asked))]) == 0
-    is_said = "Set gradient_accumulation_steps in it" in capsys.readouterr().out
-    assert is_said == bool(asked)
-    config = json.loads(path.read_text())
+def test_it_says_that_accumulation_is_to_be_set(asked, fitted):
+    told, config = fitted("--seq", 8, "--memory", 8, "--optimizer", "GaLoreAdamW", *asked)
+    assert ("Set gradient_accumulation_steps in it" in told) == bool(asked)
     kept = "sharded" if asked else None
     assert config.get("ds_ext", {}).get("gradient_policy") == kept
 
@@ -202,32 +207,12 @@ def test_nothing_fits(folder, tmp_path, capsys):
     assert "--stage 3" not in told  # which is the default
 
 
-REFUSED = [
-    ((), "--fit: add --seq TOKENS, and --memory with one number"),
-    (("--seq", 8, "--memory", "8,16"), "--memory with one number"),
-    (("--seq", 8, "--memory", 8, "--stage", "none"), "--fit does not take --stage none: remove it"),
-    (("--seq", 8, "--memory", 8, "--plot", "x.png"), "--fit does not take --plot: remove it"),
-    (("--config", "ds.json"), "--fit does not take --config: remove it"),
-    (("--config", "ds.json"), "--fit: add --seq TOKENS"),
-]
-
-
-@pytest.mark.parametrize("given, words", REFUSED, ids=str)
-def test_options_that_fit_ignores_are_refused(given, words, folder, tmp_path, capsys):
-    (tmp_path / "ds.json").write_text("{}")
-    given = [tmp_path / x if x == "ds.json" else x for x in given]
-    told = refused(capsys, "plan", "--model", folder, *given, "--fit", tmp_path / "new.json")
-    assert words in told and not (tmp_path / "new.json").exists()
-
-
 @pytest.mark.slow
-def test_one_row_is_not_split(folder, tmp_path, capsys):
-    given = ("--model", folder, "--seq", 256, "--bucket", SMALL, "--memory", 26 * MIB)
-    path = tmp_path / "ds.json"
-    assert main(["plan", *map(str, given), "--optimizer", "adalomo", "--fit", str(path)]) == 0
-    config = json.loads(path.read_text())
-    means = '"batch_splits" in it means checkpointing'
-    assert config["ds_ext"]["batch_splits"] == 2 and means in capsys.readouterr().out
+def test_one_row_is_not_split(fitted):
+    given = ("--seq", 256, "--bucket", SMALL, "--memory", 26 * MIB, "--optimizer", "adalomo")
+    told, config = fitted(*given)
+    assert config["ds_ext"]["batch_splits"] == 2
+    assert '"batch_splits" in it means checkpointing' in told
 
 
 def test_an_existing_file_stays(folder, tmp_path, capsys):
@@ -238,18 +223,15 @@ def test_an_existing_file_stays(folder, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_config_for_hf_trainer_has_auto(fit, folder, tmp_path, capsys):
-    path = tmp_path / "hf.json"
-    given = ("--model", folder, "--seq", 256, "--batch", 4, "--memory", 30 * MIB, "--bucket", SMALL)
-    assert main(["plan", *map(str, given), "--fit", str(path), "--hf"]) == 0
-    told, config = capsys.readouterr().out, json.loads(path.read_text())
+def test_a_config_for_hf_trainer_has_auto(fit, fitted, folder, tmp_path):
+    given = ("--seq", 256, "--batch", 4, "--memory", 30 * MIB, "--bucket", SMALL, "--hf")
+    told, config = fitted(*given)
     assert "--per_device_train_batch_size 4 --learning_rate 1e-3 --bf16 True" in told
     assert config["ds_ext"]["batch_splits"] > 1
     assert config["train_micro_batch_size_per_gpu"] == config["bf16"]["enabled"] == "auto"
     assert config["optimizer"]["params"]["lr"] == "auto"
-    (losses,) = worlds.once(1, by_trainer, str(folder), str(path))
+    (losses,) = worlds.once(1, by_trainer, str(folder), str(tmp_path / "ds.json"))
     assert losses[-1] < losses[0]
-    assert "add --fit" in refused(capsys, "plan", "--model", folder, "--hf")
 
 
 def by_trainer(folder, path):
@@ -281,13 +263,11 @@ RATES = [("smollm2-135m", 1e-3, "measured on a model of 135M"), ("qwen3-8b", 5e-
 
 @pytest.mark.parametrize("model, rate, whose", RATES)
 @pytest.mark.slow
-def test_rates_are_those_of_the_models_size(model, rate, whose, tmp_path, capsys):
-    path = tmp_path / "ds.json"
-    given = ["--model", model, "--optimizer", "adalomo", "--memory", "900", "--seq", "8"]
-    assert main(["plan", *given, "--fit", str(path)]) == 0
-    said = capsys.readouterr().out
+def test_rates_are_those_of_the_models_size(model, rate, whose, fitted, capsys):
+    given = ("--model", model, "--optimizer", "adalomo", "--memory", 900, "--seq", 8)
+    said, config = fitted(*given)
     assert whose in said and "with warm-up, which you add: " in said
-    assert json.loads(path.read_text())["optimizer"]["params"]["lr"] == rate
+    assert config["optimizer"]["params"]["lr"] == rate
     assert main(["config", "adalomo", "--numbers", "--model", model]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["optimizer"]["params"]["lr"] == rate and whose in printed.err
@@ -302,11 +282,10 @@ def test_rates_from_scratch_are_not_written_for_large_models():
         assert lr == 5e-4 and ("yours is larger" in source) == is_larger
 
 
-def test_arguments_for_hf_trainer_name_the_weight_decay(folder, tmp_path, capsys):
+def test_arguments_for_hf_trainer_name_the_weight_decay(fitted):
     """HF Trainer fills in its own default, 0, for an "auto" that no argument sets."""
-    given = ("--model", folder, "--seq", 8, "--memory", 8, "--optimizer", "flashadamw", "--hf")
-    assert main(["plan", *map(str, given), "--fit", str(tmp_path / "hf.json")]) == 0
+    told, config = fitted("--seq", 8, "--memory", 8, "--optimizer", "flashadamw", "--hf")
     decay = OPTIMIZERS["flashadamw"].hypers().weight_decay
-    assert f"--weight_decay {decay:g}" in capsys.readouterr().out
-    told = json.loads((tmp_path / "hf.json").read_text())["optimizer"]["params"]
-    assert told["weight_decay"] == told["lr"] == "auto"
+    assert f"--weight_decay {decay:g}" in told
+    params = config["optimizer"]["params"]
+    assert params["weight_decay"] == params["lr"] == "auto"
