@@ -1,7 +1,7 @@
 """Runs of mixtures of experts, by DeepSpeed's layers and Hugging Face's: on ranks, and alone."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class Run:
     # a checkpoint, and the rest of the steps by another engine, at this stage and ``ep``
     then: tuple[int, int] | None = None
     tensor: int = 1  # ranks that layers beside the experts are divided over
+    own: dict[str, Any] = field(default_factory=dict)  # hyper-parameters
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -41,7 +42,7 @@ class Run:
         # Updates of the first two are small beside their rounding. Those of APOLLO-Mini are so
         # large that gradients grow to 15 times, and with them the differences of rounding.
         lr = {"adafactor": 0.04, "galoreadamw": 0.04, "apollomini": 1e-3}.get(self.rule)
-        return made | ({} if lr is None else {"lr": lr})
+        return made | ({} if lr is None else {"lr": lr}) | self.own
 
 
 def start(run: Run, model: nn.Module, stage: int | None, bucket: int, divided: Any, **more: Any):

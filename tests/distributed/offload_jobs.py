@@ -22,6 +22,7 @@ STEPS = 3
 SLACK = 64  # bytes of scalars: a loss, a norm
 HYPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "lomo": ("lomo", {"lr": 0.1}),
+    "adamw": ("adamw", {}),
     "adalomo": ("adalomo", {"lr": 0.05}),
     "adafactor": ("adafactor", {"lr": 0.05, "relative_step": False}),
     "adafactor beta1": ("adafactor", {"lr": 0.05, "relative_step": False, "beta1": 0.9}),

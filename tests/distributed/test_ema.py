@@ -1,5 +1,6 @@
 """Moving averages of weights on real ranks: torch's, at each stage; exchange, resume, overflow."""
 
+import functools
 from typing import Any
 
 import deepspeed
@@ -14,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ds_ext
 from tests import worlds
-from tests.common import engines, plain
+from tests.common import engines, models, plain
 from tests.common.choose import params
 from tests.common.ranks import identical, shared_folder, whole
 from tests.common.states import same
@@ -26,21 +27,12 @@ DECAY, STEPS = 0.9, 5
 LR = {"AdamW": 1e-2, "AdaLomo": 5e-2, "Muon": 5e-2}
 
 
-class Net(nn.Module):
-    """Sizes that two and three ranks do not divide evenly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 13)
-        self.down = nn.Linear(13, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x))).float().square().mean()
+# Sizes that two and three ranks do not divide evenly.
+make = functools.partial(models.layers, 6, 13, 5)
 
 
-def model_of(dtype: torch.dtype = torch.float32) -> Net:
-    torch.manual_seed(0)
-    return Net().to(dtype)
+def loss_of(model: Any, x: Tensor) -> Tensor:
+    return model(x).float().square().mean()
 
 
 def batch(step: int) -> Tensor:
@@ -50,7 +42,7 @@ def batch(step: int) -> Tensor:
 def engine_of(stage: int, rule: str, **more: Any) -> deepspeed.DeepSpeedEngine:
     params = {"lr": LR[rule], "ema_decay": DECAY} | more.pop("params", {})
     optimizer = {"type": f"ds_ext.{rule}", "params": params}
-    return engines.start(model_of(), None, stage, optimizer=optimizer, **more)
+    return engines.start(make(), None, stage, optimizer=optimizer, **more)
 
 
 def train(way: int | str | None, rule: str) -> dict[str, Any]:
@@ -61,17 +53,17 @@ def train(way: int | str | None, rule: str) -> dict[str, Any]:
     if isinstance(way, int):
         engine = engine_of(way, rule)
     else:
-        model = model_of()
+        model = make()
         if way == "fsdp2":
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-            fully_shard(model.up, mesh=mesh)
-            fully_shard(model, mesh=mesh)  # keeps ``down`` gathered after a forward pass
+            fully_shard(model[0], mesh=mesh)
+            fully_shard(model, mesh=mesh)  # keeps its last layer gathered after a forward pass
         optimizer = getattr(ds_ext, rule)(model.parameters(), lr=1e-2, ema_decay=DECAY)
         engine = engines.start(model, optimizer, None)
     model, steps = engine.module, []
     start = whole(model)
     for step in range(STEPS):
-        engine.backward(engine(batch(step)))
+        engine.backward(loss_of(engine, batch(step)))
         engine.step()
         steps.append(whole(model))
     stepper = engine.optimizer if isinstance(way, int) else engine.fused
@@ -80,7 +72,7 @@ def train(way: int | str | None, rule: str) -> dict[str, Any]:
     def loss() -> float:
         """Of a batch of rank 0. Weights of small units stay gathered in and after it."""
         with torch.no_grad():
-            return float(engine(x))
+            return float(loss_of(engine, x))
 
     losses = [loss()]
     with stepper.ema():
@@ -98,7 +90,7 @@ def refuse_inside(engine: deepspeed.DeepSpeedEngine) -> None:
     before, param = whole(engine.module), next(engine.module.parameters())
     with engine.optimizer.ema(), shared_folder() as folder:
         for call in (
-            lambda: engine.backward(engine(batch(0))),
+            lambda: engine.backward(loss_of(engine, batch(0))),
             engine.step,
             lambda: engine.save_checkpoint(folder),
             lambda: engine.load_checkpoint(folder),
@@ -111,12 +103,6 @@ def refuse_inside(engine: deepspeed.DeepSpeedEngine) -> None:
     assert same(before, whole(engine.module))
 
 
-class Mixture(mixtures.Run):
-    @property
-    def hypers(self) -> dict[str, Any]:
-        return {"lr": 1e-2, "ema_decay": DECAY}
-
-
 def divided(kind: str) -> dict[str, Any]:
     """Training of a model whose ranks have different weights: what this rank has of them."""
     params = {"lr": 1e-2, "ema_decay": DECAY}
@@ -127,7 +113,7 @@ def divided(kind: str) -> dict[str, Any]:
         case = test_tensor_parallel.Case("llama", "adamw", 1, {"optimizer": optimizer})
         engine = test_tensor_parallel.start(case)
     else:
-        run = Mixture("mixtral", "adamw", 2, ep=2, json=True)
+        run = mixtures.Run("mixtral", "adamw", 2, ep=2, json=True, own=params)
         engine = experts_jobs.start(run, run.stage, run.ep)
     start, steps = plain.weights(engine.module), []
     for step in range(STEPS):
@@ -165,10 +151,10 @@ def torchs(start, steps):
     return {n.replace("/", "."): p.detach() for n, p in averaged.module.items()}
 
 
-def loss_of(weights):
-    model = Net()
+def loss_by(weights):
+    model = make()
     model.load_state_dict({n: p.float() for n, p in weights.items()})
-    return model(torch.randn(8, 6, generator=torch.Generator().manual_seed(9))).item()
+    return loss_of(model, torch.randn(8, 6, generator=torch.Generator().manual_seed(9))).item()
 
 
 @pytest.mark.supports(EMA, stage="way", optimizer="rule")
@@ -177,7 +163,7 @@ def test_the_average_is_torchs_and_the_model_has_it_inside(ranks, way, rule):
     for got in worlds.once(ranks, train, way, rule):
         wanted = torchs(got["start"], got["steps"])
         assert error(got["inside"], wanted, got["start"]) <= 1e-6
-        losses = [loss_of(w) for w in (got["steps"][-1], wanted, got["steps"][-1])]
+        losses = [loss_by(w) for w in (got["steps"][-1], wanted, got["steps"][-1])]
         assert got["losses"] == pytest.approx(losses, rel=1e-5)
         assert got["losses"][1] != pytest.approx(losses[0], rel=1e-3)
 
@@ -187,7 +173,7 @@ def test_the_average_is_torchs_and_the_model_has_it_inside(ranks, way, rule):
 @worlds.on(2)
 def test_bf16_weights_are_exchanged_with_fp32_averages(stage):
     engine = engine_of(stage, "AdamW", bf16={"enabled": True})
-    engines.train(engine, lambda engine, step, rank: engine(batch(step).bfloat16()), STEPS)
+    engines.train(engine, lambda model, step, _: loss_of(model, batch(step).bfloat16()), STEPS)
 
     def averages() -> dict[str, Tensor]:
         named = engine.module.named_parameters()

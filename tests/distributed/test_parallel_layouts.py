@@ -15,24 +15,23 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from tests import worlds
 from tests.common import engines, plain, updates
 from tests.common.choose import pairs, params
-from tests.common.ranks import shared_folder, whole
+from tests.common.ranks import shared_folder
 from tests.common.states import same
 from tests.distributed import (
     expert_parallel_jobs,
+    mixtures,
     offload_jobs,
     pipelines_jobs,
     test_tensor_parallel,
-    ulysses_jobs,
 )
 
 HYPERS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0}
-Engine = Callable[[dict[str, Any]], deepspeed.DeepSpeedEngine]  # of a config
+Engine = Callable[..., deepspeed.DeepSpeedEngine]  # of a stage, and keys of the config
 
 
 @dataclass(frozen=True)
@@ -50,85 +49,73 @@ class Special:
     later: str = "down.weight"  # the name of one of the second
 
 
-def _tensor_parallel() -> Special:
+def _shared_by_pairs(kind: str) -> Special:
+    """Layers or sequences that two ranks share."""
     jobs = test_tensor_parallel
-    make = functools.partial(jobs.make, "fused")
 
-    def engine(config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
-        return initialized(make(), jobs.FUSED | config)
-
-    def loss(model: Any, number: int, rank: int) -> Tensor:
-        return test_tensor_parallel.loss_of(model, "fused", number, 0)
-
-    return Special(engine, loss, make, loss, 1, lambda e: test_tensor_parallel.weights(e)[0])
-
-
-def _sequences() -> Special:
-    half, make = ulysses_jobs.LENGTH // 2, ulysses_jobs.make
-
-    def loss(model: Any, number: int, rank: int) -> Tensor:
-        return ulysses_jobs.loss_of(model, number, 0, slice(half * rank, half * (rank + 1)))
+    def engine(stage: int, **more: Any) -> deepspeed.DeepSpeedEngine:
+        more["optimizer"] = {"type": "ds_ext.adamw", "params": grouped(Special.second)}
+        return jobs.start(jobs.Case(kind, "adamw", stage, more))
 
     def loss_alone(model: Any, number: int, rank: int) -> Tensor:
-        return ulysses_jobs.loss_of(model, number, 0, slice(None))
+        return jobs.loss_of(model, kind, number, 0)
 
-    return Special(ulysses_jobs.initialized, loss, make, loss_alone, 1, lambda e: whole(e.module))
+    loss, make = jobs.loss_here(kind), functools.partial(jobs.make, kind)
+    return Special(engine, loss, make, loss_alone, 1, lambda e: jobs.weights(e)[0])
 
 
 def _experts() -> Special:
-    @torch.no_grad()
-    def filled(model: nn.Module, params: dict[str, nn.Parameter]) -> nn.Module:
-        for name, p in params.items():
-            p.copy_(expert_parallel_jobs.values()[name])
-        return model
+    jobs = expert_parallel_jobs
 
-    def engine(config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
-        model = expert_parallel_jobs.Whole(2)
-        groups._create_expert_and_data_parallel(2)
-        return initialized(filled(model, expert_parallel_jobs.named(model)), config)
+    def engine(stage: int, gradient_clipping: float, **more: Any) -> deepspeed.DeepSpeedEngine:
+        how = {"max_norm": gradient_clipping, "policy": "", "json": True}
+        run = mixtures.Run("moe", "adamw", stage, ep=2, own=grouped(r"up|down"), **how)
+        return jobs.start(run, stage, 2, **more)
 
     def alone() -> nn.Module:
-        model = expert_parallel_jobs.Whole()
-        return filled(model, dict(model.named_parameters()))
+        model = jobs.Whole()
+        model.load_state_dict(jobs.values())
+        return model
 
     def loss(model: Any, number: int, rank: int) -> Tensor:
-        return expert_parallel_jobs.loss_of(model, number + 1, rank)
+        return jobs.loss_of(model, number + 1, rank)
 
     def weights(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
-        named = expert_parallel_jobs.named(engine.module)
-        return {name: p.detach().clone() for name, p in named.items()}
+        return {name: p.detach().clone() for name, p in jobs.named(engine.module).items()}
 
     return Special(engine, loss, alone, loss, 2, weights, r"up|down", "wide.weight")
 
 
 def _offloaded() -> Special:
+    jobs = offload_jobs
+
+    def engine(stage: int, **more: Any) -> deepspeed.DeepSpeedEngine:
+        offload = jobs.BOTH if stage == 3 else jobs.STATE
+        own = {"hypers": grouped("second"), "is_json": True}
+        return jobs.start("adamw", stage, offload, own | more)
+
     def alone() -> nn.Module:
         torch.manual_seed(5)
-        return offload_jobs.Tower()
-
-    def engine(config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
-        zero = config["zero_optimization"]
-        zero |= {"stage3_param_persistence_threshold": 45, **offload_jobs.STATE}
-        zero |= offload_jobs.PARAM if zero["stage"] == 3 else {}
-        return initialized(alone(), config)
+        return jobs.Tower()
 
     def loss(model: Any, number: int, rank: int) -> Tensor:
         return model(engines.rows(number, rank, 3, 12).to(next(model.parameters()).device))
 
     names = "second", "first.weight", "second.weight"
-    return Special(engine, loss, alone, loss, 2, offload_jobs.weights, *names)
+    return Special(engine, loss, alone, loss, 2, jobs.weights, *names)
 
 
 LAYOUTS: dict[str, Callable[[], Special]] = {
-    "tensor parallelism": _tensor_parallel,
-    "sequences": _sequences,
+    "tensor parallelism": functools.partial(_shared_by_pairs, "fused"),
+    "sequences": functools.partial(_shared_by_pairs, "sequences"),
     "experts": _experts,
     "offload": _offloaded,
 }
 
 
-def initialized(model: nn.Module, config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
-    return deepspeed.initialize(model=model, config=config)[0]
+def grouped(second: str) -> dict[str, Any]:
+    """AdamW's hyper-parameters in a config with two groups of parameters."""
+    return HYPERS | {"param_groups": [{"match": second, "lr": HYPERS["lr"]}]}
 
 
 @contextlib.contextmanager
@@ -137,14 +124,6 @@ def laid_out(layout: str) -> Iterator[Special]:
     around = offload_jobs.place(True) if layout == "offload" else contextlib.nullcontext()
     with around:
         yield LAYOUTS[layout]()
-
-
-def config(special: Special, stage: int, rule: str = "adamw", **more: Any) -> dict[str, Any]:
-    """The config of an engine with two groups of parameters."""
-    hypers = HYPERS if rule == "adamw" else {"lr": 1e-3}
-    params = hypers | {"param_groups": [{"match": special.second, "lr": hypers["lr"]}]}
-    optimizer = {"type": f"ds_ext.{rule}", "params": params}
-    return engines.config(stage, optimizer=optimizer, zero={"reduce_bucket_size": 1500}, **more)
 
 
 def torchs(model: nn.Module, second: str) -> torch.optim.Optimizer:
@@ -168,7 +147,7 @@ def edited(layout: str, stage: int, passes: int, max_norm: float) -> dict[str, A
     """
     with laid_out(layout) as special:
         more = {"gradient_accumulation_steps": passes, "gradient_clipping": max_norm}
-        engine = special.engine(config(special, stage, **more))
+        engine = special.engine(stage, **more)
         factor = nn.Parameter(torch.tensor(1.5, device=engine.device))
         wanted: list[Tensor] = []  # the factor's next gradient
         off, seen = [], []
@@ -265,8 +244,8 @@ PIPELINE = Special(_none, _none, pipelines_jobs.Chain, _loss_of_rows, 1, _none, 
 
 def piped(zero: int) -> dict[str, Any]:
     """The same edits under a pipeline of two stages, and a checkpoint after one more of them."""
-    params = HYPERS | {"param_groups": [{"match": PIPELINE.second, "lr": HYPERS["lr"]}]}
-    engine = pipelines_jobs.start(pipelines_jobs.Run("adamw", params, zero=zero))
+    run = pipelines_jobs.Run("adamw", grouped(PIPELINE.second), zero=zero)
+    engine = pipelines_jobs.start(run)
     before = plain.weights(engine.module)
     for step in range(STEPS):
         edit(PIPELINE, engine.module, engine.optimizer, step)

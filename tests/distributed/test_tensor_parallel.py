@@ -94,7 +94,7 @@ FUSED = {
         "partition_config": {"use_default_specs": False, "layer_specs": LAYERS},
     }
 }
-CASES |= {f"fused-{s}": Case("fused", "came", s, FUSED) for s in range(4)}
+CASES |= {f"fused-{s}": Case("fused", "came", s) for s in range(4)}
 CASES |= {f"tied-{s}": Case("tied", "adalomo", s) for s in range(4)}
 CASES |= {f"llama-lomo-{stage}": Case("llama", "lomo", stage) for stage in (0, 3)}
 SHIPPED = json.loads((ROOT / "configs" / "adalomo_zero1_tp2.json").read_text())
@@ -104,7 +104,7 @@ CASES |= {f"llama-muon-{stage}": Case("llama", "muon", stage) for stage in range
 for i, rule in enumerate(("apollo", "apollomini", "scale", "sinkgd", "flashadamw")):
     stages = range(4) if i < 2 else {i % 3, 3}
     CASES |= {f"llama-{rule}-{stage}": Case("llama", rule, stage) for stage in stages}
-CASES["fused-muon"] = Case("fused", "muon", 1, FUSED)
+CASES["fused-muon"] = Case("fused", "muon", 1)
 CLIP = {"gradient_clipping": 0.1}
 CASES |= {f"clip-muon-{s}": Case("llama", "muon", s, CLIP) for s in range(4)}
 CASES["accumulate-muon"] = Case("llama", "muon", 2, CLIP, gas=2)
@@ -218,19 +218,25 @@ def start(case: Case):
     if case.model == "sequences":
         return ulysses_jobs.initialized(engines.config(case.stage, **more | case.more))
     more |= {"gradient_accumulation_steps": case.gas, "tensor_parallel": {"autotp_size": 2}}
+    more |= FUSED if case.model == "fused" else {}
     more["zero"] = {"reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 20}
     return engines.start(make(case.model, case.dropout), None, case.stage, **more | case.more)
 
 
-def train(engine, case: Case, steps) -> list[float]:
-    torch.manual_seed(dist.get_rank())  # dropout differs on all ranks
+def loss_here(kind: str) -> engines.Loss:
+    """The loss of a rank, which is one of a pair."""
 
     def loss(model: Any, number: int, rank: int) -> torch.Tensor:
-        if case.model == "sequences":
+        if kind == "sequences":
             return ulysses_jobs.loss_here(model, number)
-        return loss_of(model, case.model, number, rank // 2)
+        return loss_of(model, kind, number, rank // 2)
 
-    return engines.train(engine, loss, steps, case.gas)
+    return loss
+
+
+def train(engine, case: Case, steps) -> list[float]:
+    torch.manual_seed(dist.get_rank())  # dropout differs on all ranks
+    return engines.train(engine, loss_here(case.model), steps, case.gas)
 
 
 def rebuilt(param: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
