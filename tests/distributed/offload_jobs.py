@@ -17,24 +17,14 @@ from ds_ext.optimizer import OPTIMIZERS, host_offload
 from tests.common import by_role, engines, pretend
 from tests.common.ranks import message, shared_folder, whole
 from tests.common.states import tensors
+from tests.distributed.resume_jobs import KINDS
 
 STEPS = 3
 SLACK = 64  # bytes of scalars: a loss, a norm
-HYPERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "lomo": ("lomo", {"lr": 0.1}),
-    "adamw": ("adamw", {}),
-    "adalomo": ("adalomo", {"lr": 0.05}),
+HYPERS = KINDS | {
     "adafactor": ("adafactor", {"lr": 0.05, "relative_step": False}),
-    "adafactor beta1": ("adafactor", {"lr": 0.05, "relative_step": False, "beta1": 0.9}),
-    "came": ("came", {"lr": 2e-3}),
-    "came 8-bit": ("came", {"lr": 2e-3, "nbits": 8}),
-    "lamb": ("lamb", {"lr": 0.05}),
-    "flash": ("flashadamw", {"lr": 0.05}),
-    "muon": ("muon", {"lr": 0.05, "ns_dtype": "fp32"}),
-    "apollo": ("apollo", {"lr": 0.05, "rank": 3, "update_proj_gap": 2}),
-    "apollo mini": ("apollomini", {"lr": 0.01, "update_proj_gap": 2}),
-    "galore": ("galoreadamw", {"lr": 0.05, "rank": 3, "update_proj_gap": 2}),
-    "galore right": ("galoreadamw", {"lr": 0.05, "rank": 3, "proj_type": "right"}),
+    "adafactor beta1": KINDS["adafactor"],
+    "apollomini": ("apollomini", {"lr": 0.01, "update_proj_gap": 2}),
     "galore 8-bit": ("galoreadamw", {"lr": 0.05, "rank": 3, "nbits": 8}),
 }
 
@@ -56,9 +46,9 @@ class Tower(nn.Module):
         return self.last(h).float().square().mean()
 
 
-def start(optimizer: str, stage: int, offload: dict[str, Any], more: dict[str, Any]):
+def start(kind: str, stage: int, offload: dict[str, Any], more: dict[str, Any]):
     """An engine; ``more`` is merged into the config, but for the optimizer's ``hypers``."""
-    name, hypers = HYPERS[optimizer]
+    name, hypers = HYPERS[kind]
     more = dict(more)
     hypers = hypers | more.pop("hypers", {})
     zero_init = more.pop("zero_init", False)
@@ -71,8 +61,8 @@ def start(optimizer: str, stage: int, offload: dict[str, Any], more: dict[str, A
     if is_json or name in by_role.MATRICES:
         config["optimizer"] = {"type": f"ds_ext.{name}", "params": hypers}
         return deepspeed.initialize(model=model, config=config)[0]
-    made = OPTIMIZERS[name](model.parameters(), **hypers)
-    return deepspeed.initialize(model=model, optimizer=made, config=config)[0]
+    optimizer = OPTIMIZERS[name](model.parameters(), **hypers)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 def rows(engine: deepspeed.DeepSpeedEngine, number: int) -> Tensor:

@@ -3,7 +3,6 @@
 import copy
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,10 +34,7 @@ def second_copies(run: Training) -> dict[str, Any]:
     """ZeRO++ hpZ on "hosts" of two ranks: training with frozen layers."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = partly_frozen()
-    config = training_jobs.config(run)
-    config["zero_optimization"]["zero_hpz_partition_size"] = 2
-    optimizer = by_role.made(run.rule, model, run.hypers)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = training_jobs.start(run, model)
     for step in range(training_jobs.STEPS):
         loss = training_jobs.loss_of(engine, run, step, 0, rank, world)
         held = [p for p in model.parameters() if p.ds_secondary_tensor is not None]
@@ -103,7 +99,8 @@ HPZ = {"adalomo": 4, "came": 2} | dict.fromkeys(MATRICES, 2)
 @pytest.mark.supports("ZeRO++ hpZ", stage=3, optimizer="rule")
 @pytest.mark.parametrize("rule", params(HPZ, []))
 def test_second_copies_of_the_weights_never_go_stale(rule):
-    world, run = HPZ[rule], training_jobs.Training(rule, 3)
+    world = HPZ[rule]
+    run = Training(rule, 3, extra={"zero": {"zero_hpz_partition_size": 2}})
     found = worlds.once(world, second_copies, run)
     told, model = found[0]["told"], partly_frozen()
     before, expected, _ = training_jobs.alone(run, world, told, model)

@@ -21,7 +21,7 @@ from tests.distributed import offload_jobs
 from tests.distributed.offload_jobs import Case
 
 HOST, DEVICE = str(pretend.HOST), str(pretend.DEVICE)
-WITH_STATE = ("adafactor beta1", "lamb", "flash", "galore", "galore right", "galore 8-bit")
+WITH_STATE = ("adafactor beta1", "lamb", "flash 8-bit", "galore left", "galore", "galore 8-bit")
 CASES: list[Case] = [
     ("came", 3, "bf16", ("param", "state")),
     *(("came", 3, how, ("both",)) for how in offload_jobs.HOW if how != "fp32"),
@@ -33,15 +33,15 @@ CASES: list[Case] = [
     ("lomo", 1, "bf16 master", ("state",)),
     *(("muon", stage, "fp32", ("state",)) for stage in (0, 1, 2)),
     *(("muon", 3, how, ("both",)) for how in ("fp32", "clipped", "accumulated", "zero init")),
-    *((name, 3, "fp32", ("both",)) for name in ("apollo", "apollo mini")),
+    *((name, 3, "fp32", ("both",)) for name in ("apollo", "apollomini")),
 ]
-SAVED = [("came", "bf16 master"), ("came", "accumulated"), ("galore", "fp32")]
+SAVED = [("came", "bf16 master"), ("came", "accumulated"), ("galore left", "fp32")]
 WEIGHTS, STATES = "weights offloaded to the host", "states offloaded to the host"
 NAMES = {name: made for name, (made, _) in offload_jobs.HYPERS.items()}
 FEW: list[Case] = [
     ("lomo", 3, "bf16", ("param",)),
     ("came", 3, "clipped", ("both",)),
-    ("galore", 3, "fp32", ("both",)),
+    ("galore left", 3, "fp32", ("both",)),
 ]
 WORLDS = {  # ranks, cases, whether the device is pretended
     "2": (2, CASES, True),

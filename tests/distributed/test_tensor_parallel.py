@@ -25,7 +25,7 @@ from tests.common import by_role, engines, hypers, updates
 from tests.common.choose import pairs, params
 from tests.common.hypers import Table
 from tests.common.ranks import shared_folder, whole
-from tests.distributed import ulysses_jobs
+from tests.distributed import test_ulysses
 from tests.tools.support import of
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ DIVIDED = ("adalomo", "adafactor", "came", "lamb", "galoreadamw", "adamw", "lion
 
 @dataclass
 class Case:
-    model: str  # "sequences": that of ulysses_jobs
+    model: str  # "sequences": that of test_ulysses
     rule: str
     stage: int
     more: dict[str, Any] = field(default_factory=dict)  # settings of the engine
@@ -151,7 +151,7 @@ class Fused(nn.Module):
 def make(kind: str, dropout: float = 0.0) -> torch.nn.Module:
     """A small model that two ranks divide unevenly: it has three key-value heads, 37 tokens."""
     if kind == "sequences":
-        return ulysses_jobs.make()
+        return test_ulysses.make()
     torch.manual_seed(5)
     sizes = {"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 1}
     if kind == "bert":
@@ -173,7 +173,7 @@ def make(kind: str, dropout: float = 0.0) -> torch.nn.Module:
 def loss_of(model, kind: str, step: int, rank: int) -> torch.Tensor:
     """A loss with gradients of full rank, of the tokens of one rank of data parallelism."""
     if kind == "sequences":
-        return ulysses_jobs.loss_of(model, step, rank, slice(None))
+        return test_ulysses.loss_of(model, step, rank, slice(None))
     generator = torch.Generator().manual_seed(97 * step + rank)
     tokens = torch.randint(0, VOCAB, (4, 9), generator=generator)
     target = torch.randn(4, 9, VOCAB, generator=generator)
@@ -216,7 +216,7 @@ def start(case: Case):
     more: dict[str, Any] = {"optimizer": {"type": f"ds_ext.{case.rule}", "params": params}}
     more["zero"] = {"reduce_bucket_size": 1500}
     if case.model == "sequences":
-        return ulysses_jobs.initialized(engines.config(case.stage, **more | case.more))
+        return test_ulysses.initialized(engines.config(case.stage, **more | case.more))
     more |= {"gradient_accumulation_steps": case.gas, "tensor_parallel": {"autotp_size": 2}}
     more |= FUSED if case.model == "fused" else {}
     more["zero"] = {"reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 20}
@@ -228,7 +228,7 @@ def loss_here(kind: str) -> engines.Loss:
 
     def loss(model: Any, number: int, rank: int) -> torch.Tensor:
         if kind == "sequences":
-            return ulysses_jobs.loss_here(model, number)
+            return test_ulysses.loss_here(model, number)
         return loss_of(model, kind, number, rank // 2)
 
     return loss
@@ -388,11 +388,3 @@ def test_pieces_that_are_no_boxes_are_refused(how):
     meta = {"conversion": {"replicated": False, "affine_map": made.to_dict()}}
     with pytest.raises(ValueError, match="partition_config"):
         autotp.tensor_parallel_shards({Described(meta): "w"}, 0, 2, None)
-
-
-def test_a_gradient_that_is_not_finite_on_one_rank_of_a_sequence_is_skipped_on_all():
-    worlds.run(4, ulysses_jobs.not_finite)
-
-
-def test_sizes_and_groups_of_sequences_that_do_not_fit_are_refused_on_every_rank():
-    worlds.run(4, ulysses_jobs.refusals)

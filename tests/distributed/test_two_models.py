@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_ext
 from tests import worlds
-from tests.common import engines
+from tests.common import engines, models
 from tests.common.choose import params
+from tests.common.engines import rows
 from tests.common.plain import mean_step
 from tests.common.ranks import whole
 
@@ -24,9 +25,7 @@ LR = 0.1
 
 
 def make() -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5))
-    return generator, nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+    return models.layers(3, 8, 5), models.layers(5, 8, 1, seed=1)
 
 
 class Checkpointed(nn.Module):
@@ -42,19 +41,15 @@ class Checkpointed(nn.Module):
         )
 
 
-def noise(step: int, rank: int, width: int) -> torch.Tensor:
-    return torch.randn(4, width, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
 def discriminating(g: nn.Module, d: nn.Module, step: int, rank: int, detach: bool) -> torch.Tensor:
-    fake = g(noise(step, rank, 3))
-    both = torch.cat([noise(step, rank, 5), fake.detach() if detach else fake])
+    fake = g(rows(step, rank, 4, 3))
+    both = torch.cat([rows(step, rank, 4, 5), fake.detach() if detach else fake])
     score = d(both)
     return softplus(-score[:4]).mean() + softplus(score[4:]).mean()
 
 
 def generating(g: nn.Module, d: nn.Module, step: int, rank: int) -> torch.Tensor:
-    return softplus(-d(g(noise(step + 50, rank, 3)))).mean()
+    return softplus(-d(g(rows(step + 50, rank, 4, 3)))).mean()
 
 
 def reference(world: int, detach: bool, max_norm: float = 0.0) -> list[torch.Tensor]:
@@ -92,7 +87,7 @@ def train(
         zero_grad(g)
         loss = generating(g, d, step, rank)
         with torch.inference_mode():  # as a reward is computed
-            d(g(noise(step, rank, 3)))
+            d(g(rows(step, rank, 4, 3)))
         backward(g, loss)
         g.step()
     return before, weights(g, d)
@@ -112,14 +107,14 @@ def weights(*made: Any) -> list[torch.Tensor]:
 
 
 def chain() -> list[nn.Module]:
-    """Models of different sizes, each for the outputs of the one before."""
+    """Models of different sizes, each of which takes the outputs of the one before."""
     torch.manual_seed(0)
     return [nn.Sequential(*(nn.Linear(4, 4) for _ in range(1 + i % 3))) for i in range(6)]
 
 
-def through(models: list[nn.Module], step: int, rank: int) -> torch.Tensor:
-    h = noise(step, rank, 4)
-    for model in models:
+def through(made: list[nn.Module], step: int, rank: int) -> torch.Tensor:
+    h = rows(step, rank, 4, 4)
+    for model in made:
         h = torch.tanh(model(h))
     return h.square().mean()
 
@@ -139,9 +134,9 @@ def first_of_many() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return before, weights(made[0])
 
 
-def parts(models: tuple[nn.Module, nn.Module]) -> list[torch.Tensor]:
+def parts(pair: tuple[nn.Module, nn.Module]) -> list[torch.Tensor]:
     """What this rank holds of the weights. Padding may be NaN."""
-    params = [p for model in models for p in model.parameters()]
+    params = [p for model in pair for p in model.parameters()]
     return [getattr(p, "ds_tensor", p).detach().nan_to_num() for p in params]
 
 
@@ -168,9 +163,9 @@ def test_a_gan(stage, policy, max_norm, detach, checkpoints):
 
 
 def test_ranks_end_the_backward_passes_of_many_engines_in_the_same_order():
-    models = chain()
-    sgd = torch.optim.SGD(models[0].parameters(), LR)
-    alone = engines.alone(models[0], sgd, lambda _, *of: through(models, *of), STEPS, 2, 0.01)
+    made = chain()
+    sgd = torch.optim.SGD(made[0].parameters(), LR)
+    alone = engines.alone(made[0], sgd, lambda _, *of: through(made, *of), STEPS, 2, 0.01)
     for before, after in worlds.run(2, first_of_many):
         assert_equal_updates(after, alone.after.values(), before)
 
@@ -182,13 +177,13 @@ def test_an_engine_whose_backward_pass_has_failed_takes_no_part_in_another_engin
     def fail(grad: torch.Tensor) -> None:
         raise ArithmeticError
 
-    loss = g(noise(0, dist.get_rank(), 3)).square().mean()
+    loss = g(rows(0, dist.get_rank(), 4, 3)).square().mean()
     list(g.module.parameters())[-1].register_hook(fail)
     with contextlib.suppress(ArithmeticError):
         g.backward(loss)
     assert g.optimizer.fused.uses.used_at
     with mock.patch.object(g.optimizer.fused, "finish") as ended:
-        d.backward(d(noise(0, dist.get_rank(), 5)).square().mean())
+        d.backward(d(rows(0, dist.get_rank(), 4, 5)).square().mean())
         d.step()
     assert not ended.called
 
@@ -200,10 +195,10 @@ def test_an_engine_whose_backward_pass_has_failed_takes_no_part_in_another_engin
 @worlds.on(2)
 def test_one_loss_of_two_loss_scales_is_refused_before_a_weight_moves(stage, is_last, other_kind):
     """Otherwise the gradients of an fp32 model would be 256 times too large."""
-    models = make()
+    pair = make()
     if is_last:  # one of the two is hidden from the graph of the other
-        models = models[0], Checkpointed(models[1])
-    half, other = models[is_last], models[not is_last]
+        pair = pair[0], Checkpointed(pair[1])
+    half, other = pair[is_last], pair[not is_last]
     fp16 = {"enabled": True, "loss_scale": 256.0}
     with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
         optimizer = ds_ext.LOMO(half.half().parameters(), lr=LR)
@@ -216,15 +211,15 @@ def test_one_loss_of_two_loss_scales_is_refused_before_a_weight_moves(stage, is_
         engines.start(other, optimizer, stage)
     elif other_kind == "no engine":
         ds_ext.fuse_into_backward(other, optimizer)
-    before = parts(models)
-    g, d = models
+    before = parts(pair)
+    g, d = pair
     if other_kind == "fp16":  # the hooks of each engine see the backward pass
         g, d = reversed(called) if is_last else called
     of_other = torch.half if other_kind == "fp16" else torch.float
-    h = g(noise(0, dist.get_rank(), 3).to(of_other if is_last else torch.half))
+    h = g(rows(0, dist.get_rank(), 4, 3).to(of_other if is_last else torch.half))
     loss = d(h.to(torch.half if is_last else of_other)).float().square().mean()
     is_seen = other_kind == "fp16" and not is_last  # the other engine's hooks run, too
     words = "one loss is of two engines with" if is_seen else "loss scales are"
     with pytest.raises(RuntimeError, match=f"(?s){words}.*use bf16 or fp32 for both models"):
         scaled.backward(loss)
-    assert all(map(torch.equal, before, parts(models)))
+    assert all(map(torch.equal, before, parts(pair)))

@@ -126,11 +126,6 @@ def without_optimizer(changes: dict[str, Any], stages: Iterable[int] = range(4))
         raise ValueError(told)
 
 
-def normed() -> nn.ModuleList:
-    layers = (nn.Sequential(linear(), nn.BatchNorm1d(4), linear()) for _ in range(2))
-    return nn.ModuleList(layers)
-
-
 def init_with_auto() -> None:
     """accelerate fills in the norm after the model is made, for which it does not matter."""
     config = SIZES | RIGHT | zero(3) | {"gradient_clipping": "auto"}
@@ -151,7 +146,6 @@ SIZES_BY_HF = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "au
 # Programs, and how their errors begin.
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: engine(frozen()), FROZEN),
-    (lambda: fuse(frozen()), FROZEN),
     (partial(own_step, False), "AdamW.step() found no gradients: an engine"),
     (function, FUNCTION),
     (lambda: engine(linear(), own(batch_splits=1), optimizer=torch.optim.AdamW), FUNCTION),
@@ -186,7 +180,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: engine(linear(), {"bf16": {"enabled": "auto"}}), f"bf16.enabled {AUTO}"),
     # Models that are not split.
-    (lambda: engine(normed(), SPLIT), f"{SPLITS}0.1 is a batch norm, whose statistics are"),
     (lambda: engine(linear(), SPLIT), f"{SPLITS}the model has no nn.ModuleList of at least two"),
     (
         lambda: engine(linear(), own(batch_splits=1, chunked_loss=True)),

@@ -223,11 +223,14 @@ def test_fp16_overflow_skips_steps_and_the_schedule_waits(folder):
     assert math.isfinite(of(got["log"], "grad_norm")[-1])
 
 
-def test_norms_are_not_decayed_and_the_log_says_so(folder):
+def test_the_log_tells_the_state_and_the_decay_and_warns_of_nothing(folder):
     got = result(folder, "adalomo")
     for name, decay in got["decays"].items():
         assert decay == (0.0 if "norm" in name else 0.1), name
+    (line,) = [line for line in got["said"] if "MiB of state" in line]
+    assert line.startswith("AdaLomo, ZeRO stage 3, 2 ranks: 18,048 parameters trained, ")
     said = "\n".join(got["said"])
+    assert "start at zero" not in said and "is small for" not in said
     assert "model.layers.*.self_attn.q_proj.weight (2)" in said
     assert "no weight decay on: model.layers.*.input_layernorm.weight (2)" in said
 
@@ -244,13 +247,6 @@ def test_arguments_that_name_another_optimizer_are_refused(folder):
 
 def test_an_optimizer_that_trainer_would_drop_is_refused(folder):
     worlds.run(2, trainer_jobs.dropped, folder)
-
-
-def test_a_model_without_zeros_is_not_warned_of(folder):
-    said = result(folder, "adalomo")["said"]
-    assert not [line for line in said if "start at zero" in line or "is small for" in line]
-    (line,) = [line for line in said if "MiB of state" in line]
-    assert line.startswith("AdaLomo, ZeRO stage 3, 2 ranks: 18,048 parameters trained, ")
 
 
 def check_loop(got, loop):

@@ -314,19 +314,9 @@ def reported(folder: str) -> dict[str, Any]:
     made = config("adalomo", 3)
     mixture = [{"match": "mlp", "type": "AdamW", "lr": 1e-3}]
     made["optimizer"]["params"]["param_groups"] = mixture
-    more = {"max_steps": 4, "logging_steps": 2, "report_to": ["tensorboard"]}
-    arguments = TrainingArguments(
-        output_dir=f"{folder}/reported",
-        per_device_train_batch_size=2,
-        deepspeed=made,
-        **ARGUMENTS | more,
-    )
-    trainer = Sequential(
-        model=load(folder),
-        args=arguments,
-        train_dataset=data(),
-        callbacks=[ds_ext.MetricsCallback()],
-    )
+    arguments = {"deepspeed": made, "max_steps": 4, "logging_steps": 2, "warmup_steps": 3}
+    arguments["report_to"] = ["tensorboard"]
+    trainer = _trainer(folder, arguments, callbacks=[ds_ext.MetricsCallback()])
     trainer.train()
     return {
         "log": trainer.state.log_history,

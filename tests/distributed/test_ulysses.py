@@ -1,18 +1,33 @@
-"""A model whose sequences are divided over pairs of ranks by DeepSpeed's Ulysses."""
+"""Sequences that DeepSpeed's Ulysses divides over pairs of ranks, also for accelerate.
+
+How such training is, beside one process, is in test_tensor_parallel.py.
+"""
 
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DeepSpeedSequenceParallelConfig, DummyOptim, ParallelismConfig
 from deepspeed.runtime.sequence_parallel import parallel_state_sp as sequences
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tests import worlds
 from tests.common import engines
+from tests.common.plain import mean_step, weights
+from tests.common.ranks import whole
+from tests.common.updates import error
+from tests.integration.trainer_jobs import data
+from tests.integration.trainer_jobs import model as llama
 
 VOCAB, WIDTH, HEADS, LENGTH = 29, 24, 4, 10
 
@@ -76,8 +91,8 @@ def loss_here(engine: deepspeed.DeepSpeedEngine, step: int) -> torch.Tensor:
     return loss_of(engine, step, pair, half)
 
 
-def not_finite() -> None:
-    """A gradient that is not finite on the last rank alone is skipped on all."""
+@worlds.on(4)
+def test_a_gradient_that_is_not_finite_on_one_rank_of_a_sequence_is_skipped_on_all():
     engine = initialized(engines.config(1, optimizer={"type": "LOMO", "params": {"lr": 1.0}}))
     own = dict(engine.module.named_parameters())
     before = {n: p.detach().clone() for n, p in own.items()}
@@ -89,8 +104,8 @@ def not_finite() -> None:
     assert all(p.isfinite().all() for p in own.values())
 
 
-def refusals() -> None:
-    """Sizes and groups that do not fit are refused."""
+@worlds.on(4)
+def test_sizes_and_groups_of_sequences_that_do_not_fit_are_refused_on_every_rank():
     sequences.initialize_sequence_parallel(2)
     size, mesh = {"sequence_parallel_size": 2}, {"data_parallel_size": 2}
     tensor = {"tensor_parallel": {"autotp_size": 2}}
@@ -109,3 +124,61 @@ def refusals() -> None:
         groups.mpu = sequences if words == left else None
         with pytest.raises(ValueError, match=words):
             deepspeed.initialize(model=make(True), config=config | sizes, **given)
+
+
+# accelerate's ``ParallelismConfig(sp_size=2)``.
+
+
+LR = 0.5
+CONFIG = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+CONFIG |= {"zero_optimization": {"stage": 2}}
+CONFIG |= {"optimizer": {"type": "ds_ext.LOMO", "params": {"lr": LR, "weight_decay": 0.0}}}
+
+
+def rows() -> list[dict[str, torch.Tensor]]:
+    """One sequence after another: the ranks of a sequence take them in this order."""
+    places = torch.arange(16)
+    return [row | {"labels": row["input_ids"], "position_ids": places} for row in data()[:4]]
+
+
+@mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping)  # to which DeepSpeed writes
+def train() -> dict[str, Any]:
+    """Weights after training on two ranks, and what of each sequence was this one's."""
+    for state in (AcceleratorState, GradientState):
+        state._reset_state()
+    PartialState(cpu=True)
+    attention = DeepSpeedSequenceParallelConfig(
+        sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
+    )
+    sizes = ParallelismConfig(sp_size=2, sp_backend="deepspeed", sp_handler=attention)
+    plugin = DeepSpeedPlugin(hf_ds_config=CONFIG)
+    accelerator = Accelerator(deepspeed_plugin=plugin, parallelism_config=sizes)
+    model, loader = llama(), DataLoader(rows(), batch_size=1)
+    optimizer = DummyOptim(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    seen = []
+    for batch in loader:
+        target = batch.pop("shift_labels").flatten()
+        logits = model(**{k: batch[k] for k in ("input_ids", "position_ids")}).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), target, ignore_index=-100, reduction="sum")
+        accelerator.backward(loss / 15)
+        seen.append(batch["input_ids"].flatten().tolist())
+    return {"after": whole(model.module), "seen": seen}
+
+
+@pytest.mark.slow
+@pytest.mark.supports("sequence parallelism (Ulysses)", stage=2, optimizer="LOMO")
+def test_sequences_that_accelerate_divides_equal_one_process():
+    model = llama()
+    before = weights(model)
+    given, sgd = rows(), torch.optim.SGD(model.parameters(), lr=LR)
+    ranks = worlds.once(2, train)
+    # accelerate hands out rows of its own accord: what the two have seen is one after another
+    halves = zip(*(rank["seen"] for rank in ranks), strict=True)
+    for sequence in (torch.tensor([a + b]) for a, b in halves):
+        assert any(torch.equal(sequence[0], row["input_ids"]) for row in given)
+        mean_step(sgd, [model(input_ids=sequence, labels=sequence).loss])
+    for rank in ranks:
+        named = dict(model.named_parameters())
+        assert len(rank["seen"]) == len(given)
+        assert error(rank["after"], named, before) <= 1e-5
