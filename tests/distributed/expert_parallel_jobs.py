@@ -105,8 +105,6 @@ class Mixture(nn.Module):
 
 
 class Spread(nn.Module):
-    """The same by deepspeed.moe."""
-
     def __init__(self, k: int, size: int) -> None:
         super().__init__()
         how = {"drop_tokens": False, "use_rts": False, "min_capacity": 0}
@@ -178,7 +176,6 @@ def start(run: Run, stage: int, size: int, **how: Any) -> deepspeed.DeepSpeedEng
 
 @mock.patch.object(mappings.deepspeed.comm, "all_gather_into_tensor", gather)
 def train(run: Run) -> dict[str, Any]:
-    """Runs on this rank -> its weights, how often they were stepped, and norms."""
     engine, found = mixtures.trained(run, start, loss_of, STEPS)
     own, state = named(engine.module), engine.optimizer.state
     return found | {

@@ -131,7 +131,6 @@ def start(run: Run, stage: int | None, ep: int) -> Any:
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Runs on this rank -> final weights, and what was stepped."""
     engine, found = mixtures.trained(run, start, loss_of, STEPS)
     model, state = engine.module, engine.optimizer.state
     return found | {
@@ -142,7 +141,6 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def assembled(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole weights, experts as this rank has them."""
     own = whole(model)
     return {n: rebuilt(p, own[n]) for n, p in model.named_parameters()}
 

@@ -204,7 +204,6 @@ def _grouped() -> deepspeed.DeepSpeedEngine:
 
 
 def differ() -> None:
-    """Ranks that were started with different things are told so at once."""
     odd = dist.get_rank() == 1
     clip = 0.5 if odd else None
 
@@ -278,7 +277,6 @@ def late(folder: str) -> dict[str, list[str]]:
 
 
 def endure(steps_: int) -> dict[str, Any]:
-    """Many steps: tensors alive and memory resident on the way."""
     model = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.Tanh(), torch.nn.Linear(50, 30))
     came = {"type": "CAME", "params": {"lr": 1e-4}}
     engine = engines.start(model, None, 3, optimizer=came, gradient_clipping=1.0)

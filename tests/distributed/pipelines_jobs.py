@@ -270,8 +270,6 @@ def faulty(run: Run, stage: int, data: int) -> dict[str, Any]:
 
 
 class Weighted(nn.Linear):
-    """A loss that has weights, on every stage."""
-
     def __init__(self) -> None:
         super().__init__(3, 3)
 

@@ -31,7 +31,6 @@ def partly_frozen() -> models.Zoo:
 
 
 def second_copies(run: Training) -> dict[str, Any]:
-    """ZeRO++ hpZ on "hosts" of two ranks: training with frozen layers."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = partly_frozen()
     engine = training_jobs.start(run, model)
@@ -79,7 +78,6 @@ COMPILED += [(3, "engine", "aot_eager", 0.05)]
 
 
 def compiled(stage: int | None, how: str, backend: str, max_norm: float) -> dict[str, Any]:
-    """Training of a compiled model -> the weights, and how many graphs were compiled."""
     counter = CompileCounterWithBackend(backend)
     torch._dynamo.reset()
     model = net()
@@ -111,7 +109,6 @@ def test_second_copies_of_the_weights_never_go_stale(rule):
 @pytest.mark.parametrize("frozen", [0, 2])
 @worlds.on(4)
 def test_second_copies_of_persistent_parameters_never_go_stale(frozen):
-    """Losses of hpZ with persistent biases, one of them frozen, are those of one process."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     model[frozen].bias.requires_grad_(False)

@@ -67,7 +67,6 @@ def make(kind: str) -> nn.Module:
 
 
 def batch(step: int, rank: int) -> dict[str, Tensor]:
-    """Rows of different lengths for one rank."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     tokens = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=generator)
     mask = torch.ones_like(tokens)
@@ -76,7 +75,6 @@ def batch(step: int, rank: int) -> dict[str, Tensor]:
 
 
 def reference(case: Case, world: int) -> engines.Alone:
-    """One process, by the mean over the ranks' whole batches."""
     model = make(case.model)
     optimizer = OPTIMIZERS[case.rule]([p for p in model.parameters() if p.requires_grad], lr=0.02)
     optimizer.separate_experts(model)

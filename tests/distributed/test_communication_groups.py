@@ -118,7 +118,6 @@ def test_a_group_that_was_destroyed_is_made_anew():
 
 
 def killed(has_own_groups: bool) -> None:
-    """A rank killed in its third backward pass, without an engine."""
     module = models.layers(12, 9, 10)
     optimizer = ds_ext.CAME(module.parameters())
     shared = set() if has_own_groups else groups.WITHOUT_QUEUES

@@ -70,7 +70,6 @@ def compiled_step(engine: deepspeed.DeepSpeedEngine, number: int) -> None:
 
 
 def values(engine: deepspeed.DeepSpeedEngine) -> list[torch.Tensor]:
-    """All parameters and buffers, in the model's order."""
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         found = (*engine.module.parameters(), *engine.module.buffers())
         return [value.detach().clone() for value in found]
@@ -152,8 +151,6 @@ PLAIN: dict[str, Any] = {
 
 
 class Mine:
-    """A class of the user's."""
-
     value = 3
 
 
@@ -231,7 +228,6 @@ def test_how_to_take_over_weights_of_deepspeeds_adamw_is_said(tmp_path, stage):
 @pytest.mark.parametrize("stage", [0, 3])
 @worlds.on(1)
 def test_code_in_a_file_is_not_run(tmp_path, stage):
-    """Code put into each file in turn is not run, and the file is named."""
     engine_of("AdaLomo", stage).save_checkpoint(tmp_path, tag="good")
     other, files = engine_of("AdaLomo", stage), [*(tmp_path / "good").glob("*.pt")]
     assert any("model_states" in file.name for file in files)

@@ -86,7 +86,6 @@ def train(way: int | str | None, rule: str) -> dict[str, Any]:
 
 
 def refuse_inside(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Calls inside ``ema()`` are refused, and change no weight."""
     before, param = whole(engine.module), next(engine.module.parameters())
     with engine.optimizer.ema(), shared_folder() as folder:
         for call in (

@@ -33,7 +33,6 @@ def backward(engine: deepspeed.DeepSpeedEngine, number: int, **more: Any) -> Non
 
 
 def stepped(model: Pair, lr: float, *numbers: int) -> None:
-    """A step of plain gradient descent by the mean of batches."""
     model.zero_grad()
     losses = [loss_of(model, n, rank) for n in numbers for rank in (0, 1)]
     (sum(losses) / len(losses)).backward()
@@ -48,7 +47,6 @@ def assert_close(weights: dict[str, torch.Tensor], model: Pair, lr: float) -> No
 
 
 def works(stage: int) -> None:
-    """What calls give that work."""
     engine, alone = start(stage), Pair()
     optimizer = engine.optimizer
     for number in (0, 3):  # an even number of steps: DeepSpeed counts on, with more micro-batches

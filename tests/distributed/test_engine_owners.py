@@ -50,7 +50,6 @@ def steps(engine, numbers: range) -> dict[str, torch.Tensor]:
 
 
 def check(before: Weights, after: Weights, ours: bool) -> None:
-    """Compares steps with those of one process, from the same weights."""
     model = make()
     model.load_state_dict(before)
     kind = torch.optim.SGD if ours else torch.optim.AdamW
@@ -163,8 +162,6 @@ class Dense(nn.Module):
 
 
 class Failing(torch.autograd.Function):
-    """The identity, whose backward raises ArithmeticError."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()

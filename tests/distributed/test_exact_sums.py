@@ -38,7 +38,6 @@ def gradients(step: int, rank: int) -> list[Tensor]:
 
 
 def train(name: str, stage: int) -> dict[str, Any]:
-    """The weights after the steps, and this rank's pieces of the state."""
     optimizer = {"type": f"ds_ext.{name}", "params": RULES[name]}
     zero = {"reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 40}
     model = models.Given(table.weights(SHAPES, torch.float32))

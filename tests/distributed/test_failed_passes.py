@@ -112,7 +112,6 @@ def loss_of(model: Any, number: int, rank: int, *how: Any) -> Tensor:
 
 
 def by_torch(kind: type[nn.Module], loss: engines.Loss, **how: Any) -> engines.Alone:
-    """The same training by SGD in one process."""
     model = make(kind)
     return engines.alone(model, torch.optim.SGD(model.parameters(), lr=LR), loss, **how)
 
@@ -261,7 +260,6 @@ ALIKE = [
 
 
 def name(case):
-    """The stage and the ends of a case, and what else it sets."""
     more = ["clipped"] * bool(case.clip) + ["goes_on"] * (not case.zero_grad)
     more += ["reads_norm"] * case.reads_norm + ["ahead"] * case.ahead
     more += ["checkpointed"] * case.is_checkpointed

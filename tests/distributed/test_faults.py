@@ -35,8 +35,6 @@ QUICK = ["save"]  # a rank is killed while it saves
 
 @pytest.fixture(scope="session")
 def suffered(tmp_path_factory):
-    """What becomes of a fault, by its name."""
-
     @functools.cache
     def suffer(fault):
         return faults_jobs.suffer(str(tmp_path_factory.mktemp("fault")), fault, stage_of(fault))

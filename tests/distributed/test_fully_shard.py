@@ -154,7 +154,6 @@ def test_what_comes_too_late_is_refused_before_a_weight_moves():
 
 
 def assert_same(saved, loaded):
-    """Asserts that what was loaded is what was saved, bit for bit."""
     assert saved.keys() == loaded.keys() and len(saved) > 20
     for key, value in saved.items():
         is_tensor = isinstance(value, torch.Tensor)
@@ -271,7 +270,6 @@ class Ladder(nn.Module):
 
 
 def divided(mesh: DeviceMesh) -> Ladder:
-    """The model by tensor parallelism, and then by ``fully_shard``."""
     model, data = Ladder(), mesh["data"]
     parallelize_module(
         model, mesh["tensor"], {"first": ColwiseParallel(), "second": RowwiseParallel()}

@@ -32,7 +32,6 @@ def test_gradients_of_a_layer_may_be_dropped_before_the_norm_was_read_and_not_af
 
 
 def refused(is_refused: bool, kind: type[Exception], words: str) -> AbstractContextManager:
-    """A context that expects an error, or none."""
     return pytest.raises(kind, match=words) if is_refused else nullcontext()
 
 
@@ -63,7 +62,6 @@ def buffers() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("ranks", [(0,), (0, 1)], ids=["one rank", "all ranks"])
 @worlds.on(2)
 def test_a_state_that_only_some_ranks_have_loaded_is_found(ranks, when):
-    """Ranks of which only some have loaded an optimizer's state would train different models."""
     model = nn.Linear(6, 9)
     optimizer = ds_ext.AdaLomo(model.parameters(), lr=0.1)
     model(torch.eye(6)).square().sum().backward()

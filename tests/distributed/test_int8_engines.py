@@ -224,7 +224,6 @@ def test_stage_3_takes_the_same_steps_as_stage_0(world, how):
 
 @worlds.on(2)
 def test_partitions_are_stored_gathered_edited_and_exported(tmp_path):
-    """Bytes, edits and exports of an engine at stage 3."""
     counted = {}
     for name, own in (("int8", {}), ("bf16", {"ds_ext": {}})):
         engine = engine_of(3, made().requires_grad_(True), **own)
@@ -275,7 +274,6 @@ def test_a_model_in_fp32_is_cast_at_each_stage():
 
 @worlds.on(2)
 def test_models_and_uses_that_exclude_weights_in_8_bits_are_refused():
-    """Of engines and of ``fully_shard``."""
     no_support = re.escape('does not support weights that are stored in 8 bits ("ds_ext": {"weigh')
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with pytest.raises(REFUSALS, match="is torch.float32: load the model in torch.bfloat16"):

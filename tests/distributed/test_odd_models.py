@@ -90,7 +90,6 @@ def rows_loss(model: Any, number: int, rank: int) -> Tensor:
 def mixed(
     name: str, stage: int, dtypes: list[torch.dtype], policy: str, more: dict[str, Any]
 ) -> dict[str, Any]:
-    """An engine's steps of a model of fp64, or of several dtypes."""
     model = mixed_models.make(dtypes)
     optimizer = mixed_models.optimizer_of(name, model.parameters())
     return engines.trained(engines.start(model, optimizer, stage, policy, **more), rows_loss, STEPS)
@@ -165,7 +164,6 @@ def test_odd_models_are_trained_as_in_one_process(stage, max_norm, policy):
 
 @worlds.on(2)
 def test_a_leaf_module_without_inputs_that_need_gradients_is_refused():
-    """A leaf module's input without gradients is refused; a later step trains."""
     model = nn.Sequential(First(), nn.Linear(8, 1))
     set_z3_leaf_modules(model, [First])
     engine = engines.start(model, ds_ext.LOMO(model.parameters(), lr=0.2), 3)
@@ -212,7 +210,6 @@ def test_an_engine_refuses_resized_parameters_in_backward(stage, policy):
 @pytest.mark.parametrize("fused", [True, False])
 @worlds.on(2)
 def test_states_of_dtensors_are_checked(fused):
-    """The same of a model of DTensors; a state of another shape is loaded before that."""
     model = fully_shard(words())
     optimizer = ds_ext.AdaLomo(model.parameters())
     if fused:

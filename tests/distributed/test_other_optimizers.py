@@ -47,7 +47,6 @@ lines: list[str] = []  # of logs
 
 
 def main() -> None:
-    """Runs all programs, and writes what others may see of each."""
     for name in filter(lambda name: hasattr(dist, name), COLLECTIVES):
         setattr(dist, name, _recorded(name, getattr(dist, name)))
     logger.addHandler(_Recorder())
@@ -118,7 +117,6 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 def rank_0_alone() -> list[float]:
-    """Of an engine that only rank 0 has."""
     group = dist.new_group([0])
     if dist.get_rank():
         return []
@@ -146,7 +144,6 @@ def pipeline() -> list[float]:
 
 
 def partitioned() -> list[float]:
-    """Of parameters that are partitioned, gathered and edited without an engine."""
     with deepspeed.zero.Init(config_dict_or_path=_config(3)):
         model = _model()
     with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=1):
@@ -197,7 +194,6 @@ class OwnEngine:
         self.steps = 0
 
     def step(self) -> None:
-        """Trains a step, and saves and loads a checkpoint."""
         self.engine.backward(self.engine(_inputs(self.steps)).square().mean())
         self.engine.step()
         self.steps += 1
@@ -214,7 +210,6 @@ def _resume(engine: Any) -> None:
 
 
 def _globals() -> dict[str, str]:
-    """What the process shares."""
     return {
         "excepthook": sys.excepthook.__qualname__,
         "safe globals": str(sorted(x.__qualname__ for x in torch.serialization.get_safe_globals())),
@@ -266,7 +261,6 @@ class _Recorder(logging.Handler):
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """What each rank tells, by way."""
     found = {}
     for way in ("plain", "beside"):
         folder = tmp_path_factory.mktemp(way)

@@ -127,7 +127,6 @@ def laid_out(layout: str) -> Iterator[Special]:
 
 
 def torchs(model: nn.Module, second: str) -> torch.optim.Optimizer:
-    """torch's AdamW of the same two groups."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     first = [p for n, p in named if not re.search(second, n)]
     other = {"params": [p for n, p in named if re.search(second, n)], "name": second}
@@ -223,7 +222,6 @@ STEPS = len(EDITS) + 1
 
 
 def edit(special: Special, model: nn.Module, optimizer: Any, step: int) -> None:
-    """The edit before a step, if there is one."""
     if step:
         param = dict(model.named_parameters()).get(special.taken_out)
         EDITS[step - 1](optimizer, param, special.second)

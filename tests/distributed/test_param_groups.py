@@ -107,7 +107,6 @@ CASES = [(ranks, stage) for ranks in (2, 3) for stage in range(4)]
 
 
 def by_hand(model):
-    """The authors' optimizers, each of the parameters that it is for."""
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     ends = [n for n in named if "embed" in n or n == "up.weight"]
     vectors = [n for n in named if "norm" in n or n.endswith("bias")]
@@ -133,7 +132,6 @@ def test_each_parameter_is_stepped_by_its_own_rule(tmp_path, ranks, stage):
 
 @worlds.on(2)
 def test_groups_of_a_script_keep_their_own_weight_decay():
-    """One of them says its own and one does not."""
     model = models.Zoo()
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     others = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]

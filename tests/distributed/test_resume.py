@@ -59,7 +59,6 @@ IN_BITS = list(dict.fromkeys(IN_BITS + QUICK_BITS + OTHER_BITS))
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """For each run a folder that all of its worlds share."""
     base = tmp_path_factory.mktemp("resume")
     return lambda *names: str(base / " ".join(map(str, names)))
 
@@ -97,7 +96,6 @@ def test_gone_on_from_on_another_number_of_ranks_and_stage(folder, kind, stage):
 @pytest.mark.parametrize("stage", params([2, 3], [3]))
 @worlds.on(3)
 def test_a_rank_opens_the_first_rank_s_files_and_its_own(stage):
-    """Also where some weights are frozen."""
     kind = "flash 8-bit"
     engine, opened = start(kind, stage), []
     for p in list(engine.module.parameters())[::4]:
@@ -194,7 +192,6 @@ def test_a_load_names_the_hyper_parameters_that_it_changes_and_no_others():
 @pytest.mark.parametrize("stage", params(STAGES, [1]))
 @worlds.on(2)
 def test_an_unfinished_step_begins_again(stage):
-    """Saves between the micro-batches of a step, which a run that loads begins again."""
     clip = {"gradient_clipping": 0.5}
     begin = partial(start, "flash 8-bit", stage, **clip)
     loading = [begin(8, gradient_accumulation_steps=2) for _ in range(3)]

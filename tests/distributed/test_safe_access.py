@@ -157,7 +157,6 @@ def states(stage: int, kind: str) -> None:
 
 
 def states_alone(kind: str) -> dict[tuple[str, str], torch.Tensor]:
-    """The same states of one process with the mean gradients."""
     model = Pair()
     more = {"rank": 2} if kind == "galoreadamw" else {}
     params = [p for p in model.parameters() if p.requires_grad]

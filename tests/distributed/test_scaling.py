@@ -131,7 +131,6 @@ def autocast_loss(model: nn.Module, number: int, rank: int) -> torch.Tensor:
 
 
 def under_autocast(stage: int, dtype: str, rule: str, persistent: int = 0, **more: Any) -> Any:
-    """An engine of fp32 weights under torch autocast, as DeepSpeed configures it."""
     model = make()
     optimizer = by_role.made(rule, model, autocast_hypers(rule))
     more["torch_autocast"] = {"enabled": True, "dtype": dtype}

@@ -183,7 +183,6 @@ def loss_of(model, kind: str, step: int, rank: int) -> torch.Tensor:
 
 
 def reference(case: Case, told: by_role.Told) -> engines.Alone:
-    """One process with all data: the same at every stage."""
     key = repr(replace(case, stage=0, saved=False))
     if key not in known:
         known[key] = alone(case, told)
@@ -358,8 +357,6 @@ def test_the_cases_divide_unevenly_and_in_every_way():
 
 
 class Described:
-    """A parameter whose layer says what it is given."""
-
     def __init__(self, meta):
         setattr(self, constants.DS_AUTOTP_UC_META, meta)
         self.tensor_model_parallel = True

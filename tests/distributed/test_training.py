@@ -155,7 +155,6 @@ def in_place(stage: int) -> dict[str, Any]:
 
 
 def normed(stage: int, reentrant: bool, policy: str) -> dict[str, Tensor]:
-    """Weights and buffers after training with a checkpointed batch norm."""
     torch.manual_seed(5)
     model = Normed(reentrant)
     engine = start(model, stage, policy)

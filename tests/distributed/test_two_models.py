@@ -29,8 +29,6 @@ def make() -> tuple[nn.Module, nn.Module]:
 
 
 class Checkpointed(nn.Module):
-    """A model all of which is run again in backward."""
-
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner

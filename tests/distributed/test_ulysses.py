@@ -76,7 +76,6 @@ def loss_of(model, step: int, pair: int, part: slice) -> torch.Tensor:
 
 
 def initialized(config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
-    """An engine of two ranks for each sequence."""
     if sequences._SEQUENCE_PARALLEL_GROUP is None:
         sequences.initialize_sequence_parallel(2)
     engine, *_ = deepspeed.initialize(model=make(True), config=config, mpu=sequences)
@@ -85,7 +84,6 @@ def initialized(config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
 
 
 def loss_here(engine: deepspeed.DeepSpeedEngine, step: int) -> torch.Tensor:
-    """What this rank's half of its sequences adds to their loss."""
     pair, place = divmod(dist.get_rank(), 2)
     half = slice(place * LENGTH // 2, (place + 1) * LENGTH // 2)
     return loss_of(engine, step, pair, half)

@@ -53,7 +53,6 @@ def engine(model: nn.Module, changes: Any = None, **given: Any) -> Any:
 
 
 def undivided() -> str:
-    """The error of copies for groups of ranks that do not divide all."""
     return message(lambda: engine(linear(), zero(3, zero_hpz_partition_size=2)))
 
 
@@ -78,7 +77,6 @@ def fuse(model: nn.Module) -> None:
 
 
 def by_object(kind: type, changes: Any = None) -> Any:
-    """An engine with an optimizer object."""
     model = linear()
     return engine(model, changes, optimizer=kind(model.parameters()))
 
@@ -206,7 +204,6 @@ WARNED: list[tuple[Callable[[], Any], str]] = [
 
 
 def mistakes() -> list[Run]:
-    """What each of ``REFUSED`` and ``WARNED`` is told."""
     found = []
     for mistake, _ in [*REFUSED, *WARNED]:
         error = ""

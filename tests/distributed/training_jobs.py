@@ -225,7 +225,6 @@ def alone(
 
 
 def clip(run: Training, model: nn.Module, norms: list[float]) -> None:
-    """Clips the gradients as ``run`` says, and adds their norm to those of the steps before."""
     params = [p for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in params])
     if run.max_norm:
@@ -351,7 +350,6 @@ def reference(run: Routing, world: int, told: by_role.Told) -> tuple[engines.Alo
 
 
 def used_by(run: Routing, step: int, rank: int) -> Iterator[str]:
-    """The parameters that a rank's loss depends on."""
     own = {i for experts in chosen(step, rank, run.idle) for i in experts}
     for name, _ in make().named_parameters():
         if "each" not in name or int(name.split(".")[2]) in own:

@@ -42,7 +42,6 @@ CASES: dict[str, Training] = {}
 
 
 def case(rule: str, at: str = "", stage: int | None = 3, kind: str | None = None, **how: Any):
-    """Adds a training run, which is compared with one process."""
     own = HYPERS[rule] | how.pop("own", {})
     CASES[rule + at] = Training(rule, stage, checkpointing=kind, own=own, dropout=0.0, **how)
 
@@ -76,7 +75,6 @@ for _rule in MATRICES:  # by the roles of parameters, as a JSON config says
 
 
 def build(case: Training) -> models.Zoo:
-    """The case's model with the seed's weights, whichever way it is built."""
     weights = models.make(case.checkpointing)
     if not case.zero_init:
         return weights

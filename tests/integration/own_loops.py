@@ -144,6 +144,5 @@ def qlora(folder: str, stage: int | None) -> dict[str, torch.Tensor]:
 
 
 def qlora_data(rank: int) -> torch.Tensor:
-    """The batches of a rank, [steps, rows, tokens]."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(0, 67, (3, 2, 16), generator=generator)

@@ -28,7 +28,6 @@ def printed(config, tmp_path, capsys, *options):
 
 
 def checked(*given):
-    """The lines of errors and of notes."""
     lines = printed(*given).splitlines()
     return [[x for x in lines if x.startswith(k)] for k in ("error: ", "note: ")]
 

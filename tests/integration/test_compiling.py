@@ -112,7 +112,6 @@ def test_the_kernels_of_a_7b_step_have_few_instructions_and_registers():
 
 @pytest.mark.slow
 def test_kernels_compile_and_read_vectors_where_runs_are_aligned(monkeypatch, tmp_path):
-    """Every variant of every kernel."""
     asked = asked_for(monkeypatch)
     assert {name for name, *_ in asked} == {
         *("square_sums", "row_col_sums", "weighted_sums", "lerp", "square_lerp", "apply", "fold"),

@@ -175,7 +175,6 @@ def blocks(guide, language=""):
 
 
 def falls(script, command, folder):
-    """Runs a script, and sees the loss of each rank fall."""
     (folder / "script.py").write_text(script)
     made = config.make("adalomo", 3) | {"gradient_clipping": 0.0}
     (folder / "ds.json").write_text(json.dumps(made))

@@ -205,7 +205,6 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(folder, rule, kind):
 
 @worlds.on(2)
 def test_what_trainer_cannot_do_is_refused_before_a_weight_moves(folder):
-    """What FuseCallback cannot do is refused when training begins."""
     run = Run("lomo", FREE)
     clipping, other = trainer_of(folder, Run("lomo")), trainer_of(folder, run)
     clipping.pop_callback(ds_ext.FuseCallback)

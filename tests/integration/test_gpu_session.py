@@ -100,7 +100,6 @@ def test_all_stages_exist_and_take_20_minutes_at_most():
 
 
 def noted(tmp_path, rows, monkeypatch):
-    """What a process notes of a stage, and whether it exits with an error."""
     stage = types.SimpleNamespace(rows=rows)
     monkeypatch.setattr(child.importlib, "import_module", lambda name: stage)
     path, failed = tmp_path / "rows", False
@@ -137,7 +136,6 @@ def test_a_process_notes_rows_then_its_error_or_its_reason(tmp_path, monkeypatch
 
 
 def rehearsed(stage, on=ON):
-    """The rows of a stage, without their headings."""
     with setting.using_kernels(on.trains_by):
         return [row for _, row in stage.rows(on)]
 

@@ -84,7 +84,6 @@ class Draws:
 
 
 def rows_of(kind: str, rank: int, ranks: int) -> list[int]:
-    """Which of all rows a rank samples."""
     total = PROMPTS * GROUP
     if kind != "OnlineDPO":
         return list(range(rank * total // ranks, (rank + 1) * total // ranks))
@@ -169,7 +168,6 @@ def model(job: Job, folder: str) -> nn.Module:
 
 
 def train(folder: str, name: str) -> dict[str, Any]:
-    """A rank's part of the training of the model in ``folder``."""
     job, rank, ranks = JOBS[name], dist.get_rank(), dist.get_world_size()
     settings = {"deepspeed": config(job.optimizer, job.stage)}
     with drawn(job.trainer, rank, ranks):

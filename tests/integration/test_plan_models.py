@@ -163,8 +163,6 @@ def test_a_plan_with_activations_and_the_largest_batch(tokens, bucket, mib, fold
 
 @pytest.fixture
 def configured(folder, capsys):
-    """The plan of a config."""
-
     def run(config, *options):
         path = folder / "ds.json"
         path.write_text(json.dumps(config))

@@ -259,7 +259,6 @@ def dropped(folder: str) -> None:
 
 
 def unclipped(folder: str) -> None:
-    """A warning where Trainer is asked to clip by what the config does not say."""
     trainer = _trainer(folder, {"max_grad_norm": 0.125})
     del trainer.accelerator.state.deepspeed_plugin.deepspeed_config["gradient_clipping"]
     with logged() as said:

@@ -110,7 +110,6 @@ def curve(rule: str, way: str, dtype: str, steps: int) -> list[str]:
 
 
 def on_ranks(rules: list[str], ways: tuple[str, ...], steps: int) -> dict[str, Curves]:
-    """The curves of each rule, on all ranks of this world."""
     return {r: {f"{w} {d}": curve(r, w, d, steps) for w in ways for d in DTYPES} for r in rules}
 
 
@@ -128,7 +127,6 @@ def recorded(rule: str) -> tuple[str, Curves]:
 
 
 def values(losses: list[str]) -> Any:
-    """Losses as an array of fp32 numbers."""
     return np.array(losses, dtype=np.float32)
 
 
