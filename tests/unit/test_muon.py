@@ -50,7 +50,6 @@ def expected(setting, shapes=SHAPES):
     return torchs(table.weights(shapes), table.gradients(STEPS, shapes), **SETTINGS[setting])
 
 
-TALL, FLAT = ((29, 13),), ((13, 29),)
 FORMULA = Formula(lambda setting: Muon(**SETTINGS[setting]), expected, SETTINGS, SHAPES, STEPS)
 
 

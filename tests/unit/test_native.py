@@ -45,7 +45,6 @@ WITHOUT_SUMS = ("lomo", "adamw", *EIGHT)  # whose bits no order of additions cha
 WAYS = [(torch.float32, "nearest"), (torch.bfloat16, "stochastic"), (torch.bfloat16, "nearest")]
 WAYS += [(torch.bfloat16, "master"), (torch.float16, "stochastic"), (torch.float16, "nearest")]
 WAYS += [(torch.float16, "master"), (torch.bfloat16, "master24"), (torch.float16, "master24")]
-ALONE = sorted({*REGISTRY} - {*BATCHED})
 ALONE_SHAPES = ((40, 150), (150, 40), (70, 1100), (600, 400))
 QUICK = [(*case, 3) for case in spread(REGISTRY, [(way,) for way in WAYS])]
 CASES = pairs(

@@ -5,7 +5,7 @@ import dataclasses
 import enum
 import inspect
 import re
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import fields, make_dataclass
 from typing import Literal
 
 import pytest
@@ -205,17 +205,6 @@ def nothing(self, p, g, s, t, shard):
     pass
 
 
-def test_another_rule_of_the_same_name_is_refused():
-    with pytest.raises(ValueError, match="named AdaLomo is registered already"):
-        rules.register(paper="", state="", rounds="")(type("AdaLomo", (), {}))
-
-
-@pytest.mark.parametrize("name", ["RuleOptimizer", "ops", "FuseCallback"])
-def test_a_name_of_ds_ext_that_is_no_optimizer_is_refused(name):
-    with pytest.raises(ValueError, match=f"ds_ext.{name} exists and is no opt.*: rename the class"):
-        rules.register(paper="", state="", rounds="")(type(name, (), {}))
-
-
 SWAPPED = [lambda self, p, g, s, shard, t: None, lambda self, p, g, s, shard: None]
 
 
@@ -234,41 +223,46 @@ def test_a_wrong_call_of_register_says_how_it_is_written():
         rules.register(**texts, batched=True)
 
 
-def test_a_class_that_is_no_rule_is_refused():
-    with pytest.raises(TypeError, match="Own lacks @dataclass.*, the method st"):
-        rules.register(paper="", state="", rounds="")(type("Own", (), {}))
-    thawed = dataclass(type("Own", (), {"state_spec": 0, "step": 0}))
-    with pytest.raises(TypeError, match="Own lacks frozen=True of its @dataclass"):
-        rules.register(paper="", state="", rounds="")(thawed)
-    with pytest.raises(TypeError, match="Own lacks the method step."):
-        plain = type("Own", (), {"__annotations__": {"lr": float}, "state_spec": 0})
-        own = dataclass(frozen=True)(plain)
-        rules.register(paper="", state="", rounds="")(own)
-    own.step = lambda: None
-    with pytest.raises(TypeError, match="Own lacks a default of the field lr."):
-        rules.register(paper="", state="", rounds="")(own)
+def made(*fields, frozen=True):
+    """A class as users write it, which may lack something."""
+    body = {"state_spec": nothing, "step": nothing, "__module__": __name__}
+    return make_dataclass("Own", fields, namespace=body, frozen=frozen)
 
 
 RATE = ("lr", NonNegative, 0.1)
+UNFIT = [
+    (type("AdaLomo", (), {}), ValueError, "named AdaLomo is registered already"),
+    (type("Own", (), {}), TypeError, "Own lacks @dataclass.*, the method st"),
+    (made(RATE, frozen=False), TypeError, "Own lacks frozen=True of its @dataclass"),
+    (made(("lr", NonNegative)), TypeError, "Own lacks a default of the field lr."),
+    (
+        make_dataclass("Own", [RATE], namespace={"state_spec": nothing}, frozen=True),
+        TypeError,
+        "Own lacks the method step.",
+    ),
+]
+UNFIT += [
+    (type(name, (), {}), ValueError, f"ds_ext.{name} exists and is no opt.*: rename the class")
+    for name in ("RuleOptimizer", "ops", "FuseCallback")
+]
 UNCHECKED = "lacks a type of the field lr that says which values"
-FIELDS = [
-    ([("lr", hint, 0.1)], TypeError, UNCHECKED)
+UNFIT += [
+    (made(("lr", hint, 0.1)), TypeError, UNCHECKED)
     for hint in (float, int, tuple[float, float], NonNegative | str)
 ]
-RESERVED = "Odd has a hyper-parameter named {}, which ds_"
-FIELDS += [
-    ([RATE, (name, NonNegative, 5)], ValueError, RESERVED.format(name))
+RESERVED = "Own has a hyper-parameter named {}, which ds_"
+UNFIT += [
+    (made(RATE, (name, NonNegative, 5)), ValueError, RESERVED.format(name))
     for name in sorted(base.RESERVED_FIELDS)
 ]
 
 
-@pytest.mark.parametrize("own, error, words", FIELDS)
-def test_fields_that_nobody_checks_or_that_ds_ext_uses_are_refused(own, error, words):
-    body = {"state_spec": nothing, "step": nothing, "__module__": __name__}
-    rule = make_dataclass("Odd", own, namespace=body, frozen=True)
+@pytest.mark.parametrize("rule, error, words", UNFIT)
+def test_classes_that_are_no_rules_are_refused(rule, error, words):
+    """Also their fields that nobody checks, and names that ds_ext uses."""
     with pytest.raises(error, match=words):
         rules.register(paper="", state="", rounds="")(rule)
-    assert "odd" not in rules.REGISTRY
+    assert "own" not in rules.REGISTRY
 
 
 @pytest.mark.parametrize("key", sorted(base.RESERVED_STATE))
