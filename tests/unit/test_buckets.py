@@ -82,8 +82,6 @@ def test_small_parameters_join_a_bucket_and_large_ones_fill_it(
         torch.testing.assert_close(p.detach(), expected_p)
 
 
-# What a step costs the host grows with the number of parameters, and no faster.
-
 FEW, MANY = 100, 800
 
 
@@ -127,9 +125,6 @@ def test_a_step_is_linear_in_the_number_of_parameters(policy, bucket_size):
 def test_a_step_of_two_ranks_is_linear_in_the_number_of_parameters():
     few, many = (worlds.run(2, step, n, "fused", 20)[0] for n in (FEW, MANY))
     assert is_linear(few, many)
-
-
-# Uses of a module.
 
 
 class WithValueHead(nn.Module):

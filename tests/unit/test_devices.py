@@ -132,9 +132,6 @@ def test_a_model_on_several_devices_is_stepped_after_backward_alone():
         ds_ext.fuse_into_backward(model, optimizer)
 
 
-# PyTorch's operations on a GPU.
-
-
 NO_LAUNCH = {"empty", "empty_like", "new_empty", "detach", "_unsafe_view"}  # and views
 DTYPES = (torch.float32, torch.bfloat16)
 # Muon iterates on all equal matrices of a bucket together.

@@ -83,8 +83,6 @@ def of_rank_one(g):
 
 ZEROS = ((6, 10), (10, 6), (12,), (5, 5), (4, 3, 5), (3, 2, 1, 1), (9,), (70, 70), (1, 40), (40, 1))
 KERNEL_ZEROS = ((6, 10), (12,), (4, 3, 5), (5, 5))  # Triton's interpreter is slow
-
-
 BY_PATH = itertools.product(OPTIMIZERS, ["ops", "native", *["kernels"][: needs.TRITON]])
 
 

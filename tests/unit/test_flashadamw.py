@@ -146,8 +146,6 @@ def test_cuts_through_groups_are_found_without_listing_them():
             assert formats.splits_groups(ops.Batch(shards[:1] * 2), size) == expected
 
 
-# Moments have the same bits by torch's operations, native code and kernels.
-
 SIZES = (4 * 4096, 4999)  # tiles of vectors, and others with half a group
 ODD = (0.0, -0.0, 1e-9, -1e-9, 1e-20, 1e-40, -1e-45, 1e5, 3e7)
 HUGE = (1.8e19, -1.9e19, 1e30, -3.4e38)  # squares of three are infinite
@@ -239,9 +237,6 @@ def inexact(name, toward, made):
         return handle
 
     return operation
-
-
-# By their authors' package, flashoptim.
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -76,8 +76,6 @@ OF_LAMB |= {"betas-eps": {"betas": (0.8, 0.95), "eps": 0.3}, "capped": {"max_coe
 OF_LAMB |= {"uncorrected": {"bias_correction": False}}
 OF_LAMB |= {"clamped": {"min_coeff": 0.5, "max_coeff": 1.5}}
 OWN["lamb"] = of_paper(all_rules.LAMB, lamb, OF_LAMB, SHAPES, 10)
-
-
 FORMULAS = {
     **OWN,
     **test_normalized.FORMULAS,
@@ -180,9 +178,6 @@ def test_a_step_takes_few_rounds(rule, shape, world, rounds):
     assert [ranks.step(grads) for grads in table.gradients(len(rounds), shapes)] == rounds
 
 
-# LOMO, AdaLomo, Adafactor, CAME and LAMB.
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_a_round_is_one_flat_tensor_of_all_statistics(name):
     matrices = [s for s in SHAPES if len(s) > 1]
@@ -255,9 +250,6 @@ def test_one_step_is_as_near_to_fp64_as_weights_of_fp32_can_be(kind, shape):
     assert error <= 1.01 * least and error <= theirs
     if kind == "zeros":
         assert theirs > 1.2 * error > 5e-3 * update
-
-
-# LAMB, whose formula is that of its paper.
 
 
 @pytest.mark.parametrize("p", [0.0, 2.0])

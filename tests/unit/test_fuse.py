@@ -257,9 +257,6 @@ def test_parameters_that_were_put_into_a_group_count_as_trained():
     ds_ext.fuse_into_backward(model, optimizer)
 
 
-# Errors and warnings name arguments and calls, not keys of a DeepSpeed config.
-
-
 JSON = re.compile(
     r"engine|\"ds_ext\"|ds_ext\.(clip|grad)|gradient_clipping|optimizer\.params|config"
 )

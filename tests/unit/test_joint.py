@@ -212,9 +212,6 @@ def test_stacks_of_matrix_products_are_as_large_as_a_block():
     assert 1 < asked.most <= block_sizes.product_limit(CPU) / (500 * 512)
 
 
-# Products.
-
-
 SHAPES = [(1, 1, 1), (7, 5, 3), (13, 29, 17), (6, 2050, 64), (65, 1025, 130), (600, 33, 70)]
 SHAPES += [(3, 0, 4), (0, 3, 4)]
 # Largest error of a product, relative to |a| · |b|, by the terms of the operands; with the error of

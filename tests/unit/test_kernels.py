@@ -252,9 +252,6 @@ def test_plain_torch_reads_the_results_of_passes_at_once(kernels):
     assert v.sum() == 3
 
 
-# Batches by kernels.
-
-
 # Launches of a step of matrices of several widths and a vector, and operations of torch, of which
 # three allocate memory; then those of a step that also judges the gradients.
 FEW = {name: ((1, 3), (1, 4)) for name in ("lomo", "adamw", "flashadamw", "lion")}

@@ -242,9 +242,6 @@ def test_bytes_of_the_state_with_8_bits_and_rows():
     assert sizes == {("m", "code"): 6144, ("m", "scale"): 384, ("v",): 256}
 
 
-# The ranks share the iterations, which one rank makes for all, by their cost.
-
-
 @functools.cache
 def llama():
     """The shapes of the matrices of Llama-3.1-8B's layers, by their number in the model."""

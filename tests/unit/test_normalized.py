@@ -13,8 +13,6 @@ from tests.common.simulated import Ranks, errors
 
 SHAPES = ((5,), (1, 7), (7, 1), (3, 5), (16, 16), (13, 29), (64, 33), (4, 3, 5), (6, 2, 3, 3))
 STEPS = 5
-
-
 PAPERS = {"sinkgd": (all_rules.SinkGD, authors.sinkgd), "scale": (all_rules.SCALE, authors.scale)}
 # Hyper-parameters, and the rounds of a bucket in which rows are divided, and are not.
 SETTINGS = {
@@ -47,8 +45,6 @@ def formula(name, misplaced):
 
 FORMULAS = {"sinkgd": formula("sinkgd", ("sinkgd decay",))}
 FORMULAS["scale"] = formula("scale", ("scale embedding", "scale decay"))
-
-
 LARGE = {
     "sinkgd": {"lr": 2.0, "weight_decay": 0.1},
     "scale": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},

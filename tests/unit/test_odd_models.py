@@ -199,9 +199,6 @@ def test_deepspeed_is_given_no_model_that_torch_has_spread(group):
         refuse_dtensors(wrapped("FSDP2"))
 
 
-# fp64 models, and fp32, fp64 and 16-bit parameters in one bucket.
-
-
 class Mixed(nn.Module):
     """Layers of the given dtypes, one after the other."""
 

@@ -117,9 +117,6 @@ def test_each_environment_has_a_folder_for_what_deepspeed_builds(
     assert found == (given or (expected and str(tmp_path / expected)))
 
 
-# Type information, and help.
-
-
 GOOD = """import ds_ext
 import torch
 

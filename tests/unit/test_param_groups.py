@@ -79,8 +79,6 @@ ENTRIES = [
         r"param_groups\[1\].match: 'norm.bias' matches layers.*, as does param_groups\[0\]",
     ),
 ]
-
-
 ILL = [(ds_ext.AdaLomo, {"param_groups": entries}, message) for entries, message in ENTRIES]
 ILL += [(ds_ext.GaLoreAdamW, {"others": 3}, "others is 3; allowed")]
 ILL += [(ds_ext.GaLoreAdamW, {"others": {"rnk": None}}, "unknown key others.rnk")]
@@ -171,9 +169,6 @@ def test_a_model_that_zero_3_has_cut_is_refused():
     model.weight.data = torch.empty(0)  # as zero.Init leaves it
     with pytest.raises(ValueError, match="config of deepspeed.initialize instead"):
         ds_ext.AdaLomo.for_model(model)
-
-
-# ``target_modules`` chooses the matrices that GaLore-AdamW projects.
 
 
 def grouped(module, params, targets="all-linear", **view):

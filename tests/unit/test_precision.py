@@ -236,9 +236,6 @@ def number(optimizer, param):
     return optimizer.weights(param, run, Shard.whole(tuple(param.shape))).view(param.shape)
 
 
-# Sharded = whole, and resumed = uninterrupted, in every way of writing.
-
-
 CUTS = list(itertools.product(MODES, HALVES.values(), [1, 2, 3, 7]))
 
 

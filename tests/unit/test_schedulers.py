@@ -132,8 +132,6 @@ TORCH = {
     "CyclicLR": {"base_lr": 0.1, "max_lr": 0.4, "step_size_up": 3, "cycle_momentum": False},
     "CosineAnnealingWarmRestarts": {"T_0": 5},
 }
-
-
 HUGGING_FACE = {"linear": {}, "cosine_with_restarts": {"num_cycles": 2}, "inverse_sqrt": {}}
 HUGGING_FACE |= {"warmup_stable_decay": {"num_decay_steps": 4}}
 GIVEN = [("torch", name, how) for name in TORCH for how in ("config", "callable", "object")]

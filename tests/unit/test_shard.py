@@ -130,9 +130,6 @@ def test_one_rank_with_elements_has_a_turn(world):
     assert turns(stack, 3) == [[0], [1], [0]]
 
 
-# Tensor parallelism: boxes of a matrix on each rank.
-
-
 SHAPE = (12, 20)
 DIVIDED = {
     "rows": ((Box(0, 6, 0, 20),), (Box(6, 6, 0, 20),)),

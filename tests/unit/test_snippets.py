@@ -108,9 +108,6 @@ def test_what_is_wrong_is_found(tmp_path):
     assert snippets.renewed(TEXT.format("stale\n")) == TEXT.format(KEEPS)
 
 
-# The support matrix.
-
-
 def test_the_pages_say_what_the_marks_say(request):
     """If this fails: `make matrix`."""
     collected = request.config.pluginmanager.get_plugin("support")

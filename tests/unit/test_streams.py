@@ -168,9 +168,6 @@ def test_what_transformers_writes_for_auto_is_the_default_on_a_gpu():
     assert not is_filled_in(engine("cpu", hidden_size=64), 64**2)
 
 
-# Time limits of groups, and what ranks ask that wait for others.
-
-
 def pretend_ranks(monkeypatch, world, patience, rank):
     """This thread is a rank of a world that does not exist; returns its store, which is noted."""
     store = mock.Mock(wraps=dist.HashStore())

@@ -266,9 +266,6 @@ def test_deepspeed_knows_the_optimizers_in_either_order_of_imports(order):
     assert apart.python("-c", code).stdout.splitlines()[-1] == "False"
 
 
-# `import ds_ext` changes no name of DeepSpeed, torch, accelerate or transformers but patches.
-
-
 PACKAGES = ("deepspeed", "torch", "accelerate", "transformers")
 # torch's registries, to which importing more of torch and of custom operations adds.
 REGISTRIES = {
