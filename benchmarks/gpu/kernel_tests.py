@@ -18,7 +18,7 @@ from benchmarks.gpu.setting import RIGHT, WRONG, Row, Rows, Setting
 
 ROOT = Path(__file__).parents[2]
 FILES = ("kernels", "devices")
-FILES += ("int8", "native", "statistics", "update_stats", "unseen_rule", "edited_weights", "shard")
+FILES += ("int8", "native", "statistics", "update_stats", "unseen_rule", "edits", "shard")
 # Those that use kernels, by words in their names. The other tests of these files do not need a GPU.
 CHOSEN = "kernel or bad_gradient or host_reads or no_limits or advance_once or launch"
 SANITIZED = "test_a_step_is_that_of_the_ops"

@@ -1,19 +1,25 @@
-"""APOLLO on simulated ranks is its authors' code on whole matrices, with our projection."""
+"""APOLLO on simulated ranks is its authors' code on whole matrices, with our projection.
+
+The normal numbers that it draws from a counter: what they are, and their distribution.
+"""
 
 import copy
 import functools
 import itertools
+import statistics
 
 import pytest
 import torch
 
 import ds_ext
+from ds_ext.ops import rounding
 from ds_ext.ops.normal import normals
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import zeros
+from ds_ext.ops.state import Part, zeros
 from ds_ext.rules import apollo
 from ds_ext.rules.apollo import APOLLO
 from tests.common import low_rank, plain, table
+from tests.common.reference import normal_numbers
 from tests.common.simulated import Formula, Ranks, errors, ranks_after
 
 STEPS = 6
@@ -136,3 +142,64 @@ def test_parameters_and_seeds_have_projections_of_their_own():
     for a, b in itertools.combinations(found, 2):
         assert float((a - b).norm() / a.norm()) > 0.01
     assert all(map(torch.equal, moved(0), found[:3]))
+
+
+ALL = 2**20
+
+
+@functools.cache
+def drawn(stream=0, seed=0, draw=0, n=ALL):
+    return normals(torch.tensor(stream), seed, draw, slice(0, n)).double()
+
+
+@pytest.mark.parametrize("stream, seed, draw", [(0, 0, 0), (5, 3, 2), (2**31 + 7, 2**70, 10**6)])
+def test_numbers_are_those_of_the_formula_bit_for_bit(stream, seed, draw):
+    mine = normals(torch.tensor(stream), seed, draw, slice(0, 5000))
+    expected = normal_numbers(stream, rounding.key(seed, 0, draw), draw, 5000)
+    assert mine.dtype == torch.float32
+    assert torch.equal(mine, torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("start, stop", [(0, 0), (0, 1), (1, 2), (1, 8), (6, 13), (4097, 70001)])
+def test_a_part_of_a_sequence_is_the_part_of_all(start, stop):
+    part = normals(torch.tensor(3), 1, 2, slice(start, stop))
+    assert torch.equal(part.double(), drawn(3, 1, 2)[start:stop])
+
+
+def test_moments_are_those_of_the_normal_distribution():
+    x = drawn()
+    for power, mean, spread in [(1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)]:
+        assert abs(float((x**power).mean()) - mean) < 5 * (spread / ALL) ** 0.5
+    normal = statistics.NormalDist()
+    for at in (-3, -1, 0, 0.5, 2):
+        share = float((x < at).double().mean())
+        assert abs(share - normal.cdf(at)) < 5 * (normal.cdf(at) / ALL) ** 0.5
+
+
+@pytest.mark.parametrize("lag", [1, 2, 512, 65536])
+def test_numbers_of_a_sequence_are_independent(lag):
+    x = drawn()
+    a, b = x[lag:], x[:-lag]
+    for f in (lambda v: v, lambda v: v**2 - 1):
+        assert abs(float((f(a) * f(b)).mean())) < 5 * 2 / len(a) ** 0.5
+
+
+def test_sequences_are_independent():
+    keys = [(0, 0, 0), (1, 0, 0), (2, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1)]
+    keys += [(7, 2**40, 9)]
+    n = 2**16
+    x = torch.stack([drawn(*key, n=n) for key in keys])
+    correlations = x @ x.T / n - torch.eye(len(keys), dtype=x.dtype)
+    assert correlations.abs().max() < 6 / n**0.5 * 2
+
+
+def test_a_state_has_a_stream_for_each_parameter_and_each_expert():
+    parts = {"stream": Part.stream(), "m": Part.like(Shard.whole((3,)))}
+    nested = {"experts": {str(i): parts for i in range(64)}}
+    streams = [int(zeros(parts, torch.zeros(3), number)["stream"]) for number in range(64)]
+    for number in range(64):
+        experts = zeros(nested, torch.zeros(3), number)["experts"]
+        streams += [int(state["stream"]) for state in experts.values()]
+        assert all(not state["m"].any() for state in experts.values())
+    assert len(set(streams)) == 64 + 64 * 64
+    assert all(0 <= stream < 2**32 for stream in streams)

@@ -84,6 +84,25 @@ ILL += [(ds_ext.GaLoreAdamW, {"others": 3}, "others is 3; allowed")]
 ILL += [(ds_ext.GaLoreAdamW, {"others": {"rnk": None}}, "unknown key others.rnk")]
 ILL += [(ds_ext.GaLoreAdamW, {"others": {"type": "Lomoo"}}, "others.type is 'Lomoo'")]
 ILL += [(ds_ext.AdaLomo, {"others": {"lr": 1.0}}, "unknown key others")]  # a rule for all shapes
+MUON = {"type": "Muon", "lr": 1e-3}
+ILL += [
+    (
+        ds_ext.AdaLomo,
+        {"param_groups": [{"match": "norm"} | MUON]},
+        r"Muon steps only matrices, and layers\.0\.norm\.weight, which 'norm' gives to it, has the "
+        r'shape \[6\]: give it "type": "AdamW"',
+    ),
+    (ds_ext.Muon, {"others": MUON}, "'others' gives to it, has the shape"),
+]
+TARGETS = [
+    (name, "'.*' matches no trained matrix") for name in (["q_prj"], "norm", ["q_proj", "v"])
+]
+TARGETS += [(["q_proj("], ".*not a regular expression")]
+TARGETS += [(name, "is .*; allowed") for name in (3, [], "")]
+ILL += [
+    (ds_ext.GaLoreAdamW, {"target_modules": name}, f"target_modules:? ?{words}")
+    for name, words in TARGETS
+]
 
 
 @pytest.mark.parametrize("kind, keys, message", ILL)
@@ -111,14 +130,6 @@ def test_entries_without_a_type_leave_the_choice_to_the_rule():
     found = {name: (group["rank"], group["lr"]) for name, group in found.items()}
     assert found["lm_head.weight"] == (None, 1e-4) and found["embed.weight"] == (None, 1e-3)
     assert found["layers.0.mlp.weight"] == (2, 1e-4) and found["layers.1.mlp.weight"] == (2, 1e-3)
-
-
-def test_an_entry_that_gives_a_vector_to_a_rule_for_matrices_is_named():
-    words = r"Muon steps only matrices, and layers\.0\.norm\.weight, which 'norm' gives to it, has"
-    with pytest.raises(ValueError, match=words + r' the shape \[6\]: give it "type": "AdamW"'):
-        ds_ext.AdaLomo.for_model(Net(), param_groups=[{"match": "norm", "type": "Muon"}])
-    with pytest.raises(ValueError, match="'others' gives to it, has the shape"):
-        ds_ext.Muon.for_model(Net(), others={"type": "Muon", "lr": 1e-3})
 
 
 def test_vectors_of_a_rule_for_matrices_are_refused():
@@ -230,19 +241,6 @@ def test_tied_and_partitioned_weights():
     params = list(module.parameters())
     groups = grouped(module, params, shape=unpartitioned_shape)
     assert projected(module, groups) == ALL | {"score.weight"}
-
-
-def test_target_modules_that_match_nothing_are_refused():
-    module = Net()
-    params = list(module.parameters())
-    for targets in (["q_prj"], "norm", ["q_proj", "valu"]):
-        with pytest.raises(ValueError, match=r"target_modules: '.*' matches no trained matrix"):
-            grouped(module, params, targets)
-    with pytest.raises(ValueError, match=r"target_modules.*not a regular expression"):
-        grouped(module, params, ["q_proj("])
-    for targets in (3, [], ""):
-        with pytest.raises(ValueError, match=r"target_modules is .*; allowed"):
-            grouped(module, params, targets)
     with pytest.raises(ValueError, match=r"target_modules is \"all-linear\", but no"):
         grouped(module, [module.embed.weight])
 

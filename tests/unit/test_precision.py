@@ -1,4 +1,7 @@
-"""Writing weights back: unbiased or exact, the same however a parameter is cut, on what is due."""
+"""Writing weights back: unbiased or exact, the same however a parameter is cut, on what is due.
+
+The random bits of rounding.
+"""
 
 import functools
 import itertools
@@ -323,3 +326,43 @@ def test_a_checkpoint_goes_on_with_the_same_bits_also_in_another_form(mode, othe
     assert all(map(torch.equal, kept.weights, resumed.weights))
     states = kept.optimizer.state.values()
     assert all(("master" in state) == (other in MASTERS) for state in states)
+
+
+def noise(n, key, start):
+    bits = torch.zeros(n, dtype=torch.int32)
+    rounding.add_noise_(bits, key, start)
+    return bits
+
+
+def test_noise_depends_on_the_element_not_on_the_cut():
+    whole = noise(200_000, 17, 5)
+    for start, n in ((400, 300), (2**16 - 8, 16), (2**16 - 5, 2**16 + 7), (199_999, 1)):
+        assert torch.equal(whole[start : start + n], noise(n, 17, 5 + start))
+    assert len(noise(0, 17, 3)) == 0
+
+
+def test_noise_is_that_of_earlier_versions():
+    """So that a resumed run rounds in the same way. All executors read one set of constants."""
+    assert noise(4, 17, 5).tolist() == [15046, 25878, 43972, 51846]
+    assert noise(3, rounding.key(2**40, 3, 7), 2**16 - 1).tolist() == [65100, 45815, 947]
+
+
+def test_noise_differs_by_seed_parameter_and_step_and_is_uniform():
+    seeds = [0, 1, 2, 7, 2**31, 2**32, 2**32 + 1, 2**64]
+    keys = {rounding.key(s, n, t): s for s in seeds for n in range(20) for t in range(20)}
+    assert len(keys) == 20 * 20 * len(seeds)
+    for seed in seeds:
+        of_seed = [key for key, s in keys.items() if s == seed][:100]
+        assert_uniform([noise(4096, key, 0) for key in of_seed])
+    first = [noise(4096, rounding.key(s, 0, 1), 0) for s in seeds]
+    apart = torch.corrcoef(torch.stack(first).double()) - torch.eye(len(seeds))
+    assert apart.abs().max() < 5 / 4096**0.5
+
+
+def assert_uniform(draws):
+    counts = torch.stack(draws).flatten().div(4096, rounding_mode="floor").bincount(minlength=16)
+    expected = len(draws) * 4096 / 16
+    # chi-square, 15 degrees, p = 1e-4, for there are eight seeds
+    assert ((counts - expected) ** 2 / expected).sum() < 44.3
+    neighbours = torch.corrcoef(torch.stack([draws[0], draws[1]]).double())[0, 1]
+    assert abs(neighbours) < 4 / 4096**0.5

@@ -42,6 +42,16 @@ def exact(x, before, share, shard):
     return row, square.sum(-2), (square / (before.double() + share * row).unsqueeze(-1)).sum(-2)
 
 
+def sums_of(x, before, shard):
+    """Sums over the rows and columns of a run, each with the exact one; ``before`` divides rows."""
+    row, col, weighted = exact(x, 0.9 * before, 0.1 / shard.cols, shard)
+    found, expected = [*ops.row_col_square_sums(x, shard, x)], [row, col]
+    if has_whole_rows(shard):
+        found += ops.weighted_square_sums(x, before, 0.0, 0.9, shard, x)
+        expected += [row, col, weighted]
+    return zip(found, expected, strict=True)
+
+
 @pytest.mark.parametrize("shape, path", params(CASES, lambda case: case not in LONG))
 def test_sums_of_a_run(shape, path, monkeypatch):
     """In several blocks, some of parts of a matrix, or in strips of one height or another."""
@@ -53,15 +63,9 @@ def test_sums_of_a_run(shape, path, monkeypatch):
     ((whole,),) = table.gradients(1, [shape])
     for shard in runs(shape):
         x = whole.view(-1)[shard.start : shard.stop].float()
-        before = torch.rand(shard.mats, shard.rows) + 0.5
-        row, col, weighted = exact(x, before, 0.1 / shard.cols, shard)
-        found = [*ops.row_col_square_sums(x, shard, x), *ops.square_sums((x,), shard, x)]
-        expected = [row, col, row.sum()]
-        if has_whole_rows(shard):
-            found += ops.weighted_square_sums(x, before / 0.9, 0.0, 0.9, shard, x)
-            expected += [row, col, weighted]
         close = 1e-6 if path != "ops" else 3e-6  # of sums over many blocks
-        for a, b in zip(found, expected, strict=True):
+        pairs = [*sums_of(x, torch.rand(shard.mats, shard.rows) + 0.5, shard)]
+        for a, b in [*pairs, (*ops.square_sums((x,), shard, x), x.double().square().sum())]:
             assert (a - b).norm() <= close * b.norm()
     assert path == "ops" or {*ran} == {"row_col_sums", "square_sums", "weighted_sums"}
 
@@ -74,15 +78,8 @@ def test_long_sums_keep_their_digits(path, shape, monkeypatch):
     """Additions of half a million equal numbers in fp32 would lose 1e-3."""
     paths.use(monkeypatch, path)
     shard = Shard.whole(shape)
-    x = torch.full((shard.numel,), 0.3)
     before = torch.full((shard.mats, shard.rows), 0.5)
-    found = ops.row_col_square_sums(x, shard, x)
-    row, col, weighted = exact(x, before * 0.9, 0.1 / shard.cols, shard)
-    expected = [row, col]
-    if shard.holds_rows:
-        found += ops.weighted_square_sums(x, before, 0.0, 0.9, shard, x)
-        expected += [row, col, weighted]
-    for a, b in zip(found, expected, strict=True):
+    for a, b in sums_of(torch.full((shard.numel,), 0.3), before, shard):
         assert ((a - b).abs() / b).max() <= 1e-5
 
 
