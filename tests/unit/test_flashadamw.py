@@ -59,13 +59,6 @@ FORMULAS["adamw"] = Formula(
 )
 
 
-def test_defaults_of_adamw_are_those_of_torch():
-    (theirs,) = torch.optim.AdamW([torch.zeros(1)]).param_groups
-    (own,) = ds_ext.AdamW([torch.zeros(1)]).param_groups
-    for name in ("lr", "betas", "eps", "weight_decay"):
-        assert own[name] == theirs[name]
-
-
 def test_scales_are_those_of_fp16_where_that_is_normal_and_reach_further():
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     scales = companding.scales(bits)

@@ -5,9 +5,7 @@ import functools
 
 import pytest
 import torch
-from torch import nn
 
-import ds_ext
 from ds_ext.distributed import layout, lockstep
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
@@ -20,11 +18,10 @@ from ds_ext.rules.muon import Muon
 from tests.common import low_rank, paths, plain, table
 from tests.common.authors import rounded
 from tests.common.choose import params
-from tests.common.simulated import BROKEN, EXACT, Formula, Ranks, errors, stepped
+from tests.common.simulated import Formula, Ranks, errors, stepped
 from tests.common.table import WORLDS
 
 STEPS = 4
-SIZES = ((8, 24), (24, 12), (12, 8))  # inputs and outputs of layers
 SHAPES = ((13, 29), (29, 13), (16, 16), (1, 7), (7, 1), (1, 1), (3, 5), (64, 33), (96, 4))
 # Of the update: the bounds that the rule promises whatever the spectrum.
 BOUNDS = {"fp32": 1e-3, "bf16": 1e-2}
@@ -51,28 +48,6 @@ def expected(setting, shapes=SHAPES):
 
 
 FORMULA = Formula(lambda setting: Muon(**SETTINGS[setting]), expected, SETTINGS, SHAPES, STEPS)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_matrices_have_their_own_steps_by_name(fused):
-    """A param group replaces a table of steps by size."""
-    steps = {"0": 5, "1": 2, "2": 8}
-    model = nn.Sequential(*(nn.Linear(*x, bias=False, dtype=torch.float64) for x in SIZES))
-    before = [p.detach().clone() for p in model.parameters()]
-    groups = [{"match": rf"^{name}\.", "ns_steps": n} for name, n in steps.items() if n != 5]
-    optimizer = ds_ext.Muon.for_model(model, lr=0.02, param_groups=groups, target_modules=[*steps])
-    if fused:
-        ds_ext.fuse_into_backward(model, optimizer)
-    gradients = table.gradients(STEPS, [p.shape for p in before])
-    for grads in gradients:
-        sum((p * g).sum() for p, g in zip(model.parameters(), grads, strict=True)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for i, (p, n) in enumerate(zip(model.parameters(), steps.values(), strict=True)):
-        grads = [[step[i]] for step in gradients]
-        exact, other = (torchs([before[i]], grads, lr=0.02, ns_steps=k) for k in (n, 5))
-        assert max(errors([p.detach()], exact, [before[i]])) <= EXACT
-        assert n == 5 or max(errors(other, exact, [before[i]])) > BROKEN
 
 
 def hard(n, m):
