@@ -86,10 +86,11 @@ def errors(
     found: Sequence[Tensor], expected: Sequence[Tensor], before: Sequence[Tensor]
 ) -> list[float]:
     """Returns the error of each parameter relative to its total update."""
-    return [
-        float((a.double() - b.double()).norm() / (b.double() - c.double()).norm())
+    ratios = [
+        (a.double() - b.double()).norm() / (b.double() - c.double()).norm()
         for a, b, c in zip(found, expected, before, strict=True)
     ]
+    return [float(x.nan_to_num(nan=torch.inf)) for x in ratios]  # the largest of them is no NaN
 
 
 def weights(shapes: Sequence[Shape], dtype: torch.dtype = torch.float64) -> list[Tensor]:

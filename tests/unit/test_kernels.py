@@ -102,7 +102,8 @@ def worst(found, expected, before):
     """The largest error of a parameter relative to its update, which nearest may round to 0."""
     each = zip(found, expected, before, strict=True)
     each = ((a.double(), b.double(), w.double().view(-1)) for a, b, w in each)
-    return max(float((a - b).norm() / (b - w).norm().clamp(1e-30)) for a, b, w in each)
+    ratios = [(a - b).norm() / (b - w).norm().clamp(1e-30) for a, b, w in each]
+    return float(torch.stack(ratios).max())  # NaN if one is
 
 
 def updates_of(weights, grads, world):
