@@ -143,6 +143,7 @@ class AdamW(RuleOptimizer):
         eps: added to the divisor.
         weight_decay: decoupled, times lr.
         nbits: bits of a moment's element.
+        min_8bit_size: fewer moments than these stay fp32.
         ema_decay: of the moving average of the weights; 0: no average.
         ema_dtype: of the average; "bf16" is rounded stochastically.
         weight_update: rounding of 16-bit weights; others are not rounded.
@@ -158,6 +159,7 @@ class AdamW(RuleOptimizer):
         eps: float = 1e-08,
         weight_decay: float = 0.01,
         nbits: Literal[8, 32] = 32,
+        min_8bit_size: int = 4096,
         ema_decay: float = 0.0,
         ema_dtype: Literal["bf16", "fp32"] = "fp32",
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
@@ -173,6 +175,7 @@ class AdamW(RuleOptimizer):
         eps: float = 1e-08,
         weight_decay: float = 0.01,
         nbits: Literal[8, 32] = 32,
+        min_8bit_size: int = 4096,
         ema_decay: float = 0.0,
         ema_dtype: Literal["bf16", "fp32"] = "fp32",
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
@@ -407,6 +410,7 @@ class GaLoreAdamW(RuleOptimizer):
         weight_decay: decoupled, times lr.
         correct_bias: divides by 1 - betas ** t.
         nbits: bits of a moment's element.
+        min_8bit_size: fewer moments than these stay fp32.
         ema_decay: of the moving average of the weights; 0: no average.
         ema_dtype: of the average; "bf16" is rounded stochastically.
         weight_update: rounding of 16-bit weights; others are not rounded.
@@ -427,6 +431,7 @@ class GaLoreAdamW(RuleOptimizer):
         weight_decay: float = 0.0,
         correct_bias: bool = True,
         nbits: Literal[8, 32] = 32,
+        min_8bit_size: int = 4096,
         ema_decay: float = 0.0,
         ema_dtype: Literal["bf16", "fp32"] = "fp32",
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",
@@ -447,6 +452,7 @@ class GaLoreAdamW(RuleOptimizer):
         weight_decay: float = 0.0,
         correct_bias: bool = True,
         nbits: Literal[8, 32] = 32,
+        min_8bit_size: int = 4096,
         ema_decay: float = 0.0,
         ema_dtype: Literal["bf16", "fp32"] = "fp32",
         weight_update: Literal["stochastic", "nearest", "master", "master24"] = "stochastic",

@@ -267,7 +267,6 @@ def _alternatives(hint: Any) -> list[str]:
 
 
 _REMOVED = {  # hyper-parameters, and what to do
-    "min_8bit_size": 'remove it; with "nbits": 8 all moments have 8 bits.',
     "split_dim": "remove it; only rows are split, so a matrix [in, out], as GPT-2's, stays whole.",
 }
 

@@ -45,19 +45,21 @@ class Format:
             is the numbers themselves, in the accumulator's dtype.
         code: the dtype of an element in a group.
         scale: the dtype of a group's scale.
+        key: of the scales in the state.
     """
 
     opened: Callable[[Any], Writable]
     size: int
     code: torch.dtype | None = None
     scale: torch.dtype | None = None
+    key: str = "scale"
 
     def state_spec(self, run: slice, total: int) -> Part | Parts:
         """Returns the state of the values ``run`` of ``total``; the run has whole groups."""
         if self.size == 1:
             return Part.of(run, total)
         groups = Part.of(groups_of(run, self.size), -(-total // self.size), self.scale)
-        return {"code": Part.of(run, total, self.code), "scale": groups}
+        return {"code": Part.of(run, total, self.code), self.key: groups}
 
 
 def _numbers(kept: Tensor) -> Tensor:

@@ -35,7 +35,6 @@ SHARED = (
 )
 VALUES = {"lr", "weight_decay"}  # hyper-parameters that decide neither states nor batches
 ADDED = {"ema_decay", "ema_dtype", "nbits"}  # since the first version
-GONE = {"min_8bit_size", "split_dim"}  # since version 1.0
 PLAIN = {float, int, bool, str, tuple, type(None)}  # types of values that strict checks accept
 
 
@@ -43,20 +42,15 @@ def of_this_version(group: Mapping[str, Any], hypers: type) -> dict[str, Any]:
     """Returns a saved group, with the hyper-parameters that this version has.
 
     Raises:
-        ValueError: version 1.0 wrote its 8-bit moments in bitsandbytes' format, or split columns.
+        ValueError: columns of matrices were split, which version 1.0 could do.
     """
     if group.get("split_dim"):
         raise ValueError(
             "ds_ext 1.0 split the columns of matrices (split_dim), which this version does not: "
             "finish that run with ds_ext 1.0, or load only the weights."
         )
-    if "min_8bit_size" in group and group["nbits"] == 8:
-        raise ValueError(
-            "the 8-bit moments are in bitsandbytes' format, which ds_ext 1.0 wrote and this "
-            "version does not read: finish that run with ds_ext 1.0, or load only the weights."
-        )
     added = {f.name: f.default for f in fields(hypers) if f.name in ADDED}
-    return {**added, **{k: v for k, v in group.items() if k not in GONE}}
+    return {**added, **{k: v for k, v in group.items() if k != "split_dim"}}
 
 
 class GroupIndex:

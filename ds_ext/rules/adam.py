@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ds_ext import ops
-from ds_ext.ops import companding, formats
+from ds_ext.ops import formats, quantize
 from ds_ext.ops.formats import PLAIN, Format
 from ds_ext.ops.shard import Shard, outward
 from ds_ext.ops.state import Part, Parts
@@ -20,7 +20,6 @@ from ds_ext.rules.base import State, Sums
 # An update, the weight to update, and the geometry of both.
 AdamUpdate: TypeAlias = tuple[ops.AdamStep, ops.Writable, Shard]
 Formats: TypeAlias = tuple[Format, Format]
-EIGHT_BITS: Formats = companding.MOMENT, companding.SQUARES
 
 
 @dataclass(frozen=True)
@@ -30,11 +29,12 @@ class Adam:
     betas: tuple[float, float]
     eps: float
     formats: Formats = (PLAIN, PLAIN)  # formats of m and v, with equal group sizes
+    least: int = 0  # parameters with fewer moments keep fp32
 
     @classmethod
-    def of_bits(cls, betas: tuple[float, float], eps: float, nbits: int) -> "Adam":
-        """Returns Adam with moments of 32 or 8 bits."""
-        return cls(betas, eps, EIGHT_BITS if nbits == 8 else (PLAIN, PLAIN))
+    def of_bits(cls, betas: tuple[float, float], eps: float, nbits: int, least: int) -> "Adam":
+        """Returns Adam with 32-bit moments, or bitsandbytes' 8 bits from ``least`` moments on."""
+        return cls(betas, eps) if nbits == 32 else cls(betas, eps, quantize.MOMENTS, least)
 
     def biases(self, t: int) -> tuple[float, float]:
         """Returns the divisors that correct the bias of m and v at step ``t``."""
@@ -46,24 +46,25 @@ class Adam:
         c1, c2 = self.biases(t)
         return float(c2**0.5 / c1)
 
-    @property
-    def unit(self) -> int:
-        """The number of elements in a group of moments."""
-        return self.formats[0].size
+    def unit(self, total: int) -> int:
+        """Returns the number of elements in a group of moments, for ``total`` moments."""
+        return self._formats(total)[0].size
 
     def state_spec(self, run: slice, total: int) -> dict[str, Part | Parts]:
         """Returns the moments of the elements ``run`` out of ``total``."""
-        m, v = self.formats
+        m, v = self._formats(total)
         return {"m": m.state_spec(run, total), "v": v.state_spec(run, total)}
 
     def shard_state_spec(self, shard: Shard) -> dict[str, Part | Parts]:
         """Returns the moments of a parameter's run, extended to whole groups."""
         total = shard.numel
-        return self.state_spec(outward(shard.start, shard.stop, self.unit, total), total)
+        return self.state_spec(outward(shard.start, shard.stop, self.unit(total), total), total)
 
-    def advance(self, s: State, g: ops.Readable, c1: float = 1.0, c2: float = 1.0) -> ops.AdamStep:
+    def advance(
+        self, s: State, g: ops.Readable, total: int, c1: float = 1.0, c2: float = 1.0
+    ) -> ops.AdamStep:
         """Returns the update from a run ``g``. Reading a block, once, advances its moments."""
-        m, v = (x.opened(s[key]) for x, key in zip(self.formats, ("m", "v"), strict=True))
+        m, v = (x.opened(s[key]) for x, key in zip(self._formats(total), ("m", "v"), strict=True))
         return ops.AdamStep(ops.RootQuotient(m, v, self.eps, c1, c2), g, *self.betas)
 
     def step(
@@ -76,5 +77,9 @@ class Adam:
         c2: float = 1.0,
     ) -> Generator[Sums, Sums, AdamUpdate]:
         """Returns the step of a run. If a cut splits a group, one round completes the group."""
-        p, x, whole = yield from formats.whole_groups(p, g, shard, self.unit)
-        return self.advance(s, x, c1, c2), p, whole
+        total = shard.numel
+        p, x, whole = yield from formats.whole_groups(p, g, shard, self.unit(total))
+        return self.advance(s, x, total, c1, c2), p, whole
+
+    def _formats(self, total: int) -> Formats:
+        return self.formats if not self.least or total >= self.least else (PLAIN, PLAIN)

@@ -8,17 +8,16 @@ multiplier. Weight decay is multiplied by lr, as in torch.
     p ← p (1 − lr · weight_decay) − lr · u
 
 State: ``m`` and ``v`` are runs like the weight, torch's exp_avg and exp_avg_sq. With 8 bits they
-have FlashAdamW's formats (``ops.companding``). If a cut then splits a group of 32 elements, a step
-takes one round.
+have bitsandbytes' format, in blocks of 256 elements of the whole parameter. If a cut splits a
+block, a step takes one round.
 """
 
 import functools
 from dataclasses import dataclass
 
 from ds_ext import ops
-from ds_ext.hyperparams import Bits, Fraction, NonNegative, Positive
-from ds_ext.ops import formats
-from ds_ext.ops.companding import of_bits
+from ds_ext.hyperparams import Bits, Fraction, NonNegative, Positive, Size
+from ds_ext.ops import quantize
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
 from ds_ext.rules.adam import Adam
@@ -27,9 +26,9 @@ from ds_ext.rules.base import Rounds, State, register
 
 @register(
     paper="1711.05101",
-    state="8/d; 2.125/d with 8-bit moments",
-    rounds="0; 1 if a cut goes through 32 elements of 8-bit moments",
-    is_batched=lambda rule, shard: not formats.splits_groups(shard, of_bits(rule.nbits).size),
+    state="8/d; 2/d with 8-bit moments",
+    rounds="0; 1 if a cut goes through an 8-bit block",
+    is_batched=lambda rule, shard: rule.nbits == 32,
     is_flat=True,
 )
 @dataclass(frozen=True)
@@ -41,6 +40,11 @@ class AdamW:
     eps: Positive = 1e-8  # added to the divisor
     weight_decay: NonNegative = 1e-2  # decoupled, times lr
     nbits: Bits = 32  # bits of a moment's element
+    min_8bit_size: Size = 4096  # fewer moments than these stay fp32
+
+    def __post_init__(self) -> None:
+        if self.nbits == 8:
+            quantize.functional()
 
     def state_spec(self, shard: Shard) -> Parts:
         return self.adam.shard_state_spec(shard)
@@ -52,4 +56,4 @@ class AdamW:
     @functools.cached_property
     def adam(self) -> Adam:
         """Adam with these hyper-parameters."""
-        return Adam.of_bits(self.betas, self.eps, self.nbits)
+        return Adam.of_bits(self.betas, self.eps, self.nbits, self.min_8bit_size)

@@ -48,4 +48,4 @@ class FlashAdamW:
     @functools.cached_property
     def adam(self) -> Adam:
         """Adam with these hyper-parameters."""
-        return Adam.of_bits(self.betas, self.eps, 8)
+        return Adam(self.betas, self.eps, (companding.MOMENT, companding.SQUARES))

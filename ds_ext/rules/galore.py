@@ -18,22 +18,21 @@ The shape of the whole matrix selects the side: with ``std``, right if rows >= c
 Bytes on one of d ranks in addition to its run, with rank r:
   right, R = G·V [rows, r]    basis 4·r·cols, replicated;  moments 8·r·rows / d (+ a row)
   left, R = U'·G [r, cols]    basis 4·r·rows / d (+ a row); moments 8·r·cols / d
-8-bit moments have FlashAdamW's formats (``ops.companding``) and take 2.125 bytes instead of 8, plus
-up to 62 elements: groups of 32 are groups of the whole moment, so that rounding does not depend on
-the number of ranks.
+8-bit moments take 1/4, plus up to 510 elements: blocks of 256 are blocks of the whole moment, so
+that rounding does not depend on the number of ranks.
 
 A step takes one round (right) or two (left). Renewing the basis takes one more round for every
 2**20 elements of the gradient, and 1 or 2 others. AdamW steps vectors, tensors of more than two
 dimensions, and groups with rank null: moments 8·numel / d, and no rounds (with 8 bits one round, if
-a cut splits a group).
+a cut splits a block).
 """
 
 import functools
 from dataclasses import dataclass
 
 from ds_ext import ops
-from ds_ext.hyperparams import Bits, Count, Fraction, NonNegative, Positive, Side
-from ds_ext.ops import joint
+from ds_ext.hyperparams import Bits, Count, Fraction, NonNegative, Positive, Side, Size
+from ds_ext.ops import joint, quantize
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
 from ds_ext.rules import lowrank
@@ -44,7 +43,7 @@ from ds_ext.rules.base import Rounds, State, register
 @register(
     paper="2403.03507",
     state="about 8·r/(S·d) for moments + 4·r/L for a replicated basis, r the rank, S and L the "
-    "short and the long side; 2.125 instead of 8 with 8-bit moments",
+    "short and the long side; 2 instead of 8 with 8-bit moments",
     rounds="1–2, more when the basis is renewed",
     others={"rank": None},
     shared_work=lambda rule, shard: min(shard.rows, shard.cols) ** 3 * rule.projects(shard),
@@ -66,13 +65,18 @@ class GaLoreAdamW:
     weight_decay: NonNegative = 0.0  # decoupled, times lr
     correct_bias: bool = True  # divides by 1 - betas ** t
     nbits: Bits = 32  # bits of a moment's element
+    min_8bit_size: Size = 4096  # fewer moments than these stay fp32
+
+    def __post_init__(self) -> None:
+        if self.nbits == 8:
+            quantize.functional()
 
     def state_spec(self, shard: Shard) -> Parts:
         if not self.projects(shard):
             return self.adam.shard_state_spec(shard)
         rank, right = self.space(shard)
         total = rank * (shard.rows if right else shard.cols)
-        part = lowrank.own_part(rank, right, shard, self.adam.unit)
+        part = lowrank.own_part(rank, right, shard, self.adam.unit(total))
         return self.adam.state_spec(part, total) | {"q": lowrank.basis_part(rank, right, shard)}
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
@@ -92,8 +96,8 @@ class GaLoreAdamW:
         r = yield from lowrank.project(g, q, right, shard, terms)
         (r,) = yield (r,)
 
-        part = lowrank.own_part(rank, right, shard, self.adam.unit)
-        step = self.adam.advance(s, r.view(-1)[part])
+        part = lowrank.own_part(rank, right, shard, self.adam.unit(r.numel()))
+        step = self.adam.advance(s, r.view(-1)[part], r.numel())
         scaled = ops.times(step, self.factor(t) * self.scale)
         u = yield from joint.evaluate(scaled, Shard.whole((part.stop - part.start,)), r)
         if right:
@@ -129,4 +133,4 @@ class GaLoreAdamW:
     def adam(self) -> Adam:
         """Adam for a parameter or its projection."""
         eps = self.eps or (1e-8 if self.nbits == 8 else 1e-6)
-        return Adam.of_bits(self.betas, eps, self.nbits)
+        return Adam.of_bits(self.betas, eps, self.nbits, self.min_8bit_size)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_ext.ops import normal, rounding
+from ds_ext.ops import normal, quantize, rounding
 from tests.common.states import tensors
 
 HOST = torch.device("cpu")
@@ -167,4 +167,5 @@ def _forget() -> None:
     """Drops what is kept for a device: the next one is another."""
     rounding.noise_table.cache_clear()
     rounding.shifted_noise.cache_clear()
+    quantize._book.cache_clear()
     normal._quantiles.cache_clear()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_ext.ops import normal, rounding
+from ds_ext.ops import normal, quantize, rounding
 from ds_ext.optimizer import OPTIMIZERS, host_offload
 from tests.common import by_role, engines, pretend
 from tests.common.ranks import message, shared_folder, whole
@@ -25,7 +25,7 @@ HYPERS = KINDS | {
     "adafactor": ("adafactor", {"lr": 0.05, "relative_step": False}),
     "adafactor beta1": KINDS["adafactor"],
     "apollomini": ("apollomini", {"lr": 0.01, "update_proj_gap": 2}),
-    "galore 8-bit": ("galoreadamw", {"lr": 0.05, "rank": 3, "nbits": 8}),
+    "galore 8-bit": ("galoreadamw", {"lr": 0.05, "rank": 3, "nbits": 8, "min_8bit_size": 100}),
 }
 
 
@@ -119,6 +119,8 @@ def place(pretended: bool) -> Iterator[pretend.Memory | None]:
         if memory is not None:  # constants that the first run would make
             rounding.noise_table(pretend.DEVICE)
             normal._quantiles(pretend.DEVICE)
+            for signed in (True, False):
+                quantize._book(signed, pretend.DEVICE)
         yield memory
 
 

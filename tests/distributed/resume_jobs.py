@@ -31,7 +31,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "came 8-bit": ("came", {"lr": 2e-3, "nbits": 8}),
     "galore 8-bit": (
         "galoreadamw",
-        {"lr": 0.05, "rank": 30, "nbits": 8, "update_proj_gap": 2},
+        {"lr": 0.05, "rank": 30, "nbits": 8, "min_8bit_size": 100, "update_proj_gap": 2},
     ),
 }
 KINDS |= {rule: (rule, {"lr": 0.02}) for rule in by_role.MATRICES}

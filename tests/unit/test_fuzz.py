@@ -35,7 +35,7 @@ ROWS = {
     ],
     "came": [{}, {"betas": (0.8, 0.99, 0.995), "eps": (0.1, 0.05)}, {"nbits": 8}],
     "lamb": [{}, {"bias_correction": False}, {"min_coeff": 0.01, "max_coeff": 10.0}],
-    "adamw": [{}, {"nbits": 8}],
+    "adamw": [{}, {"nbits": 8, "min_8bit_size": 0}],
     "scale": [{}, {"momentum": 0.9}, {"norm_axis": "column"}],
     "sinkgd": [{}, {"iterations": 2}, {"spectral": "unit", "base_width": 8}],
     "lion": [{}, {"nbits": 8}],
@@ -47,8 +47,8 @@ ROWS = {
         {"rank": 3, "proj_type": "right", "update_proj_gap": 1},
         {"rank": 2, "proj_type": "left"},
         {"rank": None},
-        {"rank": 2, "nbits": 8, "proj_type": "reverse_std"},
-        {"rank": None, "nbits": 8},
+        {"rank": 2, "nbits": 8, "min_8bit_size": 0, "proj_type": "reverse_std"},
+        {"rank": None, "nbits": 8, "min_8bit_size": 0},
     ],
 }
 SETTINGS = {rule: ROWS.get(rule, [{}]) for rule in REGISTRY}

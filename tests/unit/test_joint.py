@@ -37,7 +37,7 @@ SETTINGS = {
     "apollo": {"lr": 0.02, "rank": 4, "scale": 8.0},
     "apollo by tensor": {"lr": 0.02, "rank": 4, "scale_type": "tensor"},
     "galoreadamw": {"lr": 0.02, "rank": 4},
-    "galoreadamw in 8 bits": {"lr": 0.02, "rank": 4, "nbits": 8},
+    "galoreadamw in 8 bits": {"lr": 0.02, "rank": 4, "nbits": 8, "min_8bit_size": 0},
 }
 
 

@@ -195,6 +195,7 @@ PRODUCTS = [
     ("galoreadamw", {"rank": 3}, torch.bfloat16, 2),
     ("muon", {}, torch.float32, 2),
     ("apollo", {"rank": 3}, torch.float32, 2),
+    ("adamw", {"nbits": 8, "min_8bit_size": 0}, torch.float32, 1),
 ]
 
 
@@ -202,6 +203,8 @@ PRODUCTS = [
 def test_what_no_kernel_reads_is_applied_by_one_in_slices(
     name, hypers, dtype, world, kernels, launched, monkeypatch
 ):
+    if "nbits" in hypers:
+        pytest.importorskip("bitsandbytes")
     made, limit = [], 512
     original = table_passes.read
 

@@ -142,7 +142,6 @@ REFUSED = [
     ("muon", {"ns_coefficients": [[]]}, ["ns_coefficients is [[]]; allowed: a list of 3 numbers"]),
     ("galoreadamw", {"rank": 2.5}, ["rank is 2.5; allowed: a whole number > 0"]),
     ("galoreadamw", {"nbits": 4}, ["nbits is 4; allowed: 8 or 32"]),
-    ("adamw", {"min_8bit_size": 0}, ["min_8bit_size was removed in ds_ext 1.1: remove it"]),
 ]
 
 

@@ -31,7 +31,7 @@ _ALL = changed(
     SIMULATED, adalomo={"clip_threshold": 0.5}, galoreadamw={"rank": 2, "update_proj_gap": 3}
 )
 HYPERS = {name: _ALL[name] for name in FOR_ALL}
-EIGHT = {"nbits": 8}
+EIGHT = {"nbits": 8, "min_8bit_size": 10}
 
 
 def gradients(idle=()):
@@ -72,6 +72,7 @@ def test_an_expert_is_stepped_as_a_parameter_of_its_own(name, world, idle):
 
 
 def test_8_bit_moments_are_rounded_in_an_experts_own_blocks():
+    pytest.importorskip("bitsandbytes")
     shapes = ((3, 9, 100),)
     hypers = {"lr": 0.02, "rank": None} | EIGHT
     before, steps = table.weights(shapes, torch.float32), table.gradients(4, shapes, torch.float32)

@@ -41,6 +41,7 @@ FOUNDATION = {"contract", "errors", "logs", "hyperparams", "rates", "settings"}
 ONLY = {
     "deepspeed": "engine/",
     "triton": "ops/executors/triton/",
+    "bitsandbytes": "ops/quantize.py",
     "torch.distributed": "distributed/ engine/",
     "lomo_optim": "",  # the authors' code is for tests
     "came_pytorch": "",
