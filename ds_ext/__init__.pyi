@@ -743,8 +743,6 @@ class SinkGD(RuleOptimizer):
         weight_decay: decoupled, times lr · alpha.
         base_width: columns of the matrices that lr was tuned for; 0: any.
         width_exponent: lr is multiplied by (base_width / columns) to this power.
-        spectral: largest singular value of an update before lr: any, 1, or sqrt(rows / columns).
-        spectral_iterations: power iterations per step to estimate it.
         split: rows of each part.
         heads: the number of equal parts, in place of `split`.
         ema_decay: of the moving average of the weights; 0: no average.
@@ -764,8 +762,6 @@ class SinkGD(RuleOptimizer):
         weight_decay: float = 0.0,
         base_width: int = 0,
         width_exponent: float = 1.0,
-        spectral: Literal["none", "unit", "muon"] = "none",
-        spectral_iterations: int = 1,
         split: tuple[int, ...] | None = None,
         heads: int | None = None,
         ema_decay: float = 0.0,
@@ -785,8 +781,6 @@ class SinkGD(RuleOptimizer):
         weight_decay: float = 0.0,
         base_width: int = 0,
         width_exponent: float = 1.0,
-        spectral: Literal["none", "unit", "muon"] = "none",
-        spectral_iterations: int = 1,
         split: tuple[int, ...] | None = None,
         heads: int | None = None,
         ema_decay: float = 0.0,

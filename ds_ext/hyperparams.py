@@ -30,7 +30,6 @@ Bits = Literal[8, 32]
 Precision = Literal["bf16", "fp32"]
 Side = Literal["std", "reverse_std", "left", "right"]
 Axis = Literal["row", "column"]
-Spectrum = Literal["none", "unit", "muon"]
 
 Number = Annotated[float, Field(description="a number", **_NUMBER)]
 Triple = tuple[Number, Number, Number]
@@ -268,6 +267,7 @@ def _alternatives(hint: Any) -> list[str]:
 
 _REMOVED = {  # hyper-parameters, and what to do
     "split_dim": "remove it; only rows are split, so a matrix [in, out], as GPT-2's, stays whole.",
+    **dict.fromkeys(("spectral", "spectral_iterations"), "remove it."),
 }
 
 

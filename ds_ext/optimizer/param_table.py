@@ -35,6 +35,7 @@ SHARED = (
 )
 VALUES = {"lr", "weight_decay"}  # hyper-parameters that decide neither states nor batches
 ADDED = {"ema_decay", "ema_dtype", "nbits"}  # since the first version
+GONE = {"split_dim": 0, "spectral": "none", "spectral_iterations": 1}  # since 1.0: defaults
 PLAIN = {float, int, bool, str, tuple, type(None)}  # types of values that strict checks accept
 
 
@@ -42,15 +43,16 @@ def of_this_version(group: Mapping[str, Any], hypers: type) -> dict[str, Any]:
     """Returns a saved group, with the hyper-parameters that this version has.
 
     Raises:
-        ValueError: columns of matrices were split, which version 1.0 could do.
+        ValueError: the group used one that version 1.0 had.
     """
-    if group.get("split_dim"):
-        raise ValueError(
-            "ds_ext 1.0 split the columns of matrices (split_dim), which this version does not: "
-            "finish that run with ds_ext 1.0, or load only the weights."
-        )
+    for key, default in GONE.items():
+        if group.get(key, default) != default:
+            raise ValueError(
+                f"{key} = {group[key]!r} is a hyper-parameter of ds_ext 1.0, which this version "
+                "does not have: finish that run with ds_ext 1.0, or load only the weights."
+            )
     added = {f.name: f.default for f in fields(hypers) if f.name in ADDED}
-    return {**added, **{k: v for k, v in group.items() if k != "split_dim"}}
+    return {**added, **{k: v for k, v in group.items() if k not in GONE}}
 
 
 class GroupIndex:

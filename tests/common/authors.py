@@ -10,10 +10,8 @@ import numpy as np
 import torch
 import transformers
 
-from ds_ext.ops import rounding
 from ds_ext.optimizer import OPTIMIZERS
 from tests.common import table
-from tests.common.reference import normal_numbers
 from tests.common.simulated import Formula
 
 
@@ -53,12 +51,11 @@ def lamb(
 
 def sinkgd(
     p, g, s, lr=1e-3, iterations=5, alpha=0.05, eps=1e-8, weight_decay=0.0, base_width=0,
-    width_exponent=1.0, spectral="none", spectral_iterations=1
+    width_exponent=1.0
 ):  # fmt: skip
     """Algorithms 3 and 4 of arXiv 2502.06742 -> the parameter after a step by ``g``.
 
-    With what axolotl's optimizer adds: a rate for the width, and an estimate of each matrix's norm
-    by a power iteration that begins with the last step's vector.
+    With axolotl's rate for the width.
     """
     x = g.view(1, -1) if g.dim() < 2 else g
     rows, cols = x.shape[-2:]
@@ -66,19 +63,6 @@ def sinkgd(
         x = x * (cols**0.5 / x.norm(dim=-1, keepdim=True).clamp(min=eps))
         x = x * (rows**0.5 / x.norm(dim=-2, keepdim=True).clamp(min=eps))
     a = lr * alpha * ((base_width / cols) ** width_exponent if base_width else 1)
-    x = x.reshape(-1, rows, cols)
-    if spectral != "none":
-        count = len(x) * cols
-        first = torch.from_numpy(normal_numbers(0, rounding.key(0, 0, 0), 0, count))
-        u = s.get("u", first.to(torch.float32).double().view(len(x), cols, 1))
-        for _ in range(spectral_iterations):
-            v = x @ u
-            v = v / v.norm(dim=1, keepdim=True)
-            z = x.mT @ v
-            sigma = z.norm(dim=1, keepdim=True)
-            u = z / sigma
-        s["u"] = u
-        x = x / sigma * ((rows / cols) ** 0.5 if spectral == "muon" else 1)
     return p * (1 - a * weight_decay) - a * x.view(p.shape)
 
 

@@ -21,8 +21,6 @@ SETTINGS = {
     "sinkgd iterations": ({"iterations": 2}, 4, 2),
     "sinkgd eps": ({"eps": 4.0}, 10, 5),
     "sinkgd width": ({"base_width": 8, "width_exponent": 0.5, "weight_decay": 0.3}, 10, 5),
-    "sinkgd unit": ({"spectral": "unit", "base_width": 8, "weight_decay": 0.3}, 12, 6),
-    "sinkgd muon": ({"spectral": "muon", "spectral_iterations": 3}, 16, 8),
     "scale defaults": ({}, 1, 0),
     "scale width": ({"base_width": 8, "width_exponent": 2.0}, 1, 0),
     "scale decay": ({"lr": 0.02, "weight_decay": 0.3}, 1, 0),
@@ -52,12 +50,12 @@ LARGE = {
 
 
 IN_FP32 = [(f"{name} defaults", factor) for name in PAPERS for factor in (1.0, 1e-9, 1e-12, 1e12)]
-IN_FP32 += [(case, 1.0) for case in ("sinkgd width", "sinkgd unit", "sinkgd muon", "scale width")]
+IN_FP32 += [(case, 1.0) for case in ("sinkgd width", "scale width")]
 
 
 BY_PATH = [(*case, path) for case in IN_FP32 for path in ("native", "ops")]
 if needs.TRITON:  # the smallest and largest factors, and what each kernel is asked for
-    BY_PATH += [(*IN_FP32[i], "kernels") for i in (0, 2, 3, 4, 6, 8, 10, 11)]
+    BY_PATH += [(*IN_FP32[i], "kernels") for i in (0, 2, 3, 4, 6, 8, 9)]
 FOR_KERNELS = ((5,), (1, 7), (13, 29), (40, 17), (4, 3, 5))  # also more rows than a tile has
 
 
@@ -99,14 +97,11 @@ def test_rows_and_columns_of_zeros_stay_as_they_are(name, path, monkeypatch):
     assert p.isfinite().all() and (p != 1).equal(p.grad != 0)
 
 
-def test_a_gradient_of_zeros_is_no_step_and_does_not_spoil_the_next():
-    """axolotl's vector would become 0, and later updates 1e8 times too large."""
+def test_a_gradient_of_zeros_is_no_step():
     g = torch.randn(12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    ranks = Ranks(all_rules.SinkGD(lr=1.0, spectral="unit"), [torch.zeros_like(g)], 3)
+    ranks = Ranks(all_rules.SinkGD(lr=1.0), [torch.zeros_like(g)], 3)
     ranks.step([0 * g])
     assert not ranks.params[0].any()
-    ranks.step([g])
-    assert 0 < torch.linalg.matrix_norm(ranks.params[0], 2) <= 0.05 * 2
 
 
 @pytest.mark.parametrize("cols", [7, 5000])

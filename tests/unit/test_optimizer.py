@@ -136,7 +136,7 @@ REFUSED = [
     ("lomo", {"weight_update": "exact"}, ["'exact'", '"nearest", "master" or "master24"']),
     ("lomo", {"seed": -1}, ["LOMO: optimizer.params.seed is -1", "a whole number >= 0"]),
     ("lamb", {"min_coeff": 2.0, "max_coeff": 1.0}, ["min_coeff=2.0 is larger than max_coeff=1.0"]),
-    ("sinkgd", {"base_width": 64, "spectral": "muon"}, ['base_width=64 and spectral="muon" both']),
+    ("sinkgd", {"spectral": "muon"}, ["spectral was removed in ds_ext 1.1: remove it."]),
     ("apollo", {"rank": 0}, ["rank is 0; allowed: a whole number > 0"]),
     ("muon", {"ns_coefficients": (1.0, 2.0)}, ["ns_coefficients is (1.0, 2.0)", "a list of 3"]),
     ("muon", {"ns_coefficients": [[]]}, ["ns_coefficients is [[]]; allowed: a list of 3 numbers"]),

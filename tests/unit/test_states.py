@@ -315,6 +315,19 @@ def test_a_hyper_parameter_that_another_state_belongs_to_is_refused(name, hypers
     assert same(before, picture(params, optimizer)[:2])
 
 
+def test_hyper_parameters_of_version_1_0_that_are_gone():
+    """A state loads if it had their defaults."""
+    params, optimizer = stepped("muon")
+    saved = copy.deepcopy(optimizer.state_dict())
+    for value in (0, 1):
+        saved["param_groups"][0]["split_dim"] = value
+        if value:
+            assert refuses(optimizer, params, saved, "split_dim = 1 is a hyper-parameter of ds_ext")
+        else:
+            optimizer.load_state_dict(saved)
+            assert "split_dim" not in optimizer.param_groups[0]
+
+
 @pytest.mark.parametrize("how", ["master", "master24"])
 @pytest.mark.parametrize("name", ["lomo", "adalomo", "galoreadamw"])
 @pytest.mark.parametrize(
