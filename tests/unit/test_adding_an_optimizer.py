@@ -221,10 +221,6 @@ def by_dtype(self, p, g, s, t, shard):
     ops.apply_(p, g, shard, lr=self.lr * (2 if g.dtype == torch.float16 else 1))
 
 
-def plain_torch(self, p, g, s, t, shard):
-    ops.apply_(p, g, shard, lr=self.lr * g.mean())
-
-
 def nothing(self, p, g, s, t, shard):
     ops.lerp_(s["m"], g, 0.5, shard)
 
@@ -302,7 +298,6 @@ FAULTS = {
     zero_by_zero: "stays finite where gradients are zero: shape",
     by_dtype: "works with torch.float16 weights as with fp32: shape",
     mixed_in_a_batch: "is the same in a batch as alone: shape",
-    plain_torch: "mean cannot read it: p and g of a rule",
 }
 
 

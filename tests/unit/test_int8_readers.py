@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
 
@@ -158,7 +159,6 @@ def test_copies_and_uses_keep_the_values(name):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_transformers_resize_and_save_stored_weights(tied, tmp_path):
-    transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 512}
     sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.LlamaConfig(**sizes, tie_word_embeddings=tied)

@@ -13,7 +13,6 @@ from benchmarks.host_gpu import Calls
 from ds_ext import ops
 from ds_ext.distributed import lockstep
 from ds_ext.ops import block_sizes, joint, products
-from ds_ext.ops.executors.native import native_table
 from ds_ext.ops.executors.table_passes import TablePasses
 from ds_ext.ops.expressions import Scaled
 from ds_ext.ops.joint import Joint
@@ -97,8 +96,6 @@ def step_in_16_bits(name, weight_update, monkeypatch, is_joined):
 def test_a_pass_over_equal_matrices_writes_the_bits_of_passes_over_each(
     name, weight_update, monkeypatch
 ):
-    if not native_table.is_available():
-        pytest.skip("no native passes")
     joined, few = step_in_16_bits(name, weight_update, monkeypatch, True)
     alone, many = step_in_16_bits(name, weight_update, monkeypatch, False)
     assert all(map(torch.equal, joined, alone))

@@ -228,8 +228,6 @@ def interrupt_at(number: int):
 
 
 def test_after_an_interrupt_in_a_pass_no_number_of_it_is_stale():
-    if not native.is_available():
-        pytest.skip("the native passes cannot be built here")
     for number in itertools.count(1):
         p = nn.Parameter(torch.linspace(-1, 1, 7))
         optimizer = ds_ext.LOMO([p], lr=0.5, weight_decay=0.1)
