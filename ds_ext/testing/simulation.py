@@ -25,14 +25,13 @@ class Ranks:
         rule: the rule with its hyper-parameters.
         params: the whole parameters.
         world: the number of ranks.
-        shift: elements by which the shards of rank 0 are wrong, for runs that are to fail.
     """
 
-    def __init__(self, rule: Any, params: Sequence[Tensor], world: int, shift: int = 0) -> None:
+    def __init__(self, rule: Any, params: Sequence[Tensor], world: int) -> None:
         self.rule, self.world, self.t = rule, world, 0
         self.shapes = [tuple(p.shape) for p in params]
         self.runs = self.cut(params)
-        self.shards = [[_shard(s, r, world, shift) for s in self.shapes] for r in range(world)]
+        self.shards = [[Shard.of_rank(s, r, world) for s in self.shapes] for r in range(world)]
         self.states: list[list[State]] = [
             [
                 zeros(check_spec(type(rule), rule.state_spec(shard)), p)
@@ -72,13 +71,6 @@ class Ranks:
             torch.cat(runs).view(shape)
             for runs, shape in zip(zip(*self.runs, strict=True), self.shapes, strict=True)
         ]
-
-
-def _shard(shape: Shape, rank: int, world: int, shift: int) -> Shard:
-    """A rank's run; rank 0 is told a place that is wrong by ``shift``."""
-    shard = Shard.of_rank(shape, rank, world)
-    shift = shift if rank == 0 and shard.stop < shard.numel else 0
-    return Shard(shape, shard.start + shift, shard.stop + shift, shard.size)
 
 
 @torch.no_grad()

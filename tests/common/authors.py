@@ -145,7 +145,7 @@ def by_formula(formula, before, steps, **hypers):
     return params
 
 
-def of_paper(rule, formula, settings, shapes, steps, **more):
+def of_paper(rule, formula, settings, shapes, steps):
     """The ``Formula`` of a rule that a formula of this module computes."""
 
     @functools.cache
@@ -156,7 +156,7 @@ def of_paper(rule, formula, settings, shapes, steps, **more):
     def made(setting):
         return rule(**settings[setting])
 
-    return Formula(made, expected, settings, shapes, steps, **more)
+    return Formula(made, expected, settings, shapes, steps)
 
 
 class InFP64(torch.optim.Optimizer):

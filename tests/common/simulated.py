@@ -68,9 +68,9 @@ def stepped(rule, shapes, world, steps, dtype=torch.float64, **how):
     return ranks, {ranks.step(g, **how) for g in table.gradients(steps, shapes, dtype)}
 
 
-def ranks_after(rule, before, steps, world=1, shift=0):
+def ranks_after(rule, before, steps, world=1):
     """The ranks that have stepped weights by the whole gradients of each step."""
-    ranks = Ranks(rule, before, world, shift)
+    ranks = Ranks(rule, before, world)
     for grads in steps:
         ranks.step(grads)
     return ranks
@@ -102,8 +102,8 @@ class Formula:
     """What a rule is compared with: its authors' code or its paper, on whole parameters.
 
     ``rule`` and ``expected`` return the rule with a setting, and the parameters of some shapes
-    after all steps with it. ``misplaced`` are a setting, a number of ranks, shapes and the elements
-    by which rank 0 is off; ``blocks`` a setting and shapes that are stepped in blocks of any size.
+    after all steps with it; ``blocks`` are a setting and shapes that are stepped in blocks of any
+    size.
     """
 
     rule: Callable[[str], Any]
@@ -111,14 +111,13 @@ class Formula:
     settings: Sequence[str]
     shapes: tuple[Any, ...]
     steps: int
-    misplaced: Sequence[tuple[str, int, tuple[Any, ...], int]] = ()
     blocks: Sequence[tuple[str, tuple[Any, ...]]] = ()
     gradients: Callable[[int, tuple[Any, ...]], Any] = table.gradients
 
-    def error(self, setting, world, shapes=None, shift=0):
+    def error(self, setting, world, shapes=None):
         """Returns the largest error of a simulated run, relative to a parameter's update."""
         shapes = shapes or self.shapes
         before = table.weights(shapes)
         steps = self.gradients(self.steps, shapes)
-        ranks = ranks_after(self.rule(setting), before, steps, world, shift)
+        ranks = ranks_after(self.rule(setting), before, steps, world)
         return max(errors(ranks.params, self.expected(setting, shapes), before))

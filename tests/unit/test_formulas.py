@@ -91,12 +91,8 @@ FEW = [
     for name, formula in FORMULAS.items()
     for case in spread(formula.settings, [(2,), (3,)][: len(formula.settings)])
 ]
+BLOCKS = [(name, *case) for name, formula in FORMULAS.items() for case in formula.blocks]
 ALL = FEW + [(name, [*formula.settings][-1], 7) for name, formula in FORMULAS.items()]
-
-
-def cases(key):
-    """The cases of this kind of all rules."""
-    return [(name, *case) for name, formula in FORMULAS.items() for case in getattr(formula, key)]
 
 
 @pytest.mark.parametrize("name, setting, world", params(ALL, FEW))
@@ -112,13 +108,8 @@ def test_the_settings_matter(name):
         assert max(errors(a, b, table.weights(formula.shapes))) > BROKEN
 
 
-@pytest.mark.parametrize("name, setting, world, shapes, shift", cases("misplaced"))
-def test_a_run_in_the_wrong_place_is_seen(name, setting, world, shapes, shift):
-    assert FORMULAS[name].error(setting, world, shapes, shift=shift) > BROKEN
-
-
 @pytest.mark.parametrize("limit", params([1, 4, 40], [4]))
-@pytest.mark.parametrize("name, setting, shapes", cases("blocks"))
+@pytest.mark.parametrize("name, setting, shapes", BLOCKS)
 def test_blocks_of_any_size_give_the_same(name, setting, shapes, limit, monkeypatch):
     def forget():  # shards and passes that are kept know the limit
         unbatched.forget_tables()

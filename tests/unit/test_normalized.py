@@ -34,15 +34,13 @@ def rule_of(case):
     return PAPERS[case.split()[0]][0](**SETTINGS[case][0])
 
 
-def formula(name, misplaced):
+def formula(name):
     rule, by_paper = PAPERS[name]
     settings = {case: hypers for case, (hypers, *_) in SETTINGS.items() if case.startswith(name)}
-    misplaced = [(case, 3, ((13, 29),), 5) for case in misplaced]
-    return authors.of_paper(rule, by_paper, settings, SHAPES, STEPS, misplaced=misplaced)
+    return authors.of_paper(rule, by_paper, settings, SHAPES, STEPS)
 
 
-FORMULAS = {"sinkgd": formula("sinkgd", ("sinkgd decay",))}
-FORMULAS["scale"] = formula("scale", ("scale embedding", "scale decay"))
+FORMULAS = {name: formula(name) for name in PAPERS}
 LARGE = {
     "sinkgd": {"lr": 2.0, "weight_decay": 0.1},
     "scale": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
