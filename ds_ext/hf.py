@@ -23,8 +23,8 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
 
     ``Trainer(..., callbacks=[ds_ext.MetricsCallback()])`` logs these metrics:
 
-    - of the last step: ``clip_coefficient``, ``clipped_fraction``, ``loss_scale``, and for each
-      param group ``update_rms/NAME`` and ``weight_rms/NAME``;
+    - of the last step: ``clip_coefficient``, ``loss_scale``, and for each param group
+      ``update_rms/NAME`` and ``weight_rms/NAME``;
     - of the whole run: ``skipped_steps``;
     - since the last log: ``skipped_parameters``, and this rank's ``bytes_sent``.
 

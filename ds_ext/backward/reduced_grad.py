@@ -126,13 +126,6 @@ class GradientReader:
         bounds = [float(nonfinite.upper_bound(max(1, w.numel), w.dtype)) for w in weights]
         return torch.tensor(bounds, dtype=torch.float64, device="cpu")
 
-    def beyond(self, param: Tensor, grad: ReducedGrad, bound: float) -> Tensor:
-        """Returns the number of a run's elements outside ± ``bound``, and of all elements, [2]."""
-        shard = self.layout.shards[param]
-        g = self._own(param, grad)
-        beyond = ops.count_beyond(g, bound, shard, g)
-        return torch.stack([beyond, torch.full_like(beyond, len(shard))])
-
     def _own(self, param: Tensor, grad: ReducedGrad) -> Tensor:
         """The run without its padding."""
         n = len(self.layout.shards[param])

@@ -48,8 +48,6 @@ class StepState:
 
     reader: GradientReader
     kept: dict[Tensor, ReducedGrad] = field(default_factory=dict)  # until the step
-    # Numbers of elements outside ± max_value, and of all, [2].
-    beyond: list[Tensor] = field(default_factory=list)
     # Parameters, and the sums of squares of their mean gradients on this rank, [n].
     squares: list[tuple[list[Tensor], Tensor]] = field(default_factory=list)
     norm: float | None = None  # over all ranks, once it is known
@@ -104,18 +102,10 @@ class StepState:
 
     def record(self, grads: ReducedGrads) -> None:
         """Adds gradients to the norm."""
-        reader, layout = self.reader, self.reader.layout
         self.squares += self._squares(grads)
-        if reader.grad_config.max_value:
-            for placement, params in layout.by_placement(grads):
-                bound = reader.grad_config.max_value / reader.unscale(placement)
-                counts = [reader.beyond(param, grads[param], bound) for param in params]
-                self.beyond.append(torch.stack(counts).sum(0) / layout.num_replicas[placement])
         if not grads:  # on this rank; others may have some
-            nothing = torch.zeros(2, dtype=torch.float64, device=layout.device)
-            self.squares.append(([], nothing[:0]))
-            if reader.grad_config.max_value:
-                self.beyond.append(nothing)
+            nothing = torch.zeros(0, dtype=torch.float64, device=self.reader.layout.device)
+            self.squares.append(([], nothing))
 
     def _squares(self, grads: ReducedGrads) -> Iterator[tuple[list[Tensor], Tensor]]:
         """Yields the parameters of each placement, and this rank's share of their squares, [n]."""
@@ -222,14 +212,9 @@ def collect_metrics(
     sizes = (
         {} if optimizer.update_stats is None else _sizes(optimizer, optimizer.update_stats, layout)
     )
-    clipped = float(state.coefficient < 1)  # all gradients were scaled
-    if state.beyond:
-        beyond, elements = layout.total(torch.stack(state.beyond).sum(0)).tolist()
-        clipped = beyond / elements
     return {
         "grad_norm": state.norm,
         "clip_coefficient": state.coefficient,
-        "clipped_fraction": clipped,
         "skipped_parameters": len(state.bad),
         "skipped_steps": skipped_steps,
         **sizes,

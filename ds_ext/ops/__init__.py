@@ -18,7 +18,6 @@ from ds_ext.ops.expressions import read as read
 from ds_ext.ops.expressions import times as times
 from ds_ext.ops.functions import apply_ as apply_
 from ds_ext.ops.functions import blocks as blocks
-from ds_ext.ops.functions import count_beyond as count_beyond
 from ds_ext.ops.functions import evaluate as evaluate
 from ds_ext.ops.functions import factors_ as factors_
 from ds_ext.ops.functions import lerp_ as lerp_

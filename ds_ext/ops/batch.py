@@ -93,7 +93,7 @@ class Batch:
     def blocks(self, limit: int | None = None) -> Iterator[Block]:
         """Raises TypeError: only a run of one parameter has blocks."""
         raise TypeError(
-            "ops.blocks, ops.evaluate and ops.count_beyond read one parameter, and no batch. "
+            "ops.blocks and ops.evaluate read one parameter, and no batch. "
             "Register the rule with is_batched=False, and its parameters are stepped one by one."
         )
 

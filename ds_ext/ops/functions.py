@@ -77,17 +77,6 @@ def square_sums(runs: Sequence[Readable], shard: Geometry, like: Gradient) -> tu
     return tuple(passes_over(shard, like).square_sums(runs, like))
 
 
-def count_beyond(x: Readable, bound: float, shard: Shard, like: Gradient) -> Tensor:
-    """Returns how many elements of a run lie outside ± ``bound``, [].
-
-    Example: ``(count,) = yield (ops.count_beyond(g, 1.0, shard, g).float(),)``
-    """
-    total = torch.zeros((), dtype=torch.float64, device=like.device)
-    for b in shard.blocks():
-        total += (read(x, b).abs() > bound).sum()
-    return total
-
-
 def row_col_square_sums(x: Readable, shard: Geometry, like: Gradient) -> tuple[Tensor, Tensor]:
     """Returns sums of the squares of a run over rows and columns, [mats, rows], [mats, cols].
 

@@ -149,7 +149,7 @@ def register(
         state: bytes per parameter of a matrix [R, C] on each of d ranks, as a formula.
         rounds: the number of all-reduces of a bucket's partial sums in a step.
         is_batched: whether ``step`` also accepts a batch of parameters. It must then read tensors
-            only by passes of ``ops`` (not ``blocks``, ``evaluate``, ``count_beyond`` or ``pad``),
+            only by passes of ``ops`` (not ``blocks``, ``evaluate`` or ``pad``),
             use formulas that hold for vectors [n], and pass only expressions for which native code
             and kernels have a form; a pass raises TypeError for others. If its state has other
             dtypes than fp32 and those of 8-bit formats, parameters are stepped one by one anyway.

@@ -221,10 +221,9 @@ def test_metrics_tell_what_the_step_did(tmp_path, ranks, stage):
             assert told[f"weight_rms/{i}"] == pytest.approx(weight, rel=1e-3)
         clipped = min(1.0, 0.2 / told["grad_norm"])
         assert told["clip_coefficient"] == pytest.approx(clipped, rel=1e-4)
-        assert told["clipped_fraction"] == (told["grad_norm"] > 0.2)
         assert told["skipped_parameters"] == told["skipped_steps"] == 0
         assert (told["bytes_sent"] > 0) == (ranks > 1)
-    assert any(told["clipped_fraction"] for told in got["told"])
+    assert any(told["clip_coefficient"] < 1 for told in got["told"])
     # DeepSpeed's monitors get them.
     for name in ("grad_norm", "update_rms_0", "clip_coefficient", "skipped_parameters"):
         rows = got["events"][f"Train_Samples_{name}"]

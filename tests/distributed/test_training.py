@@ -92,8 +92,6 @@ def test_equals_one_process_with_the_global_batch(ranks, name):
     assert got["norms"] == pytest.approx(norms, rel=1e-4)
     if how.max_norm:
         assert max(norms) > 1.5 * how.max_norm  # or it would show nothing
-    if how.clip_value:
-        assert 0.01 < got["metrics"]["clipped_fraction"] < 1
 
 
 @pytest.mark.supports("parameters used by only some ranks", **of(training_jobs.ROUTED))

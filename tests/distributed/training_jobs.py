@@ -232,6 +232,8 @@ def clip(run: Training, model: nn.Module, norms: list[float]) -> None:
         known = torch.tensor(norms[-1]) if is_previous else norm
         torch.nn.utils.clip_grads_with_norm_(params, run.max_norm, known)
     if run.clip_value:
+        share = sum(float((p.grad.abs() > run.clip_value).sum()) for p in params)
+        assert 0.01 < share / sum(p.numel() for p in params) < 1  # or it would show nothing
         torch.nn.utils.clip_grad_value_(params, run.clip_value)
     norms.append(float(norm))
 

@@ -280,7 +280,7 @@ def evaluated(self, p, g, s, t, shard):
 FAULTS = {
     own_rate: r"has another update if lr changes \(step reads self.lr, as in ops.apply_",
     in_place: "does not write to results of ops.read, such as by .sign_.*: shape",
-    evaluated: "ops.blocks, ops.evaluate and ops.count_beyond read one parameter, and no batch.",
+    evaluated: "ops.blocks and ops.evaluate read one parameter, and no batch.",
     undeclared: r"Own lacks .*: it runs: KeyError\('w'\) \(state_spec does not declare it\)",
     returned: "Own.step returned Tensor: return nothing, and write the weight with ops.apply_",
     not_unpacked: r"not tuple. yield returns a tuple, .*: write \(total,\) = yield \(x,\)$",
