@@ -155,15 +155,9 @@ def make(kind: str, dropout: float = 0.0) -> torch.nn.Module:
     torch.manual_seed(5)
     sizes = {"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 1}
     if kind == "bert":
-        config = BertConfig(
-            **sizes,
-            intermediate_size=42,
-            num_attention_heads=3,
-            max_position_embeddings=16,
-            hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout,
-        )
-        return BertForMaskedLM(config)
+        sizes |= {"intermediate_size": 42, "num_attention_heads": 3, "max_position_embeddings": 16}
+        drops = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout)
+        return BertForMaskedLM(BertConfig(**sizes, **drops))
     heads = {"intermediate_size": 40, "num_attention_heads": 6, "num_key_value_heads": 3}
     if kind == "fused":
         return Fused()

@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ds_ext
 from tests import worlds
 from tests.common.ranks import logged, message
-from tests.distributed.wrong_configs_jobs import RIGHT, SIZES, Run, ours, own, zero
+from tests.distributed.wrong_configs_jobs import RIGHT, SIZES, Run, entries, ours, own, zero
 
 WRONG: dict[str, dict[str, Any]] = {
     "optimizer.type is 'AdaLom'": {"optimizer": {"type": "AdaLom"}},
@@ -138,8 +139,8 @@ BESIDE = 'optimizer.type "AdaLomo" in the config has no effect, because the prog
 FUNCTION = "deepspeed.initialize: the optimizer is a function"
 PARTITIONED = "fuse_into_backward: ZeRO-3 has partitioned this model,"
 AUTO = 'is "auto", which is filled in by HF'
-LEFT_AUTO = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": 0.1}}
 RATES = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}}
+LEFT_AUTO = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}
 SIZES_BY_HF = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
 # Programs, and how their errors begin.
 REFUSED: list[tuple[Callable[[], Any], str]] = [
@@ -161,10 +162,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         lambda: engine(linear()).compile(backend="eager", compiled_autograd_enabled=True),
         "engine.compile(compiled_autograd_enabled=True)",
     ),
-    (
-        lambda: engine(nn.parallel.DistributedDataParallel(linear())),
-        "the model is wrapped by DistributedDataParallel: pass the model",
-    ),
+    (lambda: engine(DistributedDataParallel(linear())), "the model is wrapped by Distributed"),
     (shared_memory, "parameters share memory with each other"),
     (
         partial(without_optimizer, own(batch_splits=1)),
@@ -172,10 +170,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: engine(linear(), SIZES_BY_HF), f"train_batch_size {AUTO}"),
     (lambda: engine(linear(), {"gradient_clipping": "auto"}), f"gradient_clipping {AUTO}"),
-    (
-        lambda: engine(linear(), {"scheduler": LEFT_AUTO}),
-        f"scheduler.params.warmup_num_steps {AUTO}",
-    ),
+    (lambda: engine(linear(), LEFT_AUTO), f"scheduler.params.warmup_num_steps {AUTO}"),
     (lambda: engine(linear(), {"bf16": {"enabled": "auto"}}), f"bf16.enabled {AUTO}"),
     # Models that are not split.
     (lambda: engine(linear(), SPLIT), f"{SPLITS}the model has no nn.ModuleList of at least two"),
@@ -194,7 +189,7 @@ WARNED: list[tuple[Callable[[], Any], str]] = [
     (lambda: by_object(torch.optim.AdamW, RIGHT), f"{BESIDE} AdamW to deepspeed.initialize"),
     (lambda: by_object(ds_ext.Lion, RIGHT), f"{BESIDE} Lion to deepspeed.initialize"),
     (
-        lambda: engine(linear(), RATES | ours({"param_groups": [{"match": "bias", "lr": 0.5}]})),
+        lambda: engine(linear(), RATES | entries({"match": "bias", "lr": 0.5})),
         "scheduler.params.warmup_max_lr = 0.1 replaces the learning rates of the optimizer, ",
     ),
     (init_with_auto, ""),

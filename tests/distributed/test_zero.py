@@ -211,17 +211,10 @@ HYPERS = changed(NEEDED, galoreadamw={"rank": 4, "update_proj_gap": 2, "nbits": 
 def make(name: str) -> torch.nn.Module:
     """A small BERT: its vocabulary divides by nothing, its decoder is tied to its embedding."""
     torch.manual_seed(3)
-    config = BertConfig(
-        vocab_size=67,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=26,
-        max_position_embeddings=9,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        is_decoder=name == "BertLMHeadModel",
-    )
+    sizes = {"vocab_size": 67, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 26, "max_position_embeddings": 9}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = BertConfig(**sizes, **dropout, is_decoder=name == "BertLMHeadModel")
     return getattr(transformers, name)(config)
 
 

@@ -15,6 +15,8 @@ SUPER = {"device": "cpu", "super_offload": True}
 NVME = {"device": "nvme", "nvme_path": "/x"}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
 MISSPELT = {"type": "WarmupLR", "params": {"warmup_step": 2}}
+LOWER = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}
+EXPERTS = {"expert_parallel": {"enabled": True}}
 DECAY = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}
 CLIPPED = {"gradient_clipping": 1.0}
 FUSED = {"ds_ext": {"gradient_policy": "fused"}}
@@ -31,6 +33,10 @@ def zero(stage: Any, **keys: Any) -> dict[str, Any]:
 
 def ours(params: Any, name: str = "AdaLomo") -> dict[str, Any]:
     return {"optimizer": {"type": name, "params": params}}
+
+
+def entries(*groups: dict[str, Any]) -> dict[str, Any]:
+    return ours({"param_groups": list(groups)})
 
 
 def own(**keys: Any) -> dict[str, Any]:
@@ -117,10 +123,7 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
     ('Did you mean "ds_ext.AdamW"?', {"optimizer": {"type": "ds_ext.AdmW"}}),
     (None, ours({"lr": 10.0})),
     (None, ours({"lr": 1e-2}) | {"scheduler": DECAY}),
-    (
-        None,
-        ours({"lr": 5e-3}) | {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}},
-    ),
+    (None, ours({"lr": 5e-3}) | {"scheduler": LOWER}),
     (None, ours({"lr": 1e-2}) | {"scheduler": WARMUP}),
     ('Did you mean "offload_optimizer"?', zero(3, offload_optimiser={"device": "cpu"})),
     ('Did you mean "device"?', zero(3, offload_optimizer={"devic": "cpu"})),
@@ -138,11 +141,11 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
     (["unknown key optimizer.params.lrr", "params.eps is 1e-08"], ours({"lrr": 1, "eps": 1e-8})),
     (
         ["param_groups[0].lrr", "param_groups[1].type is 'AdaLom'"],
-        ours({"param_groups": [{"match": "a", "lrr": 1}, {"match": "b", "type": "AdaLom"}]}),
+        entries({"match": "a", "lrr": 1}, {"match": "b", "type": "AdaLom"}),
     ),
     ("optimizer.type is 'AdaLom'", {"optimizer": {"type": "AdaLom"}} | OURS),
     ("is imported (--import MODULE)", {"optimizer": {"type": "HeavyBall"}} | OURS),
-    ('Did you mean "type"?', ours({"param_groups": [{"match": "a", "typ": "Lion"}]})),
+    ('Did you mean "type"?', entries({"match": "a", "typ": "Lion"})),
     (None, zero(3, offload_optimizer={"device": "cpu"})),
     ("measure_updates is 'true'; allowed: true or", {"ds_ext": {"measure_updates": "true"}}),
     ("weight_update", INT8 | ours({"weight_update": "master"})),
@@ -152,10 +155,7 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
     ("ds_ext.shard_size = 2 was removed in ds_ext 1.1", {"ds_ext": {"shard_size": 2}}),
     ("works only at", zero(2, zero_hpz_partition_size=2)),
     ("not supported together", INT8 | {"fp16": {"enabled": True}}),
-    (
-        "batch_splits = 2 is not supported together with expert_parallel.enabled",
-        own(batch_splits=2) | {"expert_parallel": {"enabled": True}},
-    ),
+    ("batch_splits = 2 is not supported together with expert_p", own(batch_splits=2) | EXPERTS),
     ("keeps none", FUSED | {"gradient_accumulation_steps": 2}),
     ("keeps none", FUSED | {"train_batch_size": 2}),
     ("keeps none", FUSED | {"managed_gradient_accumulation": False}),
@@ -199,41 +199,20 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
     (None, {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 3}}}),
     # What a run finds when it makes the optimizer.
     ("ema_decay = 0.9 does not support", INT8 | ours({"ema_decay": 0.9})),
-    (
-        "ds_ext.weight_storage = 'int8' is a setting of ds_ext, and AdamW is not",
-        INT8 | ours({}, "AdamW"),
-    ),
+    ("weight_storage = 'int8' is a setting of ds_ext, and AdamW is", INT8 | ours({}, "AdamW")),
     (
         ["ds_ext.batch_splits = 2 is a setting", "ds_ext.clip_mode = 'previous' is a setting"],
         own(batch_splits=2, clip_mode="previous") | ours({}, "AdamW"),
     ),
-    (
-        "param_groups[0].match: '(head' is not a regular expression",
-        ours({"param_groups": [{"match": "(head", "lr": 1e-4}]}),
-    ),
-    (
-        "target_modules: '*' is not a regular expression",
-        ours({"target_modules": ["q_proj", "*"]}, "APOLLO"),
-    ),
+    ("[0].match: '(head' is not a regular expression", entries({"match": "(head", "lr": 1e-4})),
+    ("target_modules: '*' is not a regular", ours({"target_modules": ["q", "*"]}, "APOLLO")),
     ("target_modules is []", ours({"target_modules": []}, "APOLLO")),
-    (
-        "removed in ds_ext 1.1: list the rows",
-        ours({"param_groups": [{"match": "w", "type": "Muon", "split": "auto"}]}),
-    ),
+    ("removed in ds_ext 1.1: list the", entries({"match": "w", "type": "Muon", "split": "auto"})),
     (None, {"checkpoint": {"checkpoint_serialization": 0}}),
-    (
-        "checkpoint.writer = {'type': 'fast'} is not supported",
-        {"checkpoint": {"writer": {"type": "fast"}}},
-    ),
+    ("writer = {'type': 'fast'} is not supported", {"checkpoint": {"writer": {"type": "fast"}}}),
     ("scheduler.type is", {"scheduler": {"params": {}}}),
-    (
-        'unknown key optimizer.param. Did you mean "params"?',
-        {"optimizer": {"type": "AdaLomo", "param": {"lr": 1e-3}}},
-    ),
-    (
-        "not supported together with expert_parallel.enabled",
-        {"expert_parallel": {"enabled": True}, "sequence_parallel_size": 2},
-    ),
+    ('optimizer.param. Did you mean "params"?', {"optimizer": {"type": "AdaLomo", "param": {}}}),
+    ("not supported together with expert_parallel.", EXPERTS | {"sequence_parallel_size": 2}),
     (None, zero(2, reduce_scatter="auto", overlap_comm="auto")),
     ('Did you mean "lr"?', ours({"learning_rate": 1})),
     ('If "auto" filled', ours({"lr": "auto", "eps": "auto"})),

@@ -14,8 +14,9 @@ from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from deepspeed.runtime.lr_schedules import WarmupDecayLR
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
-import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
+from tests.common import engines
+from tests.common.plain import weights
 from tests.common.ranks import message, whole
 from tests.integration.trainer_jobs import adapted, config, data, load
 
@@ -26,10 +27,11 @@ WARMUP = {"total_num_steps": 20, "warmup_num_steps": 3}
 
 @dataclass(frozen=True)
 class Loop:
-    config: str
+    rule: str
     lr: float
     max_norm: float = 0.0
     accumulation: int = 1
+    stage: int = 3
 
 
 LOOPS = {"adalomo": Loop("adalomo", 1e-2), "lomo-clip": Loop("lomo", 0.1, max_norm=0.2)}
@@ -40,7 +42,7 @@ LOOPS |= {"lomo-both": Loop("lomo", 0.1, max_norm=0.2, accumulation=2)}
 def accelerate(folder: str, name: str) -> dict[str, Any]:
     """This rank's part of accelerate's loop with optimizer and scheduler from the config."""
     loop, params = LOOPS[name], WARMUP | {"warmup_max_lr": "auto"}
-    made = config(loop.config) | {
+    made = config(loop.rule) | {
         "bf16": {"enabled": False},
         "gradient_clipping": loop.max_norm,
         "gradient_accumulation_steps": loop.accumulation,
@@ -130,17 +132,11 @@ def qlora(folder: str, stage: int | None) -> dict[str, torch.Tensor]:
     model = quantized(folder)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = OPTIMIZERS["adamw"](trained, **QLORA)
-    if stage is None:
-        ds_ext.fuse_into_backward(model, optimizer)
-        engine, backward, step = model, torch.Tensor.backward, optimizer.step
-    else:
-        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
-        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-        backward, step = engine.backward, engine.step
+    engine = engines.start(model, optimizer, stage)
     for rows in qlora_data(dist.get_rank()):
-        backward(engine(input_ids=rows, labels=rows).loss)
-        step()
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
+        engine.backward(engine(input_ids=rows, labels=rows).loss)
+        engine.step()
+    return weights(model)
 
 
 def qlora_data(rank: int) -> torch.Tensor:

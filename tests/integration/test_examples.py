@@ -73,12 +73,15 @@ def first_life(name: str, folder: str, *options: str) -> str:
 STEPS = 6
 
 
+def make_model(folder: Path) -> None:
+    with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
+        runpy.run_path(str(EXAMPLES / "tiny.py"))["make"](folder)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("examples") / "tiny-llama"
-    sys.path.insert(0, str(EXAMPLES))
-    runpy.run_path(str(EXAMPLES / "tiny.py"))["make"](folder)
-    sys.path.remove(str(EXAMPLES))
+    make_model(folder)
     return folder
 
 

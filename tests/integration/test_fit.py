@@ -241,17 +241,10 @@ def by_trainer(folder, path):
         transformers.AutoConfig.from_pretrained(folder)
     )
     rows = [{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}] * 12
+    given = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "bf16": True}
+    given |= {"max_grad_norm": 0.0, "logging_steps": 1, "save_strategy": "no", "report_to": []}
     arguments = transformers.TrainingArguments(
-        output_dir=f"{folder}/out",
-        deepspeed=path,
-        per_device_train_batch_size=4,
-        learning_rate=1e-2,
-        bf16=True,
-        max_grad_norm=0.0,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
+        output_dir=f"{folder}/out", deepspeed=path, use_cpu=True, **given
     )
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
     trainer.train()

@@ -82,7 +82,7 @@ def trainer_of(folder: str, run: Run, vocab: int = EVEN, **more: Any) -> Sequent
     if run.by == "accelerate":
         pretend()
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/{vocab}", **spread)
-    rule = OPTIMIZERS[run.config]
+    rule = OPTIMIZERS[run.rule]
     return Sequential(
         model=model,
         args=arguments,
@@ -128,7 +128,7 @@ def accelerate(folder: str, name: str) -> dict[str, Any]:
     )
     accelerator = Accelerator(gradient_accumulation_steps=loop.accumulation, fsdp_plugin=plugin)
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/{ODD}")
-    optimizer = OPTIMIZERS[loop.config](model.parameters(), lr=loop.lr)
+    optimizer = OPTIMIZERS[loop.rule](model.parameters(), lr=loop.lr)
     scheduler = WarmupDecayLR(optimizer, warmup_max_lr=loop.lr, **WARMUP)
     loader = torch.utils.data.DataLoader(data()[:ROWS], batch_size=2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -172,11 +172,11 @@ def folder(tmp_path_factory):
     return str(made)
 
 
-@pytest.mark.supports("HF Trainer", stage="fsdp2", optimizer=lambda name: RUNS[name].config)
+@pytest.mark.supports("HF Trainer", stage="fsdp2", optimizer=lambda name: RUNS[name].rule)
 @pytest.mark.parametrize("name", params(RUNS, ["adalomo"]))
 def test_trainer_equals_one_process(folder, name):
     got, run = worlds.run(2, train, folder, name)[0], RUNS[name]
-    after, log = reference(run.config, run.max_norm, False, vocab=run.vocab)
+    after, log = reference(run.rule, run.max_norm, False, vocab=run.vocab)
     compare(got["after"], after, weights(build(vocab=run.vocab)), STEPS)
     assert of(got["log"], "loss") == pytest.approx(of(log, "loss"), rel=1e-3)
     assert of(got["log"], "grad_norm") == pytest.approx(of(log, "grad_norm"), rel=1e-4)
@@ -222,7 +222,7 @@ def test_what_trainer_cannot_do_is_refused_before_a_weight_moves(folder):
 
 
 @pytest.mark.supports(
-    "accelerate, your own loop", stage="fsdp2", optimizer=lambda name: LOOPS[name].config
+    "accelerate, your own loop", stage="fsdp2", optimizer=lambda name: LOOPS[name].rule
 )
 @pytest.mark.parametrize("name", params(LOOPS, ["lomo-both"]))
 def test_accelerates_loop_equals_one_process(folder, name):

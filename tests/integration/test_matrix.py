@@ -4,7 +4,6 @@ kept of it, and what the page says."""
 import json
 import math
 import re
-import runpy
 import sys
 import threading
 import types
@@ -20,7 +19,7 @@ from benchmarks.matrix.candidates import CANDIDATES
 from benchmarks.matrix.lines import Lines, loss_of, point_of
 from tests import worlds
 from tests.common import apart
-from tests.integration.test_examples import EXAMPLES
+from tests.integration.test_examples import EXAMPLES, make_model
 
 SETUP = {"steps": 3}
 
@@ -116,19 +115,10 @@ def test_answers_alone_are_learnt(data):
 
 def tiny():
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
-        use_cache=False,
-        pad_token_id=0,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    return transformers.LlamaForCausalLM(config)
+    sizes = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "tie_word_embeddings": True, "use_cache": False}
+    tokens = {"pad_token_id": 0, "eos_token_id": None, "bos_token_id": None}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **tokens))
 
 
 def test_accuracy_is_what_greedy_decoding_gives():
@@ -208,10 +198,7 @@ def test_a_run_is_the_schedule_of_plain_torch(name):
 
 @pytest.mark.slow
 def test_a_small_matrix_is_made_once_and_shown(tmp_path):
-    sys.path.insert(0, str(worlds.ROOT / "examples"))
-    import tiny as example
-
-    example.make(tmp_path / "model")
+    make_model(tmp_path / "model")
     folder = tmp_path / "lines"
     command = ["quality", "--quick", "--dtype", "fp32", "--steps", "2", "--optimizer", "lamb"]
     command += ["--model", str(tmp_path / "model"), "--lines", str(folder)]
@@ -264,9 +251,7 @@ def test_two_runs_of_two_ranks_take_their_steps_in_turns(turns):
 @pytest.mark.slow
 def test_compare_measures_adamw_and_adalomo_on_the_same_batches(tmp_path):
     model = tmp_path / "tiny-llama"
-    sys.path.insert(0, str(EXAMPLES))
-    runpy.run_path(str(EXAMPLES / "tiny.py"))["make"](model)
-    sys.path.remove(str(EXAMPLES))
+    make_model(model)
     options = ["--ranks=1", "--steps=6", "--evaluations=2", "--dtype=fp32", "--max-length=32"]
     rates = ["--lr=1e-2", "--adamw-lr=1e-2"]
     script = str(EXAMPLES / "compare.py")

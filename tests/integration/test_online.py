@@ -23,6 +23,7 @@ from tests.common.ranks import whole
 from tests.integration import trainer_jobs
 from tests.integration.test_trainer import compare, of, split
 from tests.integration.trainer_jobs import config, load
+from tests.tools.support import of as of_table
 
 PROMPTS, GROUP, TOKENS, STEPS = 2, 4, 6, 3  # a step, completions of each, their length; steps
 WORDS = [f"w{i}" for i in range(63)]
@@ -31,7 +32,7 @@ WORDS = [f"w{i}" for i in range(63)]
 @dataclass(frozen=True)
 class Job:
     trainer: str
-    optimizer: str
+    rule: str
     stage: int
     lr: float
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -169,7 +170,7 @@ def model(job: Job, folder: str) -> nn.Module:
 
 def train(folder: str, name: str) -> dict[str, Any]:
     job, rank, ranks = JOBS[name], dist.get_rank(), dist.get_world_size()
-    settings = {"deepspeed": config(job.optimizer, job.stage)}
+    settings = {"deepspeed": config(job.rule, job.stage)}
     with drawn(job.trainer, rank, ranks):
         trained = model(job, folder)
         watch = Watch(trained)
@@ -211,18 +212,14 @@ def folder(tmp_path_factory):
     return str(made)
 
 
-@pytest.mark.supports(
-    "TRL's GRPO, RLOO and online DPO",
-    stage=lambda name: JOBS[name].stage,
-    optimizer=lambda name: JOBS[name].optimizer,
-)
+@pytest.mark.supports("TRL's GRPO, RLOO and online DPO", **of_table(JOBS))
 @pytest.mark.parametrize("name", params(JOBS, ["grpo-3"]))
 def test_generation_between_steps_equals_one_process(folder, name):
     job = JOBS[name]
 
     def optimizer_of(model):
         groups = split(model, trainer_jobs.ARGUMENTS["weight_decay"])
-        return authors.ordinary(job.optimizer, groups, {"lr": job.lr})
+        return authors.ordinary(job.rule, groups, {"lr": job.lr})
 
     trained, log = train_alone(folder, name, optimizer_of)
     after, before = weights(trained), weights(model(job, folder))

@@ -21,6 +21,7 @@ from tests.common.plain import mean_step, weights
 from tests.integration import own_loops, trainer_jobs
 from tests.integration.own_loops import LOOPS
 from tests.integration.trainer_jobs import BATCH, JOBS, STEPS
+from tests.tools.support import of as of_table
 
 OTHER = [name for name, job in JOBS.items() if job.refused or job.half or job.changes]
 # What `make test` runs.
@@ -147,15 +148,13 @@ def of(log, key):
 
 
 @pytest.mark.supports(
-    lambda name: "HF Trainer" + (" with LoRA adapters" if JOBS[name].lora else ""),
-    stage=lambda name: JOBS[name].stage,
-    optimizer=lambda name: JOBS[name].config,
+    lambda name: "HF Trainer" + (" with LoRA adapters" if JOBS[name].lora else ""), **of_table(JOBS)
 )
 @pytest.mark.parametrize("name", params(COMPARED, QUICK))
 def test_trainer_equals_one_process(folder, name):
     got, job = result(folder, name), JOBS[name]
-    after, log = reference(job.config, job.max_norm, job.lora, got["streams"])
-    compare(got["after"], after, weights(build(job.lora)), STEPS, CLOSE.get(job.config, 1e-5))
+    after, log = reference(job.rule, job.max_norm, job.lora, got["streams"])
+    compare(got["after"], after, weights(build(job.lora)), STEPS, CLOSE.get(job.rule, 1e-5))
     assert got["kept"] == 0
     assert got["policy"] == ("fused" if job.accumulation == 1 else "sharded")
     assert of(got["log"], "loss") == pytest.approx(of(log, "loss"), rel=1e-3)
@@ -199,7 +198,7 @@ def test_lora_changes_the_adapters_alone_and_they_load(folder, name):
 @pytest.mark.slow
 def test_fp16_equals_one_process_but_for_its_rounding(folder):
     got, job = result(folder, "lomo-fp16"), JOBS["lomo-fp16"]
-    after, log = reference(job.config, job.max_norm, job.lora)
+    after, log = reference(job.rule, job.max_norm, job.lora)
     before = weights(build())
     errors = [got["after"][n].float() - p for n, p in after.items()]
     updates = [p - before[n] for n, p in after.items()]
@@ -252,7 +251,7 @@ def test_an_optimizer_that_trainer_would_drop_is_refused(folder):
 def check_loop(got, loop):
     """Checks a loop on ranks against the authors' code in one process -> that one's norms."""
     model = build()
-    optimizer = authors.ordinary(loop.config, split(model, 0.0), {"lr": loop.lr})
+    optimizer = authors.ordinary(loop.rule, split(model, 0.0), {"lr": loop.lr})
     norms, rates = own_loops.accelerated_reference(loop, model, optimizer)
     compare(got["after"], weights(model), weights(build()), len(norms))
     assert got["norms"] == pytest.approx(norms, rel=1e-4)
@@ -260,9 +259,7 @@ def check_loop(got, loop):
     return norms
 
 
-@pytest.mark.supports(
-    "accelerate, your own loop", stage=3, optimizer=lambda name: LOOPS[name].config
-)
+@pytest.mark.supports("accelerate, your own loop", **of_table(LOOPS))
 @pytest.mark.parametrize("name", params(LOOPS, ["lomo-both"]))
 def test_accelerate_loop_equals_one_process(folder, name):
     loop = LOOPS[name]

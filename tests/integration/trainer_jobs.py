@@ -30,7 +30,7 @@ BATCH = 4  # rows a step, over all ranks and micro-batches
 
 @dataclass(frozen=True)
 class Job:
-    config: str
+    rule: str  # of the shipped config
     arguments: dict[str, Any] = field(default_factory=dict)
     changes: dict[str, Any] = field(default_factory=dict)  # to the shipped config
     stage: int = 3
@@ -39,14 +39,14 @@ class Job:
 
     @property
     def all_arguments(self) -> dict[str, Any]:
-        return ARGUMENTS | RATES.get(self.config, {}) | self.arguments
+        return ARGUMENTS | RATES.get(self.rule, {}) | self.arguments
 
     @property
     def settings(self) -> tuple[Any, ...]:
         """All that may interact, for ``choose.pairs``."""
         reentrant = self.arguments.get("gradient_checkpointing_kwargs", {}).get("use_reentrant")
         passes = self.max_norm > 0, self.accumulation, reentrant
-        return self.config, self.stage, self.lora, *passes, (*self.changes,)
+        return self.rule, self.stage, self.lora, *passes, (*self.changes,)
 
     @property
     def max_norm(self) -> float:
@@ -144,18 +144,10 @@ def data() -> list[dict[str, torch.Tensor]]:
 
 def model(vocab: int = 67) -> LlamaForCausalLM:
     torch.manual_seed(1)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocab,
-            hidden_size=32,
-            intermediate_size=50,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            tie_word_embeddings=True,
-        )
-    )
+    sizes = {"vocab_size": vocab, "hidden_size": 32, "intermediate_size": 50}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    more = {"max_position_embeddings": 64, "tie_word_embeddings": True}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **layers, **more))
 
 
 def adapted(base: LlamaForCausalLM) -> peft.PeftModel:
@@ -191,7 +183,7 @@ def _train(folder: str, name: str, job: Job) -> dict[str, Any]:
     arguments = TrainingArguments(
         output_dir=f"{folder}/{name}",
         per_device_train_batch_size=BATCH // (ranks * job.accumulation),
-        deepspeed=config(job.config, job.stage) | job.changes,
+        deepspeed=config(job.rule, job.stage) | job.changes,
         **job.all_arguments,
     )
     model = load(folder)

@@ -16,7 +16,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -25,10 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import ds_ext
 from ds_ext.rules import REGISTRY
 from tests import worlds
-from tests.common import by_role
+from tests.common import by_role, engines
 from tests.common.hypers import TRAINED, changed
 
 ROOT = Path(__file__).parents[2]
@@ -79,28 +77,16 @@ def curve(rule: str, way: str, dtype: str, steps: int) -> list[str]:
         for part in (*model.model.layers, model):
             fully_shard(part, mesh=mesh)
     optimizer = by_role.made(rule, model, HYPERS[rule])
-    engine: Any = model
-    if way == "zero3":
-        config = {
-            "train_micro_batch_size_per_gpu": ROWS // dist.get_world_size(),
-            "gradient_clipping": 0.0,
-            "bf16": {"enabled": dtype == "bf16"},
-            "zero_optimization": {
-                "stage": 3,
-                "stage3_param_persistence_threshold": 50,
-                "reduce_bucket_size": 4000,
-            },
-        }
-        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-    else:
-        ds_ext.fuse_into_backward(model, optimizer, bucket_size=4000)
+    zero = {"stage3_param_persistence_threshold": 50, "reduce_bucket_size": 4000}
+    more = {"zero": zero, "bf16": {"enabled": dtype == "bf16"}}
+    engine = engines.start(model, optimizer, 3 if way == "zero3" else None, **more)
     losses = []
     for rows in batches()[:steps]:
         if way != "plain":
             rows = rows.chunk(dist.get_world_size())[dist.get_rank()]
         loss = engine(input_ids=rows, labels=rows).loss
-        (engine.backward if way == "zero3" else Tensor.backward)(loss)
-        (engine if way == "zero3" else optimizer).step()
+        engine.backward(loss)
+        engine.step()
         losses.append(loss.detach().float())
     found = torch.stack(losses)
     if way != "plain":

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
@@ -27,6 +26,8 @@ import ds_ext
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import REGISTRY
 from tests import worlds
+from tests.common import engines
+from tests.common.ranks import whole
 
 FOLDER = Path(__file__).parents[1] / "data/checkpoints"
 SHAPES = {"matrix": (7, 9), "vector": (11,)}
@@ -92,23 +93,17 @@ def engine(name: str, kind: str, stage: int, seed: int = 5) -> Any:
     model = Whole(seed)
     if name == "int8":
         model = Whole(seed, SHAPES | {"matrix": (256, 256)}).bfloat16()
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
-    config |= {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20}}
+    extra = extra | {"zero": {"stage3_param_persistence_threshold": 20}}
     made = optimizer(rule, model, **own)
     with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
-        return deepspeed.initialize(model=model, optimizer=made, config=config | extra)[0]
-
-
-def weights(model: nn.Module) -> Weights:
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        return {name: p.clone() for name, p in model.state_dict().items()}
+        return engines.start(model, made, stage, **extra)
 
 
 def train(engine: Any, first: int, steps: int) -> Weights:
     for step in range(first, first + steps):
         engine.backward(engine(step))
         engine.step()
-    return weights(engine.module)
+    return whole(engine.module)
 
 
 def train_plain(model: Whole, optimizer: torch.optim.Optimizer, first: int, steps: int) -> Weights:
@@ -116,7 +111,7 @@ def train_plain(model: Whole, optimizer: torch.optim.Optimizer, first: int, step
         model(step).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return weights(model)
+    return whole(model)
 
 
 def write_on_ranks(folder: str, names: list[str], kinds: list[str]) -> None:
@@ -159,7 +154,7 @@ def load_on_ranks(folder: str, stages: dict[str, int]) -> Found:
         for kind in sorted(stages.keys() & {x.name for x in path.iterdir()}):
             made = engine(path.name, kind, stages[kind], seed=6)
             made.load_checkpoint(str(path), kind)
-            found[path.name, kind] = weights(made.module), train(made, STEPS, MORE)
+            found[path.name, kind] = whole(made.module), train(made, STEPS, MORE)
     return found
 
 
@@ -170,7 +165,7 @@ def load_plain(folder: str) -> Found:
         state = torch.load(path / "plain.pt")
         model.load_state_dict(state["model"])
         made.load_state_dict(state["optimizer"])
-        found[path.name, "plain"] = weights(model), train_plain(model, made, STEPS, MORE)
+        found[path.name, "plain"] = whole(model), train_plain(model, made, STEPS, MORE)
     return found
 
 
