@@ -158,21 +158,14 @@ def start(run: Run) -> deepspeed.PipelineEngine:
         for name, param in net.tied_modules.named_parameters():
             param.copy_(torch.randn(param.shape) if "offset" not in name else param)
     ranks = dist.get_world_size() // run.stages
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": ROWS // run.micro_batches,
-        "gradient_accumulation_steps": run.micro_batches // ranks,
-        "zero_optimization": {"stage": run.zero, "reduce_bucket_size": 300},
-        "steps_per_print": 10**6,
-        **run.more,
-    }
-    optimizer = None
-    if run.client:
-        optimizer = OPTIMIZERS[run.rule](net.parameters(), **run.hypers)
-    else:
-        config["optimizer"] = {"type": f"ds_ext.{run.rule}", "params": run.hypers}
+    sizes = {"train_micro_batch_size_per_gpu": ROWS // run.micro_batches}
+    sizes |= {"gradient_accumulation_steps": run.micro_batches // ranks, "steps_per_print": 10**6}
+    named = {"optimizer": {"type": f"ds_ext.{run.rule}", "params": run.hypers}}
+    optimizer = OPTIMIZERS[run.rule](net.parameters(), **run.hypers) if run.client else None
+    more = sizes | ({} if run.client else named) | {"zero": {"reduce_bucket_size": 300}}
     # On a CPU DeepSpeed refuses fp16, which torch knows there.
     with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
-        return deepspeed.initialize(model=net, optimizer=optimizer, config=config)[0]
+        return engines.start(net, optimizer, run.zero, **more | run.more)
 
 
 def batches(engine: deepspeed.PipelineEngine, step: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -202,8 +202,6 @@ BITS = {
         },
     ),
 }
-
-
 OTHER_BITS = [
     (way, kind, stage)
     for way, kind in (("stochastic", "adalomo"), ("master", "came"))

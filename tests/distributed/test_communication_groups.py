@@ -142,9 +142,6 @@ def test_a_lost_rank_is_told_without_an_engine_too(has_own_groups):
     assert LOST in other.output and other.seconds < 30
 
 
-# Buckets come in the same order on every rank.
-
-
 STEPS, FROM = 4, 2  # steps, and the first in which rank 1 goes its own way where it does so late
 
 
@@ -215,8 +212,6 @@ CASES = {
 }
 # Here DeepSpeed waits for weights that other ranks do not gather.
 WAITING, TIMEOUT = ("swapped", 3, FROM), 5
-
-
 EXACT = [(case,) for case in CASES if case[1] != 3 or not case[0]]
 TOLD = [(case,) for case in CASES if (case,) not in EXACT and case != WAITING]
 

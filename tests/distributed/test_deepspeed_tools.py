@@ -131,9 +131,6 @@ def test_compiled_in_one_way_and_loaded_in_another(tmp_path, ways, stage):
             compiled_step(engine, 1)
 
 
-# Checkpoints load as they were saved, and run no code that someone put into them.
-
-
 PLAIN: dict[str, Any] = {
     "args": argparse.Namespace(lr=1e-3, path=Path("/data/x"), betas=(0.9, 0.95)),
     "random": random.getstate(),

@@ -25,8 +25,6 @@ from tests.distributed import experts_jobs, mixtures, pipelines_jobs, test_tenso
 DECAY, STEPS = 0.9, 5
 # Small updates would be close to the resolution of fp32.
 LR = {"AdamW": 1e-2, "AdaLomo": 5e-2, "Muon": 5e-2}
-
-
 # Sizes that two and three ranks do not divide evenly.
 make = functools.partial(models.layers, 6, 13, 5)
 

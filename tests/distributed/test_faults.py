@@ -3,7 +3,6 @@
 ``--kills 100`` makes the soak as long as that.
 """
 
-import functools
 import os
 import re
 import tempfile
@@ -28,26 +27,16 @@ from tests.distributed.training_jobs import Training
 LOST = "LostRankError: another rank has ended, or did not respond within the time limit"
 # What the newest complete checkpoint is after a fault in the step after WHEN, and how ranks end.
 AFTER = {"disk full": TOTAL, "no folder": TOTAL}
-
-
 QUICK = ["save"]  # a rank is killed while it saves
-
-
-@pytest.fixture(scope="session")
-def suffered(tmp_path_factory):
-    @functools.cache
-    def suffer(fault):
-        return faults_jobs.suffer(str(tmp_path_factory.mktemp("fault")), fault, stage_of(fault))
-
-    return suffer
 
 
 @pytest.mark.supports(
     "killed ranks, lost hosts, full disks", stage=lambda fault: stage_of(fault), optimizer=KIND
 )
 @pytest.mark.parametrize("fault", params(FAULTS, QUICK))
-def test_after_a_fault_the_newest_complete_checkpoint_is_gone_on_from(suffered, fault):
-    got = suffered(fault)
+def test_after_a_fault_ranks_end_and_the_newest_complete_checkpoint_loads(tmp_path, fault):
+    got = faults_jobs.suffer(str(tmp_path), fault, stage_of(fault))
+    check_ends(got["failed"], fault)
     whole = worlds.once(2, faults_jobs.unbroken)
     assert got["found"].steps == AFTER.get(fault, WHEN)
     for rank, again in enumerate(got["again"]):
@@ -57,10 +46,9 @@ def test_after_a_fault_the_newest_complete_checkpoint_is_gone_on_from(suffered, 
     assert not [name for name in got["left"] if name.startswith(".")]
 
 
-@pytest.mark.parametrize("fault", params(FAULTS, QUICK))
-def test_the_other_ranks_end_with_a_clear_error_in_time(suffered, fault):
-    failed = suffered(fault)["failed"]
-    if fault in ("disk full", "no folder"):  # training goes on
+def check_ends(failed, fault):
+    """The other ranks end with a clear error in time, unless training goes on."""
+    if fault in ("disk full", "no folder"):
         for rank in failed:
             assert rank.code == 0, rank.output[-2000:]
             told = rank.result["told"]
@@ -125,8 +113,6 @@ def test_kills_at_random_moments_lose_nothing_that_was_saved(tmp_path, request):
 
 
 # Two hosts, whose ranks have the same local ranks, and folders that they do not share.
-
-
 RUNS = {"stage 3": Training("adalomo", 3, max_norm=0.3), "stage 1": Training("adalomo", 1)}
 RUNS |= {"stage 0": Training("came", 0), "plain": Training("adalomo", None)}
 

@@ -1,6 +1,7 @@
 """Engines of odd models against one process: sparse embeddings, channels_last, layers unfrozen
 later, resized parameters, several dtypes, and weights that backward reads again."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -95,10 +96,6 @@ def mixed(
     return engines.trained(engines.start(model, optimizer, stage, policy, **more), rows_loss, STEPS)
 
 
-def penalized() -> nn.Module:
-    return models.layers(5, 8, 3)
-
-
 def penalized_loss(model: Any, number: int, rank: int) -> Tensor:
     x = engines.rows(number, rank, 3, 5).requires_grad_()
     loss = (model(x) - 1).square().sum()
@@ -111,6 +108,7 @@ class Reading(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(2)
         self.first = nn.Linear(5, 5)
         self.weight = nn.Parameter(torch.randn(5, 5))
 
@@ -119,18 +117,13 @@ class Reading(nn.Module):
         return F.linear(torch.tanh(h), self.weight).square().sum()
 
 
-def reading() -> nn.Module:
-    torch.manual_seed(2)
-    return Reading()
-
-
 def reading_loss(model: Any, number: int, rank: int) -> Tensor:
     return model(engines.rows(number, rank, 3, 5))
 
 
 READ_AGAIN: dict[str, tuple[Any, engines.Loss, str]] = {  # with the policy
-    "by the model": (reading, reading_loss, ""),
-    "by a penalty": (penalized, penalized_loss, "sharded"),
+    "by the model": (Reading, reading_loss, ""),
+    "by a penalty": (functools.partial(models.layers, 5, 8, 3), penalized_loss, "sharded"),
 }
 
 

@@ -17,6 +17,7 @@ from ds_ext.planner import memory
 from tests import worlds
 from tests.common import pretend
 from tests.common.choose import params
+from tests.common.states import same
 from tests.distributed import offload_jobs
 from tests.distributed.offload_jobs import Case
 
@@ -63,10 +64,6 @@ def found(world: str, *case: Any) -> list[dict[str, Any]]:
     return worlds.once(ranks, offload_jobs.compared, case, pretended)
 
 
-def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(a[name], b[name]) for name in a)
-
-
 def _features(kinds):
     shown = {"param": [WEIGHTS], "state": [STATES], "both": [WEIGHTS, STATES]}
     return [f for kind in kinds for f in shown.get(kind, [])]
@@ -77,12 +74,12 @@ def _features(kinds):
 def test_offload_changes_no_bit(world, optimizer, stage, how, kinds):
     for runs in found(world, optimizer, stage, how, kinds):
         for kind in kinds:
-            assert same_bits(runs["none"]["weights"], runs[kind]["weights"]), kind
+            assert same(runs["none"]["weights"], runs[kind]["weights"]), kind
             assert runs["none"]["norms"] == runs[kind]["norms"]
             if how == "averaged":
-                assert same_bits(runs["none"]["averages"], runs[kind]["averages"])
-                assert same_bits(runs[kind]["weights"], runs[kind]["restored"])
-                assert not same_bits(runs[kind]["weights"], runs[kind]["averages"])
+                assert same(runs["none"]["averages"], runs[kind]["averages"])
+                assert same(runs[kind]["weights"], runs[kind]["restored"])
+                assert not same(runs[kind]["weights"], runs[kind]["averages"])
 
 
 @pytest.mark.parametrize("optimizer, stage, how, kinds", params(CASES, QUICK))
@@ -243,7 +240,7 @@ def test_offload_of_almost_nothing_is_told_of(name):
 @pytest.mark.parametrize("way", params(["to", "from", "param"], ["to"]))
 def test_runs_are_gone_on_from_with_and_without_offload(optimizer, how, way):
     for runs in worlds.run(2, offload_jobs.resumed, optimizer, how, way):
-        assert same_bits(runs["unbroken"], runs["resumed"])
+        assert same(runs["unbroken"], runs["resumed"])
         places = {"to": (HOST, HOST), "from": (DEVICE, DEVICE), "param": (HOST, DEVICE)}[way]
         assert runs["where"] == {"runs": {places[0]}, "states": {places[1]}}
 

@@ -120,15 +120,10 @@ def rank_0_alone() -> list[float]:
     group = dist.new_group([0])
     if dist.get_rank():
         return []
-    alone = SimpleNamespace(
-        get_data_parallel_group=lambda: group,
-        get_model_parallel_group=lambda: group,
-        get_data_parallel_world_size=lambda: 1,
-        get_model_parallel_world_size=lambda: 1,
-        get_data_parallel_rank=lambda: 0,
-        get_model_parallel_rank=lambda: 0,
-    )
-    return train(0, sgd, mpu=alone)
+    told = {"group": lambda: group, "world_size": lambda: 1, "rank": lambda: 0}
+    kinds = "data", "model"
+    getters = {f"get_{kind}_parallel_{name}": get for kind in kinds for name, get in told.items()}
+    return train(0, sgd, mpu=SimpleNamespace(**getters))
 
 
 def pipeline() -> list[float]:

@@ -262,8 +262,6 @@ def piped(zero: int) -> dict[str, Any]:
 
 STAGES = {"tensor parallelism": (0, 3), "sequences": (1, 3), "experts": (1, 2), "offload": (2, 3)}
 CASES = [(layout, stage) for layout, stages in STAGES.items() for stage in stages]
-
-
 QUICK_EDITS = [("sequences", 3, 2, 0.05)]
 EDITED = [(*at, *how) for at in CASES for how in ((1, 0.0), (1, 0.05), (2, 0.05))]
 EDITED = pairs(EDITED, lambda case: (case[0], case[1], case[2:]), QUICK_EDITS)

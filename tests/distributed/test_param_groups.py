@@ -72,8 +72,6 @@ def train(stage: int, folder: str) -> dict[str, Any]:
 
 LR = 0.01
 DECAY = 0.1
-
-
 # Its weights and biases decay differently.
 network = functools.partial(models.layers, 6, 5, 3, seed=3)
 
@@ -174,9 +172,6 @@ def test_names_of_ours_take_ours(name, said):
     for rank, got in enumerate(worlds.once(2, taken, name, 2, {})):
         assert got["class"].lower() == "ds_ext." + name.lower().removeprefix("ds_ext.")
         assert len(got["said"]) == (0 if rank else said)
-
-
-# Fused matrices that Muon splits, on real ranks against one process.
 
 
 SPLIT_STEPS = 3

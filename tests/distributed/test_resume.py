@@ -242,8 +242,6 @@ def test_hf_trainer_resumes_unchanged(folder, name):
     assert off <= 2 * EXACT
 
 
-# Checkpoints of earlier versions.
-
 VERSIONS = sorted(path.name.removesuffix(".tar.xz") for path in old_checkpoints.FOLDER.iterdir())
 # Ranks, and the stages at which what was saved on two ranks is loaded.
 TARGETS = [(2, {"zero3": 1, "zero0": 3}), (1, {"zero3": 2, "zero0": 1})]

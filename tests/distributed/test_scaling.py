@@ -185,8 +185,6 @@ def autocast_reference(
 RANKS = (1, 2, 3)
 ON_THREE = "-64"  # what is run on three ranks: those with a static loss scale
 COMPARED = [name for name, run in RUNS.items() if run.planted and run.how == "engine"]
-
-
 ALL = [(n, name) for n in RANKS for name in COMPARED if n < 3 or ON_THREE in name]
 ALL = [(n, name) for n, name in ALL if n == 2 or RUNS[name].rule == "lomo"]
 # Static and dynamic scales, both policies.
@@ -264,9 +262,6 @@ def test_weights_gathered_under_autocast_are_not_rounded(ranks, evaluated):
     assert worlds.once(ranks, gathered_under_autocast, evaluated) == [[]] * ranks
 
 
-# Bad gradients of matrices that are stepped one by one.
-
-
 LOW_RANK = {"rank": 4, "update_proj_gap": 2}
 HYPERS: dict[str, dict[str, Any]] = {"GaLoreAdamW": LOW_RANK, "APOLLO": LOW_RANK, "Muon": {}}
 BAD = (0, 3)  # the steps with a bad gradient, as GaLore's first basis and its next one are due
@@ -312,8 +307,6 @@ def trained(
 HOW = [("", 1.0, 1), ("", 1.0, 2), ("sharded", 0.0, 2)]
 BAD_CASES = [(name, stage) for name in HYPERS for stage in range(4)]
 QUICK_BAD = [("GaLoreAdamW", 3), ("Muon", 2)]
-
-
 QUICK_SKIPPED = [(*case, how) for case, how in zip(QUICK_BAD, HOW[1:3], strict=True)]
 SKIPPED = pairs(
     [(*case, how) for case in BAD_CASES for how in HOW],

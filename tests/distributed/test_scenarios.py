@@ -31,8 +31,6 @@ PLACES = [*(("engine", n) for n in range(4)), ("fsdp2", "fsdp2"), ("replicas", N
 TABLE = [(*p, *how) for p in PLACES for how in product(POLICIES, ("exact", "none", "value"))]
 # The random sequences draw the other combinations.
 EVERY = pairs(TABLE, lambda case: case[1:], SOME)
-
-
 PLAIN = "steps", "one_step"
 FEATURES = ["freezing and unfreezing layers", "hyper-parameters per parameter group"]
 

@@ -30,19 +30,10 @@ from tests.tools.support import of
 
 ROOT = Path(__file__).parents[2]
 VOCAB, STEPS = 37, 4
-HYPERS = Table(
-    {"lr": 5e-3},
-    {
-        "lomo": {"lr": 0.05},
-        "came": {"lr": 5e-4},
-        "lion": {"lr": 5e-4},
-        "galoreadamw": {"rank": 4},
-        "apollo": {"rank": 4},
-        "apollomini": {"lr": 1e-3},
-        "muon": {"ns_dtype": "fp32"},
-        "sinkgd": {"lr": 0.1},
-    },
-)
+SMALL = {name: {"lr": 5e-4} for name in ("came", "lion")} | {"apollomini": {"lr": 1e-3}}
+LARGE = {"lomo": {"lr": 0.05}, "sinkgd": {"lr": 0.1}}
+RANKS = {name: {"rank": 4} for name in ("galoreadamw", "apollo")}
+HYPERS = Table({"lr": 5e-3}, {"muon": {"ns_dtype": "fp32"}} | SMALL | LARGE | RANKS)
 OURS: dict[str, dict[str, Any]] = {
     "adafactor": {"relative_step": False},
     "galoreadamw": {"nbits": 32, "update_proj_gap": 200, "target_modules": ["."]},

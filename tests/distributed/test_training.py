@@ -106,9 +106,6 @@ def test_ranks_that_use_different_parameters_neither_hang_nor_drift(ranks, name)
     check_each(got["after"], alone.after, alone.before, training_jobs.ROUTED_STEPS, close)
 
 
-# Exact clipping of graphs that are hard to run backward twice.
-
-
 CLIP = 0.05
 
 

@@ -125,8 +125,6 @@ def test_sizes_and_groups_of_sequences_that_do_not_fit_are_refused_on_every_rank
 
 
 # accelerate's ``ParallelismConfig(sp_size=2)``.
-
-
 LR = 0.5
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
 CONFIG |= {"zero_optimization": {"stage": 2}}

@@ -62,9 +62,6 @@ def test_groups_that_do_not_divide_the_ranks_are_refused_on_all_ranks():
         assert "zero_hpz_partition_size = 2 does not divide the 3 ranks" in told
 
 
-# Programs that misuse an optimizer.
-
-
 def linear() -> nn.Linear:
     return nn.Linear(4, 4)
 

@@ -197,9 +197,6 @@ def test_a_trainable_parameter_outside_the_optimizer_keeps_its_gradient(ranks):
     worlds.run(ranks, outside)
 
 
-# The nine BERT classes by all optimizers, at stages 0 to 3, on two ranks, against one process.
-
-
 CLASSES = ("BertModel", "BertForPreTraining", "BertLMHeadModel", "BertForMaskedLM")
 CLASSES += ("BertForSequenceClassification", "BertForTokenClassification")
 CLASSES += ("BertForNextSentencePrediction", "BertForMultipleChoice", "BertForQuestionAnswering")

@@ -66,15 +66,18 @@ class Training:
         return HYPERS[self.rule] | {"weight_decay": 0.1} | self.own
 
 
+def _at(stage: int | None) -> str:
+    return "plain" if stage is None else f"stage{stage}"
+
+
 def _runs() -> dict[str, Training]:
     made = {}
     for stage, policy in itertools.product((None, 0, 1, 2, 3), ("fused", "sharded")):
-        at = f"stage{stage}" if stage is not None else "plain"
         kinds = ["none", "reentrant", "nonreentrant"] if stage in (0, 2, 3) else ["none"]
         kinds += ["deepspeed"] if stage in (1, 3) else []
         for kind in kinds:
             checkpointing = None if kind == "none" else kind
-            made[f"clip-{at}-{policy}-{kind}"] = Training(
+            made[f"clip-{_at(stage)}-{policy}-{kind}"] = Training(
                 stage=stage, policy=policy, max_norm=0.5, checkpointing=checkpointing
             )
     for stage, policy in itertools.product((0, 3), ("fused", "sharded")):
@@ -83,11 +86,10 @@ def _runs() -> dict[str, Training]:
         name = f"accumulation{n}-stage{stage}" + ("-clip" if norm else "")
         made[name] = Training("came", stage, "sharded", norm, accumulation=n)
     for stage in (None, 1):
-        name = "plain" if stage is None else f"stage{stage}"
-        made[f"accumulation2-{name}-clip"] = Training("came", stage, "sharded", 0.4, accumulation=2)
+        name = f"accumulation2-{_at(stage)}-clip"
+        made[name] = Training("came", stage, "sharded", 0.4, accumulation=2)
     for stage in (None, 0, 3):
-        name = "plain" if stage is None else f"stage{stage}"
-        made[f"previous-{name}"] = Training(stage=stage, max_norm=0.5, clip_mode="previous")
+        made[f"previous-{_at(stage)}"] = Training(stage=stage, max_norm=0.5, clip_mode="previous")
     for rule in FOR_ALL:
         made[f"{rule}-clip"] = Training(rule, 3, "fused", 0.3)
     # Rules of matrices: Muon in all ways at all stages, the others in each way at one.
@@ -239,8 +241,6 @@ def clip(run: Training, model: nn.Module, norms: list[float]) -> None:
 
 
 # Ranks that use different parameters in a step: a mixture of experts without load balancing.
-
-
 ROUTED_STEPS = 5
 WIDTH = 7
 
@@ -304,7 +304,7 @@ class Routing(Training):
 def _routed() -> dict[str, Routing]:
     made = {}
     for stage in (None, 0, 1, 2, 3):
-        at = f"stage{stage}" if stage is not None else "plain"
+        at = _at(stage)
         for bucket in (1, 60, 10**6):
             made[f"{at}-{bucket}"] = Routing("came", stage, bucket=bucket)
         made[f"{at}-reentrant"] = Routing("adalomo", stage, checkpointing="reentrant")

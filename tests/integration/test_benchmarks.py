@@ -33,9 +33,6 @@ def test_ratios_are_of_one_round():
     assert report.ratios(times, "unit") == {"unit": (1, 1), "other": (2, 1)}  # 3, 1 and 2
 
 
-# Memory.
-
-
 def test_the_second_step_is_measured():
     kept, state, scratch = torch.ones(10), [], iter([5000, 200])
 
@@ -63,9 +60,6 @@ def test_a_step_takes_what_its_optimizer_must():
         peak = memory.measure(sizes, shape, name, torch.float32, CPU)
         # LOMO, without a state, lets as many gradients wait to be stepped by together.
         assert peak == pytest.approx(lomo + memory.planned_state(sizes, name), rel=0.02)
-
-
-# Collectives.
 
 
 @pytest.mark.parametrize(
@@ -119,8 +113,6 @@ def test_a_steps_figures():
         "calls per bucket": 2,
     }
 
-
-# Steps.
 
 SMALL = step.Size(((64, 48), (48, 64), (48,)))  # sides below GaLore's rank, too
 
@@ -177,9 +169,6 @@ def test_a_run_of_a_matrix_is_stepped(name):
     assert not torch.equal(before[0], after[0])
     if name == "ds_ext.LOMO":
         torch.testing.assert_close(after, stepped(step.UNIT, size=size)[1])
-
-
-# The host.
 
 
 @pytest.mark.parametrize("name", host.BATCHED)

@@ -168,9 +168,6 @@ def test_axolotl_has_a_plugin_to_name(monkeypatch):
         Plugin().register({"optimizer": "adamw_torch"})
 
 
-# Configs.
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_configs_are_those_of_the_folder(name, capsys):
     for folder, options in (("configs", []), ("configs/plain", ["--numbers"])):
@@ -215,8 +212,6 @@ def test_optimizers_of_the_user_are_imported(tmp_path, monkeypatch, capsys):
 
 
 # ms-swift's plugin, imported by its path as ms-swift does, beside a stand-in for ms-swift.
-
-
 @pytest.fixture
 def plugin(monkeypatch):
     class OptimizerCallback:

@@ -151,9 +151,6 @@ def test_what_llama_factorys_yaml_names_is_there():
     assert set(entry["columns"].values()) <= row.keys()
 
 
-# docs/guides.
-
-
 MODEL = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -27,7 +27,6 @@ from tests.common import needs
 ON = setting.REHEARSAL
 
 # The runner. Stages are processes; here, Python code by its name.
-
 CODE = {"good": 'note("row", ["Numbers", {"x": 1}])', "skips": 'note("skipped", "no second GPU")'}
 CODE |= {"wrong": 'note("failed", "ValueError: why\\nmore"); exit(1)'}
 CODE |= {"dies": 'note("row", ["Numbers", {"x": 3}]); os.kill(os.getpid(), 11)'}
@@ -96,9 +95,6 @@ def test_all_stages_exist_and_take_20_minutes_at_most():
     assert [stage.name for stage in STAGES][:5] == names  # right before fast
 
 
-# A stage's own process.
-
-
 def noted(tmp_path, rows, monkeypatch):
     stage = types.SimpleNamespace(rows=rows)
     monkeypatch.setattr(child.importlib, "import_module", lambda name: stage)
@@ -130,9 +126,6 @@ def test_a_process_notes_rows_then_its_error_or_its_reason(tmp_path, monkeypatch
     (tmp_path / "rows").unlink()
     found, failed = noted(tmp_path, wrong, monkeypatch)
     assert failed and found[-1][0] == "failed"
-
-
-# Each stage, on the CPU with a tiny model.
 
 
 def rehearsed(stage, on=ON):

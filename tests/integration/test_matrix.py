@@ -218,9 +218,6 @@ def test_a_small_matrix_is_made_once_and_shown(tmp_path):
     assert f"| LAMB | {least['lr']:g} | {least['loss']:.3f} (n = 1) |" in page
 
 
-# `make compare` and `benchmarks trends`, in short form on tiny models.
-
-
 @pytest.fixture
 def turns(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))

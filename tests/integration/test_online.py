@@ -134,12 +134,9 @@ def make(job: Job, folder: str, watch: Watch, ranks: int = 1, **more: Any) -> An
     groups = {"max_completion_length": TOKENS, "num_generations": GROUP, "shuffle_dataset": False}
     settings = trainer_jobs.ARGUMENTS | {
         "output_dir": f"{folder}/out",
-        "learning_rate": job.lr,
-        "max_steps": STEPS,
-        "max_grad_norm": 0.0,
         "generation_kwargs": {"min_new_tokens": TOKENS},
-        "temperature": 1.0,
-        "bf16": False,
+        **{"learning_rate": job.lr, "max_steps": STEPS, "max_grad_norm": 0.0},
+        **{"temperature": 1.0, "bf16": False},
         **(lengths if is_dpo else groups),
         **job.arguments,
         **more.pop("settings", {}),

@@ -31,7 +31,6 @@ COMPARED = pairs(
     lambda name: JOBS[name].settings,
     [*QUICK, "lora-adalomo-stage3", "adalomo-compiled"],
 )
-FULL = [name for name in COMPARED if not JOBS[name].lora]
 
 
 @pytest.fixture(scope="session")
@@ -151,8 +150,9 @@ def of(log, key):
     lambda name: "HF Trainer" + (" with LoRA adapters" if JOBS[name].lora else ""), **of_table(JOBS)
 )
 @pytest.mark.parametrize("name", params(COMPARED, QUICK))
-def test_trainer_equals_one_process(folder, name):
+def test_trainer_equals_one_process_and_saves_its_weights(folder, name):
     got, job = result(folder, name), JOBS[name]
+    check_saved(got, job.lora, f"{folder}/{name}")
     after, log = reference(job.rule, job.max_norm, job.lora, got["streams"])
     compare(got["after"], after, weights(build(job.lora)), STEPS, CLOSE.get(job.rule, 1e-5))
     assert got["kept"] == 0
@@ -169,30 +169,24 @@ def test_trainer_equals_one_process(folder, name):
     assert rates[:-1] == pytest.approx(of(log, "learning_rate")[1:])
 
 
-@pytest.mark.parametrize("name", params(FULL, [name for name in FULL if name in QUICK]))
-def test_the_saved_model_is_the_trained_one(folder, name):
-    after = result(folder, name)["after"]
-    saved = load_file(f"{folder}/{name}/model.safetensors")
-    assert saved.keys() == after.keys()
-    assert all(torch.equal(saved[n], after[n]) for n in saved)
+def check_saved(got, is_lora, folder):
+    """What was saved is what was trained: of LoRA the adapters alone, which load."""
+    if is_lora:
+        before = weights(build(lora=True))
+        changed = {n for n in before if not torch.equal(got["after"][n], before[n])}
+        assert changed == {n for n in before if "lora_" in n}
+        assert got["state"] == len(changed)
+        loaded = peft.PeftModel.from_pretrained(trainer_jobs.model(), folder)
+        saved = dict(loaded.named_parameters())
+    else:
+        saved = load_file(f"{folder}/model.safetensors")
+        assert saved.keys() == got["after"].keys()
+    assert all(torch.equal(p, got["after"][n]) for n, p in saved.items())
 
 
 @pytest.mark.parametrize("job", [trainer_jobs.unclipped, trainer_jobs.unread])
 def test_what_only_trainer_is_told_of_is_warned_of(folder, job):
     worlds.run(2, job, folder)
-
-
-LORA = [name for name in COMPARED if JOBS[name].lora]
-
-
-@pytest.mark.parametrize("name", params(LORA, []))
-def test_lora_changes_the_adapters_alone_and_they_load(folder, name):
-    got, before = result(folder, name), weights(build(lora=True))
-    changed = {n for n in before if not torch.equal(got["after"][n], before[n])}
-    assert changed == {n for n in before if "lora_" in n}
-    assert got["state"] == len(changed)
-    loaded = peft.PeftModel.from_pretrained(trainer_jobs.model(), f"{folder}/{name}")
-    assert all(torch.equal(p, got["after"][n]) for n, p in loaded.named_parameters())
 
 
 @pytest.mark.slow
@@ -309,9 +303,6 @@ def test_adapters_of_a_base_in_4_bits_are_trained_as_by_torch(tmp_path, stage):
         assert all(torch.equal(got[n], p) for n, p in after.items() if n not in names)
         of_adapters = ({n: x[n].float() for n in names} for x in (got, after, before))
         assert updates.error(*of_adapters) <= 1e-5
-
-
-# Step metrics reach HF Trainer's report_to, by TensorBoard's files.
 
 
 def tensorboard(folder):

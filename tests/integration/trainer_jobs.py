@@ -68,19 +68,11 @@ def _checkpointing(use_reentrant: bool) -> dict[str, Any]:
     }
 
 
-ARGUMENTS: dict[str, Any] = {
-    "max_steps": STEPS,
-    "average_tokens_across_devices": True,  # the default since transformers 4.52
-    "learning_rate": 1e-2,
-    "weight_decay": 0.1,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 3,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "use_cpu": True,
-    "disable_tqdm": True,
-}
+ARGUMENTS: dict[str, Any] = {"max_steps": STEPS, "learning_rate": 1e-2, "weight_decay": 0.1}
+ARGUMENTS |= {"lr_scheduler_type": "cosine", "warmup_steps": 3}
+ARGUMENTS |= {"logging_steps": 1, "save_strategy": "no", "report_to": "none"}
+ARGUMENTS |= {"use_cpu": True, "disable_tqdm": True}
+ARGUMENTS |= {"average_tokens_across_devices": True}  # the default since transformers 4.52
 RATES = {"came": {"learning_rate": 1e-3}, "lomo": {"learning_rate": 0.1}}
 RATES |= {name: {"learning_rate": 1e-3} for name in ("flashadamw", "apollomini", "muon")}
 FREE = {"max_grad_norm": 0.0}

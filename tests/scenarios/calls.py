@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tests.scenarios.sides import KINDS, Net, Side, tensors, walk
+from tests.common.states import tensors
+from tests.scenarios.sides import KINDS, Net, Side, walk
 
 if TYPE_CHECKING:
     from tests.scenarios.driver import Pair

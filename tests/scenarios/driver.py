@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.common.states import same
 from tests.scenarios import odd_rule
 from tests.scenarios.calls import CALLS, NAMES
 from tests.scenarios.sides import KINDS, Reference
@@ -192,10 +193,6 @@ def close(x: torch.Tensor, y: torch.Tensor, tolerance: float) -> bool:
     return bool((x - y).norm() <= tolerance * y.norm()) or (
         not y.isfinite().all() and torch.equal(x.isfinite(), y.isfinite())
     )
-
-
-def same(x: torch.Tensor, y: torch.Tensor | None) -> bool:
-    return y is not None and x.shape == y.shape and x.dtype == y.dtype and x.equal(y)
 
 
 def said(error: Exception) -> str:

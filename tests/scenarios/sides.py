@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import came_pytorch
@@ -345,11 +345,3 @@ def walk(states: Any, found: Callable[[Tensor], Any]) -> Any:
     if isinstance(states, dict):
         return {key: walk(value, found) for key, value in states.items()}
     return found(states) if isinstance(states, Tensor) and states.dim() else states
-
-
-def tensors(states: dict[Any, Any]) -> Iterator[Tensor]:
-    for value in states.values():
-        if isinstance(value, dict):
-            yield from tensors(value)
-        elif isinstance(value, Tensor):
-            yield value

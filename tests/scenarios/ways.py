@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 import ds_ext
 from tests.common import engines
 from tests.common.ranks import whole
-from tests.scenarios.sides import KINDS, Failure, Side, tensors
+from tests.common.states import tensors
+from tests.scenarios.sides import KINDS, Failure, Side
 
 
 class Plain(Side):

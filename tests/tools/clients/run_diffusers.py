@@ -15,15 +15,9 @@ accelerate.PartialState(cpu=True)
 torch.manual_seed(0)
 config = tiny.config(2) | {"gradient_clipping": 0.0}
 accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
-model = UNet2DModel(
-    sample_size=16,
-    block_out_channels=(32, 32),
-    down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-    up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-    layers_per_block=1,
-    norm_num_groups=8,
-    attention_head_dim=8,
-)
+sizes = {"sample_size": 16, "layers_per_block": 1, "norm_num_groups": 8, "attention_head_dim": 8}
+sizes |= {"block_out_channels": (32, 32), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+model = UNet2DModel(**sizes, down_block_types=("DownBlock2D", "AttnDownBlock2D"))
 images = torch.rand(16 * tiny.STEPS, 1, 1, 1).expand(-1, 3, 16, 16).contiguous()
 loader = torch.utils.data.DataLoader(images, batch_size=8)
 model, optimizer, loader = accelerator.prepare(

@@ -36,20 +36,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def llama() -> LlamaForCausalLM:
     """Returns a Llama of two layers, with the same random weights on every rank."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(SPECIAL) + 256,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=256,
-            pad_token_id=0,
-            bos_token_id=None,
-            eos_token_id=1,
-        )
-    )
+    sizes = {"vocab_size": len(SPECIAL) + 256, "hidden_size": 64, "intermediate_size": 128}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **tokens, max_position_embeddings=256))
 
 
 def save(folder: Path) -> None:
@@ -89,19 +79,11 @@ def result(losses: list[float], ranks: int, stage: int | str) -> None:
 
 
 def arguments() -> dict:
-    return {
-        "output_dir": "out",
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 8,
-        "learning_rate": RATE,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,  # AdaLomo bounds its updates itself
-        "bf16": False,
-        "use_cpu": True,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-    }
+    made = {"output_dir": "out", "max_steps": STEPS, "per_device_train_batch_size": 8}
+    made |= {"learning_rate": RATE, "lr_scheduler_type": "constant"}
+    made |= {"max_grad_norm": 0.0}  # AdaLomo bounds its updates itself
+    made |= {"bf16": False, "use_cpu": True, "logging_steps": 1}
+    return made | {"save_strategy": "no", "report_to": "none"}
 
 
 def check(engine: DeepSpeedEngine, stage: int) -> None:
