@@ -212,11 +212,7 @@ CLIP = 0.3
 TILED = [
     *(Tiling(stage, max_norm) for stage in (None, 0, 2, 3) for max_norm in (0.0, CLIP)),
     Tiling(None, CLIP, tied=True),
-    *(
-        Tiling(stage, max_norm, calls_modules=False)
-        for stage in (None, 2)
-        for max_norm in (0, CLIP)
-    ),
+    *(Tiling(stage, norm, calls_modules=False) for stage in (None, 2) for norm in (0.0, CLIP)),
     Tiling(2, tied=True),
     Tiling(3, CLIP, tied=True),
     Tiling(2, CLIP, "sharded", accumulation=2),
@@ -230,14 +226,9 @@ QUICK = [(case,) for case in TILED[::5]]
 @worlds.on(2)
 def test_tiled_functions_train_exactly(case):
     plain = make_tiled(case, tiled=False)
-    alone = engines.alone(
-        plain,
-        torch.optim.SGD(plain.parameters(), lr=0.5),
-        loss_of,
-        TILED_STEPS,
-        max_norm=case.max_norm,
-        accumulation=case.accumulation,
-    )
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.5)
+    how = {"max_norm": case.max_norm, "accumulation": case.accumulation}
+    alone = engines.alone(plain, sgd, loss_of, TILED_STEPS, **how)
     assert min(alone.norms) > 1.1 * case.max_norm  # or it would show nothing
     model = make_tiled(case, tiled=True)
     optimizer = ds_ext.LOMO(model.parameters(), lr=0.5)

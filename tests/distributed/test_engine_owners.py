@@ -43,9 +43,7 @@ def start(model: nn.Module, stage: int, kept: int, ours: bool = True, **more: An
 
 
 def steps(engine, numbers: range) -> dict[str, torch.Tensor]:
-    for step in numbers:
-        engine.backward(loss_of(engine, step, dist.get_rank()))
-        engine.step()
+    engines.train(engine, loss_of, numbers)
     return whole(engine.module)
 
 

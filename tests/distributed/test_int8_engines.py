@@ -176,18 +176,18 @@ def folder(tmp_path_factory):
     return lambda *names: str(base / " ".join(map(str, names)))
 
 
+RUNS = [(world, stage) for world in (2, 1) for stage in range(4)]
+LOADS = [(world, stage) for world in (1, 2, 4) for stage in (0, 3)]
+
+
 @pytest.mark.supports("weights stored in int8", stage="stage", optimizer="LOMO")
-@pytest.mark.parametrize(
-    "world, stage", params([(w, s) for w in (2, 1) for s in (0, 1, 2, 3)], [(2, 3)])
-)
+@pytest.mark.parametrize("world, stage", params(RUNS, [(2, 3)]))
 def test_ranks_store_the_same_codes_and_go_on_from_a_checkpoint(folder, world, stage):
     after, of_stage_0 = (worlds.once(world, run, s, folder(world, s))[0] for s in (stage, 0))
     assert same(after, of_stage_0)
 
 
-@pytest.mark.parametrize(
-    "world, stage", params([(w, s) for w in (1, 2, 4) for s in (0, 3)], [(1, 3)])
-)
+@pytest.mark.parametrize("world, stage", params(LOADS, [(1, 3)]))
 def test_any_ranks_load_the_same_codes(folder, world, stage):
     worlds.once(2, run, 3, folder(2, 3))
     saved = worlds.run(2, loaded, 3, folder(2, 3))[0]

@@ -148,9 +148,7 @@ def by_torch(spares_biases):
     decayed = [p for p in model.parameters() if p.dim() > 1 or not spares_biases]
     others = [p for p in model.parameters() if p.dim() == 1 and spares_biases]
     groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=LR, betas=(0.9, 0.99), weight_decay=DECAY
-    )
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.99), weight_decay=DECAY)
     return engines.alone(model, optimizer, loss_of, 4)
 
 

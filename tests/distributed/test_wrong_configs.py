@@ -142,6 +142,7 @@ SIZES_BY_HF = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "au
 # Programs, and how their errors begin.
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: engine(frozen()), FROZEN),
+    (lambda: fuse(frozen()), FROZEN),
     (partial(own_step, False), "AdamW.step() found no gradients: an engine"),
     (function, FUNCTION),
     (lambda: engine(linear(), own(batch_splits=1), optimizer=torch.optim.AdamW), FUNCTION),

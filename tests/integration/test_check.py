@@ -102,16 +102,12 @@ def test_names_of_adapters_are_not_checked(tmp_path, capsys):
     assert "not checked: the names of LoRA's adapters" in said and "note: " not in said
 
 
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("{", "is not JSON"),
-        ("[1]", "holds no JSON object"),
-        ("\n", "holds no JSON object"),
-        ('{"bf16": {}, "bf16": {}}', "the key bf16 is there twice"),
-        (None, "No such file"),
-    ],
-)
+NO_CONFIGS = {"{": "is not JSON", None: "No such file"}
+NO_CONFIGS |= dict.fromkeys(["[1]", "\n"], "holds no JSON object")
+NO_CONFIGS |= {'{"bf16": {}, "bf16": {}}': "the key bf16 is there twice"}
+
+
+@pytest.mark.parametrize("text, words", NO_CONFIGS.items())
 def test_a_file_that_is_no_config_is_named(text, words, tmp_path, capsys):
     path = tmp_path / "ds.json"
     if text is not None:

@@ -185,18 +185,12 @@ def test_trainer_equals_one_process(folder, name):
     assert of(got["log"], "learning_rate") == pytest.approx(of(log, "learning_rate"))
 
 
+RESUMED = [(rule, "SHARDED_STATE_DICT") for rule in ("adalomo", "flashadamw")]
+RESUMED += [("came", "FULL_STATE_DICT")]
+
+
 @pytest.mark.supports("HF Trainer's resume", stage="fsdp2", optimizer="rule")
-@pytest.mark.parametrize(
-    "rule, kind",
-    params(
-        [
-            ("adalomo", "SHARDED_STATE_DICT"),
-            ("flashadamw", "SHARDED_STATE_DICT"),
-            ("came", "FULL_STATE_DICT"),
-        ],
-        [("adalomo", "SHARDED_STATE_DICT")],
-    ),
-)
+@pytest.mark.parametrize("rule, kind", params(RESUMED, RESUMED[:1]))
 def test_a_run_that_is_resumed_goes_on_bit_for_bit(folder, rule, kind):
     for got in worlds.run(2, resume, folder, rule, kind):
         for n, p in got["unbroken"].items():
