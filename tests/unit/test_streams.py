@@ -107,19 +107,6 @@ def test_streams_do_not_share_memory_of_blocks():
     assert train("AdaLomo", before=step_alone).errors == []
 
 
-FAULTS = {
-    "memory is freed with the last launch": ("hold", lambda self, tensors, is_stepped=True: None),
-    "a step waits for no reduction": ("reduced", lambda self: lambda: None),
-    "the next forward pass does not wait": ("make_current_wait", lambda self: None),
-}
-
-
-@pytest.mark.parametrize("method, fault", FAULTS.values(), ids=FAULTS)
-def test_the_simulation_sees_a_missing_wait(world, method, fault, monkeypatch):
-    monkeypatch.setattr(SideStreams, method, fault)
-    assert train("AdaLomo").errors
-
-
 @pytest.mark.parametrize("world", [4], indirect=True)  # one rank reduces nothing
 def test_no_reduction_waits_for_the_steps_of_the_buckets_before(world):
     gpu = train("AdaLomo", steps=2)
