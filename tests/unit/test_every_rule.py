@@ -72,13 +72,8 @@ def test_nothing_becomes_nan_where_gradients_are_zero_or_of_low_rank(name, more)
     for grads in gradients(2, shapes_of(name)):
         ranks.step(grads)
         ranks.step(nothing)
-        ranks.step([of_rank_one(g) for g in grads])
+        ranks.step([g[..., :1] @ g[..., :1, :] if g.dim() > 1 else g for g in grads])  # of rank 1
     assert all(p.isfinite().all() for p in ranks.params)
-
-
-def of_rank_one(g):
-    """The product of the first column and row of a matrix; other gradients as they are."""
-    return g[..., :1] @ g[..., :1, :] if g.dim() > 1 else g
 
 
 ZEROS = ((6, 10), (10, 6), (12,), (5, 5), (4, 3, 5), (3, 2, 1, 1), (9,), (70, 70), (1, 40), (40, 1))
@@ -86,12 +81,13 @@ KERNEL_ZEROS = ((6, 10), (12,), (4, 3, 5), (5, 5))  # Triton's interpreter is sl
 BY_PATH = itertools.product(OPTIMIZERS, ["ops", "native", *["kernels"][: needs.TRITON]])
 
 
-def is_quick(case):
-    """Of the kernels that divide, those of factors and of moments."""
-    return case[1] != "kernels" or case[0] in ("adalomo", "flashadamw")
+# Of the kernels that divide, those of factors and of moments.
+QUICK = ("adalomo", "flashadamw")
 
 
-@pytest.mark.parametrize("name, path", params(BY_PATH, is_quick))
+@pytest.mark.parametrize(
+    "name, path", params(BY_PATH, lambda case: case[1] != "kernels" or case[0] in QUICK)
+)
 def test_zero_rows_and_columns_with_the_smallest_eps(name, path, monkeypatch):
     """In fp32, where statistics of zeros are zeros; later also where they have shrunk to that."""
     paths.use(monkeypatch, path)

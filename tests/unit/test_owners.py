@@ -175,22 +175,14 @@ def test_a_bias_made_in_inference_mode_is_stepped_as_any_other(policy, monkeypat
     assert not equal(model[2].parameters(), make()[2].parameters())
 
 
-def duplicates(model):
-    """Copies of a fused model, each made in another way."""
-    return [
-        copy.deepcopy(model),
-        from_file(model, weights_only=False),
-        copy.deepcopy(copy.deepcopy(model)),
-    ]
-
-
 @pytest.mark.parametrize("how", [{}, {"max_grad_norm": 0.1}, {"gradient_policy": "sharded"}])
 def test_copies_of_a_fused_model_are_ordinary_models(how):
     model = make()
     fused, optimizer = fuse(model, **how)
     fused.backward(loss_of(model))
     optimizer.step()
-    for twin in duplicates(model):
+    copies = [copy.deepcopy(model), from_file(model, weights_only=False)]
+    for twin in [*copies, copy.deepcopy(copies[0])]:
         assert equal(twin.parameters(), model.parameters())
         before, count = weights(model), fused.buckets.uses.count.copy()
         loss_of(twin, 1).backward()

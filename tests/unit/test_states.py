@@ -342,7 +342,10 @@ def test_weights_of_another_dtype_than_their_master_was_made_for(name, how, way)
     fresh, other = made(name, dtype=way[1], weight_update=how)
     for p, q in zip(fresh, params, strict=True):
         p.data.copy_(q.data)
-    other.load_state_dict(_without_masters(optimizer.state_dict()))
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state.pop("master", None)
+    other.load_state_dict(saved)
     step(params, optimizer, seed=1)
     step(fresh, other, seed=1)
     # An fp32 copy fits all formats, and 8 bits are read as parts of the new dtype's half spacing.
@@ -351,10 +354,3 @@ def test_weights_of_another_dtype_than_their_master_was_made_for(name, how, way)
         p, q = p.detach().double(), q.detach().double()
         most = torch.finfo(way[1]).eps * q.norm() if is_kept else 0.02 * (q - old).norm()
         assert (p - q).norm() <= most
-
-
-def _without_masters(saved):
-    saved = copy.deepcopy(saved)
-    for state in saved["state"].values():
-        state.pop("master", None)
-    return saved
