@@ -40,11 +40,6 @@ RULES = {
 }
 
 
-def formula(name):
-    rule, by_paper, settings = RULES[name]
-    return authors.of_paper(rule, by_paper, settings, (*SHAPES, *WIDE), STEPS)
-
-
 @functools.cache
 def torchs(setting, shapes):
     before, steps = table.weights(shapes), table.gradients(2 * STEPS, shapes)
@@ -53,7 +48,7 @@ def torchs(setting, shapes):
 
 
 TORCHS = ADAMW | {"betas": {"betas": (0.8, 0.95)}, "eps": {"eps": 0.3}}
-FORMULAS = {name: formula(name) for name in RULES}
+FORMULAS = {name: authors.of_paper(*of, (*SHAPES, *WIDE), STEPS) for name, of in RULES.items()}
 FORMULAS["adamw"] = Formula(
     lambda setting: all_rules.AdamW(**TORCHS[setting]), torchs, TORCHS, SHAPES, 2 * STEPS
 )

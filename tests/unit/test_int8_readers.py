@@ -36,11 +36,6 @@ def grads(model, step=0):
     return torch.autograd.grad(model(batch(step)), trained)
 
 
-def stepped(model, kind=torch.optim.SGD, **kwargs):
-    model(batch(0)).backward()
-    kind(model.parameters(), lr=0.1, **kwargs).step()
-
-
 # Each reader or writer of ``w``, a weight of ``m`` that is not expanded.
 REFUSED = {
     "p.sum": lambda m, w: w.sum(),
@@ -108,8 +103,10 @@ def test_readers_and_writers_outside_of_the_module_are_refused(name):
 @pytest.mark.parametrize("fused", [False, True])
 def test_other_optimizers_are_refused(fused):
     for kind in (torch.optim.SGD, torch.optim.AdamW):
+        model = stored()
+        model(batch(0)).backward()
         with pytest.raises(RuntimeError, match=RULE):
-            stepped(stored(), kind, fused=fused)
+            kind(model.parameters(), lr=0.1, fused=fused).step()
 
 
 def test_a_parametrization_is_refused():

@@ -2,6 +2,7 @@
 of the parameter alone: not of what it is stepped with, of threads, or of the processor's vectors.
 """
 
+import functools
 import itertools
 import math
 
@@ -98,21 +99,14 @@ def test_gradients_are_averaged_and_bounded(name, path, monkeypatch):
     assert worst(*found, before) <= close and worst(found[0], plain, before) > 100 * close
 
 
-def optimizers_of(name, weights, together, **hypers):
-    """One optimizer of all parameters, or one of each, with the same random bits."""
-    if together:
-        return [OPTIMIZERS[name](weights, **hypers)]
-    optimizers = [OPTIMIZERS[name]([p], **hypers) for p in weights]
-    for i, optimizer in enumerate(optimizers):  # random bits depend on the parameter's number
-        optimizer.number_of[weights[i]] = i
-    return optimizers
-
-
 def stepped(name, way, together, shapes=SHAPES, world=1, steps=2):
     """Weights after some steps, of all parameters in one optimizer or each in its; optimizers."""
     dtype, mode = way
     weights = [nn.Parameter(p) for p in table.weights(shapes, dtype)]
-    optimizers = optimizers_of(name, weights, together, **SETTINGS[name], weight_update=mode)
+    make = functools.partial(OPTIMIZERS[name], **SETTINGS[name], weight_update=mode)
+    optimizers = [make(weights)] if together else [make([p]) for p in weights]
+    for i, optimizer in enumerate([] if together else optimizers):
+        optimizer.number_of[weights[i]] = i  # which random bits depend on
     for grads in table.gradients(steps, shapes, dtype):
         updates = updates_of(weights, grads, world)
         for optimizer, some in zip(optimizers, [updates] if together else updates, strict=True):

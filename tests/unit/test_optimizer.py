@@ -85,17 +85,12 @@ def test_groups_of_a_scheduled_optimizer_make_another():
     assert (group["lr"], group["initial_lr"]) == (0.25, 0.5)
 
 
-def _views():
-    transposed = torch.randn(7, 4, dtype=torch.float64).t()
-    strided = torch.randn(5, 6, 8, dtype=torch.float64)[:, ::2, 1::3]
-    channels = torch.randn(2, 3, 4, 5, dtype=torch.float64)
-    return [transposed, strided, channels.to(memory_format=torch.channels_last)]
-
-
 @pytest.mark.parametrize("name", FOR_ALL)
 def test_weights_and_gradients_that_are_not_contiguous(name):
     torch.manual_seed(0)
-    views = [nn.Parameter(v) for v in _views()]
+    x, y, z = (torch.randn(shape).double() for shape in ((7, 4), (5, 6, 8), (2, 3, 4, 5)))
+    views = [x.t(), y[:, ::2, 1::3], z.to(memory_format=torch.channels_last)]
+    views = [nn.Parameter(v) for v in views]
     dense = [nn.Parameter(v.detach().contiguous().clone()) for v in views]
     before = [v.detach().clone() for v in views]
     assert not any(v.is_contiguous() for v in views)

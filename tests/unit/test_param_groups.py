@@ -35,10 +35,6 @@ def by_name(model, groups):
     return {names[p]: group for group in groups for p in group["params"]}
 
 
-def names_of(model, group):
-    return {*by_name(model, [group])}
-
-
 MIXED = [
     {"match": "embed|lm_head", "type": "GaLoreAdamW", "rank": None, "lr": 3e-3},
     {"match": r"norm|bias$", "type": "ds_ext.lomo"},
@@ -115,7 +111,7 @@ def test_what_a_rule_is_not_for_is_given_to_others():
     model = Net()
     optimizer = ds_ext.GaLoreAdamW.for_model(model, rank=2, others={"lr": 1e-4})
     own, others = optimizer.param_groups
-    assert names_of(model, own) == ALL | {"score.weight"}
+    assert {*by_name(model, [own])} == ALL | {"score.weight"}
     assert (own["rank"], own["lr"]) == (2, 1e-3)
     assert (others["rank"], others["lr"]) == (None, 1e-4)
     mixed = ds_ext.GaLoreAdamW.for_model(model, others={"type": "LOMO", "lr": 0.1})
