@@ -2,6 +2,7 @@
 of its bucket can tell.
 """
 
+import copy
 import functools
 import itertools
 import math
@@ -207,10 +208,11 @@ VOTED += [(name, "ops") for name in ("adalomo", "adafactor", "came", "adamw")]
 def test_a_bad_gradient_in_backward_changes_nothing_else(name, path, bad, monkeypatch, caplog):
     paths.use(monkeypatch, path)
     torch.manual_seed(0)
-    models = [nn.Sequential(nn.Linear(24, 16), nn.Linear(16, 8)) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
+    layers = (nn.Linear(*sizes, bias=False) for sizes in ((24, 16), (16, 8)))
+    models = [nn.Sequential(*layers)]
+    models.append(copy.deepcopy(models[0]))
     hypers = SETTINGS[name] | {"ema_decay": 0.9}
-    optimizers = [OPTIMIZERS[name](weights_of(model), **hypers) for model in models]
+    optimizers = [OPTIMIZERS[name](model.parameters(), **hypers) for model in models]
     steppers = [ds_ext.fuse_into_backward(*pair) for pair in zip(models, optimizers, strict=True)]
     weight, state = models[0][0].weight, optimizers[0].state
 
@@ -237,13 +239,6 @@ def test_a_bad_gradient_in_backward_changes_nothing_else(name, path, bad, monkey
     step(0, True)
     assert torch.equal(weight, before) and same([[flattened(state[weight])]], [[kept]])
     assert not torch.equal(flattened(state[models[0][1].weight])[("ema",)], others[("ema",)])
-
-
-def weights_of(model):
-    """The weights of a model's layers, whose biases are frozen."""
-    for layer in model:
-        layer.bias.requires_grad_(False)
-    return [layer.weight for layer in model]
 
 
 def test_votes_are_added_up_over_replicas_too():
