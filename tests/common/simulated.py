@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -60,12 +59,6 @@ def dropping(number):
                     Alone(rank, len(flats)).exchange(exchanges)
 
     return simulate
-
-
-def stepped(rule, shapes, world, steps, dtype=torch.float64, **how):
-    """Steps the table's weights by its gradients -> the ranks, and the reductions of a step."""
-    ranks = Ranks(rule, table.weights(shapes, dtype), world)
-    return ranks, {ranks.step(g, **how) for g in table.gradients(steps, shapes, dtype)}
 
 
 def ranks_after(rule, before, steps, world=1):

@@ -18,7 +18,7 @@ from ds_ext.rules.muon import Muon
 from tests.common import low_rank, paths, plain, table
 from tests.common.authors import rounded
 from tests.common.choose import params
-from tests.common.simulated import Formula, Ranks, errors, stepped
+from tests.common.simulated import Formula, Ranks, errors, ranks_after
 from tests.common.table import WORLDS
 
 STEPS = 4
@@ -124,12 +124,8 @@ def test_ranks_send_their_runs_and_the_rank_with_the_turn_sends_them_back(world,
 @pytest.mark.parametrize("world", params(WORLDS, WORLDS[:3]))
 def test_ranks_compute_the_bits_of_one_process(world, hypers):
     before, steps = table.weights(SHAPES, torch.float32), table.gradients(3, SHAPES, torch.float32)
-    ranks = [Ranks(Muon(**hypers), before, n) for n in (1, world)]
-    for grads in steps:
-        for some in ranks:
-            some.step(grads)
-    for one, many in zip(*(some.params for some in ranks), strict=True):
-        assert torch.equal(one, many)
+    one, many = (ranks_after(Muon(**hypers), before, steps, n) for n in (1, world))
+    assert all(map(torch.equal, one.params, many.params))
 
 
 def iterated(x, coefficients, safety=1.0):
@@ -201,9 +197,10 @@ VARIANTS = {
 def test_a_variant_is_its_authors_formula(variant, world):
     update, hypers, iterate = VARIANTS[variant]
     shapes = ((29, 13), (13, 29), (16, 16), (96, 4), (33, 64))
-    ranks, _ = stepped(Muon(lr=0.02, weight_decay=0.0, **hypers), shapes, world, STEPS)
+    rule, steps = Muon(lr=0.02, weight_decay=0.0, **hypers), table.gradients(STEPS, shapes)
+    ranks = ranks_after(rule, table.weights(shapes), steps, world)
     expected, states = table.weights(shapes), [{} for _ in shapes]
-    for grads in table.gradients(STEPS, shapes):
+    for grads in steps:
         for p, g, s in zip(expected, grads, states, strict=True):
             p -= 0.02 * update(g, s, 0.95, hypers.get("beta2"), iterate)
     assert max(errors(ranks.params, expected, table.weights(shapes))) <= 1e-6
