@@ -138,12 +138,6 @@ def same(a, b, equal=torch.equal):
     return all(x.keys() == y.keys() and all(equal(x[key], y[key]) for key in x) for x, y in pairs)
 
 
-def shapes_for(name, path):
-    if path == "kernels":
-        return SMALL if name != "scale" else SMALL[:2]
-    return SHAPES if REGISTRY[name].any_shape else MATRICES
-
-
 # Rules whose matrices are judged by their first round, and batched rules that write before it.
 JUDGED = ("adalomo", "adafactor", "came", "sinkgd")
 LATE = [name for name in OPTIMIZERS if name not in JUDGED and REGISTRY[name].is_batched]
@@ -177,7 +171,9 @@ def test_a_bad_gradient_is_as_if_it_had_not_come(path, name, world, way, monkeyp
     rtol = 1e-5 if dtype == torch.float32 else 1e-2
     knows = path == "kernels" and name in ("adalomo", "adafactor")
     alike = functools.partial(torch.allclose, rtol=rtol, atol=rtol) if knows else torch.equal
-    shapes = shapes_for(name, path)
+    shapes = SHAPES if REGISTRY[name].any_shape else MATRICES
+    if path == "kernels":
+        shapes = SMALL if name != "scale" else SMALL[:2]
     values = itertools.cycle([math.nan, 1e19, math.inf, -math.inf])
     ranks, others = (Simulated(path, name, world, shapes, dtype, **how) for _ in range(2))
     for step, grads in enumerate(table.gradients(5, shapes, dtype)):

@@ -94,9 +94,6 @@ def test_other_weights_are_written_as_they_are(dtype, mode):
     assert s == {"step": 1}
 
 
-# The master: all bits of an fp32, whatever they are.
-
-
 def master(half, n, mode="master"):
     """A weight of ``n`` elements with its master, its run, its state and its only block."""
     shard = Shard.whole((n,))
@@ -353,16 +350,13 @@ def test_noise_differs_by_seed_parameter_and_step_and_is_uniform():
     assert len(keys) == 20 * 20 * len(seeds)
     for seed in seeds:
         of_seed = [key for key, s in keys.items() if s == seed][:100]
-        assert_uniform([noise(4096, key, 0) for key in of_seed])
+        draws = [noise(4096, key, 0) for key in of_seed]
+        high = torch.stack(draws).flatten().div(4096, rounding_mode="floor")
+        expected = len(draws) * 4096 / 16
+        # chi-square, 15 degrees, p = 1e-4, for there are eight seeds
+        assert ((high.bincount(minlength=16) - expected) ** 2 / expected).sum() < 44.3
+        neighbours = torch.corrcoef(torch.stack(draws[:2]).double())[0, 1]
+        assert abs(neighbours) < 4 / 4096**0.5
     first = [noise(4096, rounding.key(s, 0, 1), 0) for s in seeds]
     apart = torch.corrcoef(torch.stack(first).double()) - torch.eye(len(seeds))
     assert apart.abs().max() < 5 / 4096**0.5
-
-
-def assert_uniform(draws):
-    counts = torch.stack(draws).flatten().div(4096, rounding_mode="floor").bincount(minlength=16)
-    expected = len(draws) * 4096 / 16
-    # chi-square, 15 degrees, p = 1e-4, for there are eight seeds
-    assert ((counts - expected) ** 2 / expected).sum() < 44.3
-    neighbours = torch.corrcoef(torch.stack([draws[0], draws[1]]).double())[0, 1]
-    assert abs(neighbours) < 4 / 4096**0.5

@@ -46,15 +46,6 @@ def test_examples_can_be_read_by_a_machine(document):
         ast.parse(code) if kind == "python" else json.loads(code)
 
 
-def _texts() -> list[Path]:
-    """Files that may name a document."""
-    kinds = ("ds_ext/**/*.py", "tests/**/*.py", "benchmarks/*.py", "examples/*.py")
-    kinds += ("configs/**/*.json",)
-    own = ("Makefile", "setup.cfg", "pyproject.toml", ".ci/run", "README.md", "docs/**/*.md")
-    found = {path for kind in (*kinds, *own) for path in snippets.ROOT.glob(kind)}
-    return sorted(found - {Path(__file__)})
-
-
 def strangers(path: Path) -> list[str]:
     """Names of documents in a file that neither lie beside it nor are paths in the repository.
 
@@ -66,7 +57,11 @@ def strangers(path: Path) -> list[str]:
 
 
 def test_documents_that_are_named_exist():
-    found = {str(path): strangers(path) for path in _texts()}
+    kinds = ("ds_ext/**/*.py", "tests/**/*.py", "benchmarks/*.py", "examples/*.py")
+    kinds += ("configs/**/*.json",)
+    own = ("Makefile", "setup.cfg", "pyproject.toml", ".ci/run", "README.md", "docs/**/*.md")
+    files = {path for kind in (*kinds, *own) for path in snippets.ROOT.glob(kind)}
+    found = {str(path): strangers(path) for path in files - {Path(__file__)}}
     assert not {path: names for path, names in found.items() if names}
 
 
@@ -120,9 +115,6 @@ def test_the_pages_say_what_the_marks_say(request):
 
 def test_the_table_names_every_registered_optimizer():
     assert set(support.OPTIMIZERS) == {entry.rule.__name__ for entry in REGISTRY.values()}
-
-
-# Learning rates to begin with: those that were measured, wherever they are shown.
 
 
 MOST = 0.07  # of the gain, as docs/choosing.md says
