@@ -186,7 +186,9 @@ SETTINGS: dict[str, Setting] = {
         divides_ranks=True,
         only_in_run=True,
     ),
-    "tensor_parallel.autotp_size": Setting(_SIZE, _at_most_one, only_in_run=True),
+    "tensor_parallel.autotp_size": Setting(
+        _SIZE, _at_most_one, divides_ranks=True, only_in_run=True
+    ),
     "expert_parallel.enabled": Setting(only_in_run=True),
     "expert_parallel.expert_tensor_parallel_size": Setting(off=lambda v: v == 1, advice=_REMOVE),
     **{f"zero_optimization.{key}": setting for key, setting in _ZERO.items()},

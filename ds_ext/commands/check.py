@@ -116,7 +116,7 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
     else:
         from ds_ext.engine import deepspeed_config
 
-        found += deepspeed_config.scheduler_problems(read.values)
+        found += deepspeed_config.scheduler_problems(read.values, read.ours)
         if read.ours is not None and _RATES.isdisjoint(autos):
             lrs = [group["lr"] for group in read.ours.param_groups]
             notes += deepspeed_config.replaced_rates(read.values, lrs)

@@ -22,6 +22,7 @@ from ds_ext.config.parsing import filled, lookup, normalized
 from ds_ext.distributed.groups import with_attribute
 from ds_ext.errors import raise_all
 from ds_ext.hyperparams import describe, did_you_mean, meant, wrong_call
+from ds_ext.optimizer import RuleOptimizer
 from ds_ext.settings import PLACES, SETTINGS, SIZES
 
 # Top-level keys that neither ``SETTINGS`` nor constants of DeepSpeed's modules name.
@@ -50,7 +51,7 @@ def read(make: Callable[[], None], config: dict[str, Any]) -> None:
     given = filled(config)[0]
     reading = config_checks.read(given)
     found = [*left_auto(config, _NEVER_AUTO), *reading.problems]
-    found += scheduler_problems(reading.values)
+    found += scheduler_problems(reading.values, reading.ours)
     if found:
         raise_all([*found, *unknown(given)])
     try:
@@ -118,8 +119,11 @@ def unknown(config: dict[str, Any]) -> Iterator[str]:
         yield from config_checks.unread_keys(config, where, known)
 
 
-def scheduler_problems(config: dict[str, Any]) -> Iterator[str]:
-    """Yields a message if DeepSpeed could not make the scheduler of a ``normalized`` config."""
+def scheduler_problems(config: dict[str, Any], optimizer: RuleOptimizer | None) -> Iterator[str]:
+    """Yields a message if DeepSpeed could not make the scheduler of a ``normalized`` config.
+
+    ``optimizer`` is the one that the config names, if it is of ds_ext.
+    """
     if not config.get("scheduler"):
         return
     name, params = config["scheduler"]["type"], config["scheduler"]["params"]
@@ -132,6 +136,26 @@ def scheduler_problems(config: dict[str, Any]) -> Iterator[str]:
         return
     if wrong := wrong_call(made, None, **params):
         yield f"scheduler.params: {name} {wrong}"
+    elif optimizer is not None and name == lr_schedules.ONE_CYCLE:
+        if params.get("cycle_momentum", True) and "betas" in optimizer.defaults:
+            yield from wrong_betas(optimizer, name, 2)
+
+
+def wrong_betas(
+    optimizer: RuleOptimizer, scheduler: str, count: int | None = None
+) -> Iterator[str]:
+    """Yields a message if a scheduler sets ``count`` betas of a rule that has another number.
+
+    Without ``count``, it has set those that the groups have.
+    """
+    groups = [(optimizer.hypers_of(g), len(g.get("betas", ()))) for g in optimizer.param_groups]
+    for hypers, given in dict.fromkeys(groups):
+        needed, found = len(getattr(hypers, "betas", ())), given if count is None else count
+        if needed != found:
+            yield (
+                f"{hypers.__name__} has {needed} betas, and {scheduler} sets {found}: put "
+                '"cycle_momentum": false into scheduler.params.'
+            )
 
 
 def replaced_rates(config: dict[str, Any], lrs: Iterable[Any]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from ds_ext.config.parsing import lookup, normalized
 from ds_ext.distributed import consensus
 from ds_ext.distributed.unsupported_wrappers import refuse_dtensors, refuse_wrapped
 from ds_ext.engine import expert_parallel, hook_cleanup, parameters, pipeline, trainer_checks
-from ds_ext.engine.deepspeed_config import left_auto, replaced_rates
+from ds_ext.engine.deepspeed_config import left_auto, replaced_rates, wrong_betas
 from ds_ext.engine.engine_settings import effective
 from ds_ext.engine.rank_logging import warn
 from ds_ext.errors import raise_all
@@ -152,15 +152,8 @@ def _refuse_experts(engine: DeepSpeedEngine) -> None:
 
 
 def check_betas(scheduler: Any, optimizer: RuleOptimizer) -> None:
-    """Raises ValueError if a scheduler sets another number of betas than the optimizer has."""
-    for group in optimizer.param_groups:
-        hypers = optimizer.hypers_of(group)
-        needed = len(getattr(hypers, "betas", ()))
-        if len(group.get("betas", ())) != needed:
-            raise ValueError(
-                f"{hypers.__name__} has {needed} betas; {type(scheduler).__name__} sets "
-                f'{group["betas"]}: put "cycle_momentum": false into scheduler.params.'
-            )
+    """Raises ValueError if a scheduler has set another number of betas than the optimizer has."""
+    raise_all(wrong_betas(optimizer, type(scheduler).__name__))
 
 
 def check_metrics(scheduler: Any, kwargs: dict[str, Any]) -> None:

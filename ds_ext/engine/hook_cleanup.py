@@ -17,10 +17,10 @@ def remove_hooks(engine: DeepSpeedEngine) -> None:
             hook.remove()
 
 
-def refuse_other_engines(engine: DeepSpeedEngine) -> None:
+def refuse_other_engines(model: nn.Module) -> None:
     """Raises ValueError if another engine, whose optimizer is not ours, has hooks on the model."""
-    hooks = [*engine.module._forward_pre_hooks.values()]
-    for param in engine.module.parameters():
+    hooks = [*model._forward_pre_hooks.values()]
+    for param in model.parameters():
         hooks += (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()
     if any(getattr(hook, "__qualname__", "").startswith(_THEIRS) for hook in hooks):
         raise ValueError(
@@ -54,6 +54,7 @@ def refuse_without_engine(model: nn.Module) -> None:
             "fuse_into_backward: the model has experts that DeepSpeed spreads over ranks. Only its "
             "engine knows which rank has which: use deepspeed.initialize."
         )
+    refuse_other_engines(model)
 
 
 def _is_partitioned(model: nn.Module) -> bool:

@@ -132,7 +132,7 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
     def _configure_zero_optimizer(self, optimizer: RuleOptimizer) -> ZeroAdapter:
         consensus.run_on_all_ranks(lambda: engine_checks.validate(self, optimizer), ValueError)
         owners.take_over(p for p in self.module.parameters() if p.requires_grad)
-        hook_cleanup.refuse_other_engines(self)
+        hook_cleanup.refuse_other_engines(self.module)
         return ZeroAdapter(self, optimizer)
 
     def _get_shared_params(self) -> Any:

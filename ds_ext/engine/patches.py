@@ -45,6 +45,11 @@ _MEASURED_BESIDE = (
     '"ds_ext": {"gradient_policy": "sharded"} for the engine whose backward is called, which needs '
     "no such pass; or freeze the other model meanwhile (requires_grad_(False))."
 )
+_FUSED_BESIDE = (
+    "engine.backward: fuse_into_backward steps parameters of this model, so the engine's optimizer "
+    "would get no gradients of them. Use one of the two: call loss.backward() without the engine, "
+    "or .remove() on the object that fuse_into_backward returned."
+)
 _TILED_LOSS = (
     "TiledFusedLogitsLoss computes gradients inside the forward pass, and ds_ext uses them inside "
     'backward: call the model\'s own loss, with "ds_ext": {"chunked_loss": true} in the config.'
@@ -153,12 +158,15 @@ def _do_optimizer_sanity_check(original: Method, engine: DeepSpeedEngine, optimi
     return wrapper
 
 
-# DeepSpeed does not say which engines a backward pass will reach.
+# DeepSpeed does not say which engines a backward pass will reach, nor who else takes gradients.
 @replaces(DeepSpeedEngine, "_backward_prologue")
 def _backward_prologue(original: Method, engine: DeepSpeedEngine) -> None:
-    """Rejects a norm-measuring pass through DeepSpeed's own engine, which would count a step."""
-    if not isinstance(engine.optimizer, ZeroAdapter) and foreign_grads.measured() is not None:
-        raise RuntimeError(_MEASURED_BESIDE)
+    """Rejects passes of DeepSpeed's own engine that measure a norm, or whose gradients we take."""
+    if not isinstance(engine.optimizer, ZeroAdapter):
+        if foreign_grads.measured() is not None:
+            raise RuntimeError(_MEASURED_BESIDE)
+        if owners.stepping(engine.module.parameters()):
+            raise RuntimeError(_FUSED_BESIDE)
     original(engine)
 
 

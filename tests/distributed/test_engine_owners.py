@@ -111,6 +111,8 @@ def after_another(how: str, first: int, stage: int) -> None:
     if how == "AdamW":  # whose hooks are there
         with pytest.raises(ValueError, match=r"call destroy\(\)"):
             start(model, stage, 10)
+        with pytest.raises(ValueError, match=r"destroy\(\)|ZeRO-3 has partitioned"):
+            ds_ext.fuse_into_backward(model, ds_ext.LOMO(model.parameters(), lr=0.1))
         assert same(before, whole(model))
         other.destroy()
     if stage < first == 3:
@@ -119,6 +121,18 @@ def after_another(how: str, first: int, stage: int) -> None:
     else:
         made = start(model, stage, 0 if how == "scored" else 40)
         check(before, steps(made, range(STEPS)), ours=True)
+
+
+def fused_beside_another() -> None:
+    """An engine at stage 0 has no hooks that tell of it: its backward pass is refused."""
+    model = make()
+    other, before = start(model, 0, 10, ours=False), whole(model)
+    fused = ds_ext.fuse_into_backward(model, ds_ext.LOMO(model.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match="fuse_into_backward steps parameters of this model"):
+        other.backward(loss_of(other, 0, dist.get_rank()))
+    assert same(before, whole(model))
+    fused.remove()
+    check(before, steps(other, range(STEPS)), ours=False)
 
 
 def copied(stage: int) -> None:
@@ -217,14 +231,14 @@ def _objects(engine: Any) -> dict[str, Any]:
 
 
 QUICK = [(second_engine, case) for case in ((1, False, True), (3, True, False))]
-QUICK += [(unfinished, (3,)), (copied, (1,)), (copied, (3,))]
+QUICK += [(unfinished, (3,)), (copied, (1,)), (copied, (3,)), (fused_beside_another, ())]
 OTHERS = [("scored", 3, 3), ("ours", 1, 3), ("ours", 2, 0)]
 OTHERS += [("AdamW", stage, stage) for stage in (1, 2, 3)]
 OTHERS += [("ours", 3, stage) for stage in (0, 1, 2)]  # partitions are refused
 QUICK += [(after_another, case) for case in OTHERS[::2]]
 ALL = [(second_engine, case) for case in itertools.product(range(4), (True, False), (True, False))]
 ALL += [(job, (stage,)) for job in (unfinished, copied) for stage in range(4)]
-ALL += [(after_another, case) for case in OTHERS]
+ALL += [(after_another, case) for case in OTHERS] + [(fused_beside_another, ())]
 
 
 @pytest.mark.parametrize("job, case", params(ALL, QUICK))

@@ -150,6 +150,14 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
     ("measure_updates is 'true'; allowed: true or", {"ds_ext": {"measure_updates": "true"}}),
     ("weight_update", INT8 | ours({"weight_update": "master"})),
     ("scheduler.type is 'auto'", {"scheduler": {"type": "auto", "params": {}}}),
+    (
+        "CAME has 3 betas, and OneCycle sets 2",
+        {
+            "optimizer": {"type": "CAME", "params": {"lr": 1e-3}},
+            "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1}},
+        },
+    ),
+    ("autotp_size = 2 does not divide the 1 ranks", {"tensor_parallel": {"autotp_size": 2}}),
     # Sizes, and settings that exclude each other.
     ("train_batch_size is not equal to", {"train_batch_size": 7, "gradient_accumulation_steps": 2}),
     ("ds_ext.shard_size = 2 was removed in ds_ext 1.1", {"ds_ext": {"shard_size": 2}}),
