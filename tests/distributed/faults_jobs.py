@@ -31,7 +31,7 @@ from tests.common import engines
 from tests.common.ranks import shared_folder
 from tests.distributed.resume_jobs import message, same, start, steps, whole
 
-KIND, TOTAL, WHEN, VICTIM = "came", 6, 3, 1
+KIND, TOTAL, WHEN, VICTIM = "came", 4, 2, 1
 
 
 def train(folder: str, stage: int, fault: str = "") -> dict[str, Any]:

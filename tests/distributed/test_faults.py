@@ -53,7 +53,8 @@ def check_ends(failed, fault):
             assert rank.code == 0, rank.output[-2000:]
             told = rank.result["told"]
             assert [bool(text) for text in told] == [step == WHEN for step in range(TOTAL)]
-            assert re.search(r"global_step4 could not be saved.*rank 1: .*MiB are free", told[WHEN])
+            words = f"global_step{WHEN + 1} could not be saved.*rank 1: .*MiB are free"
+            assert re.search(words, told[WHEN])
         return
     other, victim = failed
     assert LOST in other.output and other.code == 1 and other.seconds < 30
