@@ -18,31 +18,13 @@ from ds_ext.ops.executors import unbatched
 from ds_ext.ops.shard import WIDEST, Shard
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.rules import all_rules
-from ds_ext.rules.all_rules import (
-    APOLLO,
-    CAME,
-    LAMB,
-    LOMO,
-    Adafactor,
-    AdaLomo,
-    FlashAdamW,
-    GaLoreAdamW,
-    Lion,
-    Muon,
-)
 from tests.common import plain, table
 from tests.common.authors import lamb, of_paper
 from tests.common.choose import params, spread
 from tests.common.reference import authors
 from tests.common.simulated import BROKEN, EXACT, Formula, Ranks, errors
 from tests.common.table import RULES, SHAPES, VECTORS, WORLDS
-from tests.unit import (
-    test_apollo,
-    test_flashadamw,
-    test_galore,
-    test_muon,
-    test_normalized,
-)
+from tests.unit import test_apollo, test_flashadamw, test_galore, test_muon, test_normalized
 
 STEPS = 6
 
@@ -127,20 +109,26 @@ def test_blocks_of_any_size_give_the_same(name, setting, shapes, limit, monkeypa
 
 
 # The rounds of each step: a rule, the shape of a parameter or those of a bucket, a number of ranks.
-ROUNDS = [(LAMB(), (13, 29), world, [1]) for world in WORLDS]
-ROUNDS += [(APOLLO(rank=4, update_proj_gap=2), (29, 13), world, [2] * 4) for world in WORLDS]
-GALORE = GaLoreAdamW(rank=4, update_proj_gap=3)
+ROUNDS = [(all_rules.LAMB(), (13, 29), world, [1]) for world in WORLDS]
+ROUNDS += [
+    (all_rules.APOLLO(rank=4, update_proj_gap=2), (29, 13), world, [2] * 4) for world in WORLDS
+]
+GALORE = all_rules.GaLoreAdamW(rank=4, update_proj_gap=3)
 # Where the basis is renewed: a slice of the gradient, the basis; then R; left, the update.
 ROUNDS += [(GALORE, (29, 13), world, [3, 1, 1, 3]) for world in WORLDS]
 ROUNDS += [(GALORE, (13, 29), world, [4, 2, 2, 4]) for world in WORLDS]
 ROUNDS += [(GALORE, shape, 3, [0] * 4) for shape in ((5,), (4, 3, 5))]
-ROUNDS += [(Muon(), shape, 1, [0, 0]) for shape in ((29, 13), (13, 29), (16, 16))]
-ROUNDS += [(Muon(), shape, 2, [2, 2]) for shape in ((13, 29), (16, 16), (30, 14))]
-ROUNDS += [(Muon(), (29, 13), 2, [2, 2]), (Muon(), (1, 1), 16, [0, 0])]
-ROUNDS += [(Muon(), shape, 16, [2, 2]) for shape in ((7, 1), (1, 7))]
+ROUNDS += [(all_rules.Muon(), shape, 1, [0, 0]) for shape in ((29, 13), (13, 29), (16, 16))]
+ROUNDS += [(all_rules.Muon(), shape, 2, [2, 2]) for shape in ((13, 29), (16, 16), (30, 14))]
+ROUNDS += [(all_rules.Muon(), (29, 13), 2, [2, 2]), (all_rules.Muon(), (1, 1), 16, [0, 0])]
+ROUNDS += [(all_rules.Muon(), shape, 16, [2, 2]) for shape in ((7, 1), (1, 7))]
 # Groups of 32 elements that a cut goes through take one.
-ROUNDS += [(FlashAdamW(), (64, 32), 4, [0]), (FlashAdamW(), (64, 32), 3, [1])]
-ROUNDS += [(FlashAdamW(), (33,), 1, [0]), (FlashAdamW(), (33,), 2, [1]), (Lion(), (33,), 3, [0])]
+ROUNDS += [(all_rules.FlashAdamW(), (64, 32), 4, [0]), (all_rules.FlashAdamW(), (64, 32), 3, [1])]
+ROUNDS += [
+    (all_rules.FlashAdamW(), (33,), 1, [0]),
+    (all_rules.FlashAdamW(), (33,), 2, [1]),
+    (all_rules.Lion(), (33,), 3, [0]),
+]
 # Rows of a matrix that a cut goes through, and vectors, take more than whole rows.
 ROUNDS += [
     (test_normalized.rule_of(case), shape, 3, [rounds])
@@ -150,9 +138,14 @@ ROUNDS += [
 
 
 # Rows of up to 2**14 columns are whole; wider ones take the rounds of rows that a cut goes through.
-ROUNDS += [(AdaLomo(), (2, WIDEST + more), 1, [1 + more]) for more in (0, 1)]
+ROUNDS += [(all_rules.AdaLomo(), (2, WIDEST + more), 1, [1 + more]) for more in (0, 1)]
 # Where a rank holds a part of a row, where rows are whole, and of vectors.
-OF_BUCKETS = {LOMO: (0, 0, 0), AdaLomo: (2, 1, 1), Adafactor: (2, 1, 1), CAME: (3, 2, 1)}
+OF_BUCKETS = {
+    all_rules.LOMO: (0, 0, 0),
+    all_rules.AdaLomo: (2, 1, 1),
+    all_rules.Adafactor: (2, 1, 1),
+    all_rules.CAME: (3, 2, 1),
+}
 for world in (1, 3):
     whole = [(3 * world, 5), (world, 7), (2, world, 5)]  # 2 ranks or more hold a matrix each
     for rule, (cut, by_rows, of_vectors) in OF_BUCKETS.items():

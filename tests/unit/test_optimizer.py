@@ -32,9 +32,6 @@ from tests.common.simulated import errors
 from tests.common.states import same
 from tests.common.table import RULES, SHAPES
 
-# A setting of each rule that uses all of its state and takes an lr.
-HYPERS = SIMULATED
-
 
 def parameters(dtype=torch.float64, shapes=SHAPES):
     return [nn.Parameter(p) for p in table.weights(shapes, dtype)]
@@ -47,12 +44,12 @@ def test_groups_have_their_own_hyper_parameters(name):
     own = [{"lr": 0.3}, {}, {"lr": 0.005, "weight_decay": 0.5}]
     params, gradients = parameters(shapes=shapes), table.gradients(5, shapes)
     groups = [{"params": [p]} | g for p, g in zip(params, own, strict=True)]
-    optimizer = OPTIMIZERS[name](groups[:2], **HYPERS[name])
+    optimizer = OPTIMIZERS[name](groups[:2], **SIMULATED[name])
     optimizer.add_param_group(groups[2])
     theirs = [nn.Parameter(p) for p in table.weights(shapes)]
     groups = [{"params": [p]} | g for p, g in zip(theirs, own, strict=True)]
     steps(optimizer, params, gradients)
-    steps(authors.ordinary(name, groups, HYPERS[name]), theirs, gradients)
+    steps(authors.ordinary(name, groups, SIMULATED[name]), theirs, gradients)
     assert max(errors(params, theirs, table.weights(shapes))) <= 1e-9
 
 
@@ -95,7 +92,7 @@ def test_weights_and_gradients_that_are_not_contiguous(name):
     before = [v.detach().clone() for v in views]
     assert not any(v.is_contiguous() for v in views)
     places = [(v.data_ptr(), v.stride()) for v in views]
-    optimizers = [OPTIMIZERS[name](p, **HYPERS[name]) for p in (views, dense)]
+    optimizers = [OPTIMIZERS[name](p, **SIMULATED[name]) for p in (views, dense)]
     for _ in range(3):
         for v, d in zip(views, dense, strict=True):
             d.grad = torch.randn(d.shape, dtype=torch.float64)

@@ -222,10 +222,7 @@ def test_wrong_sizes_are_refused_by_name(kind):
         rules_of(Attention(), param_groups=[entry])
 
 
-@pytest.mark.parametrize(
-    "kind, hypers",
-    [("Muon", {"nbits": 8}), ("Muon", {"beta2": 0.9})],
-)
+@pytest.mark.parametrize("kind, hypers", [("Muon", {"nbits": 8}), ("Muon", {"beta2": 0.9})])
 def test_states_that_cannot_be_divided_are_refused(kind, hypers):
     param = nn.Parameter(torch.ones(12, 8))
     param.grad = torch.ones_like(param)
