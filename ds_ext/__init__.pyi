@@ -680,8 +680,6 @@ class SCALE(RuleOptimizer):
         momentum: its decay rate; 0: none.
         eps: least RMS of a row or column.
         weight_decay: decoupled, times lr.
-        base_width: columns of the matrices that lr was tuned for; 0: any.
-        width_exponent: lr is multiplied by (base_width / columns) to this power.
         split: rows of each part.
         heads: the number of equal parts, in place of `split`.
         ema_decay: of the moving average of the weights; 0: no average.
@@ -699,8 +697,6 @@ class SCALE(RuleOptimizer):
         momentum: float = 0.0,
         eps: float = 1e-08,
         weight_decay: float = 0.0,
-        base_width: int = 0,
-        width_exponent: float = 1.0,
         split: tuple[int, ...] | None = None,
         heads: int | None = None,
         ema_decay: float = 0.0,
@@ -718,8 +714,6 @@ class SCALE(RuleOptimizer):
         momentum: float = 0.0,
         eps: float = 1e-08,
         weight_decay: float = 0.0,
-        base_width: int = 0,
-        width_exponent: float = 1.0,
         split: tuple[int, ...] | None = None,
         heads: int | None = None,
         ema_decay: float = 0.0,
@@ -741,8 +735,6 @@ class SinkGD(RuleOptimizer):
         alpha: times lr: x has an RMS of 1, larger than Adam's update.
         eps: least norm of a row or column.
         weight_decay: decoupled, times lr · alpha.
-        base_width: columns of the matrices that lr was tuned for; 0: any.
-        width_exponent: lr is multiplied by (base_width / columns) to this power.
         split: rows of each part.
         heads: the number of equal parts, in place of `split`.
         ema_decay: of the moving average of the weights; 0: no average.
@@ -760,8 +752,6 @@ class SinkGD(RuleOptimizer):
         alpha: float = 0.05,
         eps: float = 1e-08,
         weight_decay: float = 0.0,
-        base_width: int = 0,
-        width_exponent: float = 1.0,
         split: tuple[int, ...] | None = None,
         heads: int | None = None,
         ema_decay: float = 0.0,
@@ -779,8 +769,6 @@ class SinkGD(RuleOptimizer):
         alpha: float = 0.05,
         eps: float = 1e-08,
         weight_decay: float = 0.0,
-        base_width: int = 0,
-        width_exponent: float = 1.0,
         split: tuple[int, ...] | None = None,
         heads: int | None = None,
         ema_decay: float = 0.0,

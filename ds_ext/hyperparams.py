@@ -267,7 +267,8 @@ def _alternatives(hint: Any) -> list[str]:
 
 _REMOVED = {  # hyper-parameters, and what to do
     "split_dim": "remove it; only rows are split, so a matrix [in, out], as GPT-2's, stays whole.",
-    **dict.fromkeys(("spectral", "spectral_iterations"), "remove it."),
+    **dict.fromkeys(("spectral", "spectral_iterations", "width_exponent"), "remove it."),
+    "base_width": 'remove it; an entry of param_groups sets the "lr" of wider matrices.',
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_ext.config.optimizer_names import TAKEN_OVER, deepspeeds, registry_key
 from ds_ext.distributed import consensus
@@ -57,16 +57,6 @@ def optimizer_of(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:
     # A stage of a pipeline steps only its own parameters. A group of it may be empty.
     groups = [{**g, "params": [p for p in g["params"] if not p.is_meta]} for g in made.groups]
     return consensus.run_on_all_ranks(lambda: optimizer_type(groups, **made.hypers), ValueError)
-
-
-def for_model(
-    kind: type[RuleOptimizer], module: nn.Module, params: Mapping[str, Any]
-) -> RuleOptimizer:
-    """Returns an optimizer as ``RuleOptimizer.for_model`` does. ZeRO-3 may partition the model."""
-    model = model_view(module, LINEARS, EMBEDDINGS, unpartitioned_shape)
-    trained = [p for p in module.parameters() if p.requires_grad]
-    made = param_groups.of_config(REGISTRY[kind.rule.__name__.lower()], params, model, trained)
-    return kind(made.groups, **made.hypers)
 
 
 def _log_lines(names: Mapping[Tensor, str], optimizer: str, made: Grouped) -> Iterator[str]:

@@ -102,10 +102,6 @@ class Batch:
         """Itself: passes over flat runs ignore rows and columns."""
         return self
 
-    def width_ratio(self, cols: int) -> Tensor:
-        """See ``Shard.width_ratio``; [n]."""
-        return cols / self.cols
-
     def rms(self, square_sum: Tensor) -> Tensor:
         """Returns the root mean squares, [n], from sums of squares over whole parameters, [n]."""
         return (square_sum / self.numel).sqrt()

@@ -239,10 +239,6 @@ class Shard:
         """The columns of a matrix; the elements of a vector."""
         return self.shape[-1] if self.is_matrix else self.numel
 
-    def width_ratio(self, cols: int) -> float:
-        """Returns ``cols`` divided by the matrix's own number of columns, at least 1."""
-        return cols / max(1, self.cols)
-
     def rms(self, square_sum: T) -> T:
         """Root of the mean square, from a sum of squares over the whole parameter."""
         return (square_sum / max(1, self.numel)) ** 0.5  # type: ignore[no-any-return, operator]

@@ -35,7 +35,10 @@ SHARED = (
 )
 VALUES = {"lr", "weight_decay"}  # hyper-parameters that decide neither states nor batches
 ADDED = {"ema_decay", "ema_dtype", "nbits"}  # since the first version
-GONE = {"split_dim": 0, "spectral": "none", "spectral_iterations": 1}  # since 1.0: defaults
+GONE = {  # since version 1.0, with their defaults
+    **{"split_dim": 0, "spectral": "none", "spectral_iterations": 1},
+    **{"base_width": 0, "width_exponent": 1.0},
+}
 PLAIN = {float, int, bool, str, tuple, type(None)}  # types of values that strict checks accept
 
 

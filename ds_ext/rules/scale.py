@@ -6,9 +6,6 @@ Glentis et al., arXiv 2506.16659, algorithm 1, as in the authors' code:
     u = m, with each row (or column) divided by max(its RMS, eps)
     p ← p (1 − lr · weight_decay) − lr · u
 
-With ``base_width``, lr is multiplied by (base_width / columns) ^ width_exponent, as in axolotl's
-SinkGD. An lr tuned for matrices of ``base_width`` columns then also serves wider ones.
-
 The paper writes a layer as x·W, and divides the columns of W, one for each output. torch's linear
 layers store W transposed, so rows are divided. Embeddings store W itself, so columns are divided.
 Only the output head has momentum. It needs no bias correction, because u does not depend on the
@@ -24,7 +21,7 @@ with more than two dimensions is a stack of matrices, and a parameter with fewer
 from dataclasses import dataclass
 
 from ds_ext import ops
-from ds_ext.hyperparams import Axis, Fraction, NonNegative, Positive, Size
+from ds_ext.hyperparams import Axis, Fraction, NonNegative, Positive
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Part, Parts
 from ds_ext.rules.base import Rounds, State, register
@@ -51,8 +48,6 @@ class SCALE:
     momentum: Fraction = 0.0  # its decay rate; 0: none
     eps: Positive = 1e-8  # least RMS of a row or column
     weight_decay: NonNegative = 0.0  # decoupled, times lr
-    base_width: Size = 0  # columns of the matrices that lr was tuned for; 0: any
-    width_exponent: NonNegative = 1.0  # lr is multiplied by (base_width / columns) to this power
 
     def state_spec(self, shard: Shard) -> Parts:
         return {"m": Part.like(shard)} if self.momentum else {}
@@ -75,7 +70,4 @@ class SCALE:
         else:
             (sums,) = yield ops.row_col_square_sums(x, shard, g)[:1]
             x = ops.normalize_rows(x, sums, self.eps * shard.cols**0.5, shard)
-        lr = self.lr
-        if self.base_width:
-            lr = lr * shard.width_ratio(self.base_width) ** self.width_exponent
-        ops.apply_(p, x, shard, lr=lr, weight_decay=self.weight_decay)
+        ops.apply_(p, x, shard, lr=self.lr, weight_decay=self.weight_decay)

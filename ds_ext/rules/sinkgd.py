@@ -7,9 +7,6 @@ Scetbon et al., arXiv 2502.06742, algorithms 3 and 4:
         x ← each column of x, scaled to the norm √rows
     p ← p (1 − a · weight_decay) − a · x,  a = lr · alpha
 
-With ``base_width``, a = lr · alpha · (base_width / columns) ^ width_exponent, as in axolotl's
-SinkGD.
-
 Norms below ``eps`` count as ``eps``. In every iteration x is g times a row factor and a column
 factor. A step keeps only these factors, 4·(R + C) bytes, and reads g again.
 
@@ -26,7 +23,7 @@ so that only signs remain.
 from dataclasses import dataclass
 
 from ds_ext import ops
-from ds_ext.hyperparams import Count, NonNegative, Positive, Size
+from ds_ext.hyperparams import Count, NonNegative, Positive
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import Parts
 from ds_ext.rules.base import Rounds, State, register
@@ -51,8 +48,6 @@ class SinkGD:
     alpha: NonNegative = 0.05  # times lr: x has an RMS of 1, larger than Adam's update
     eps: Positive = 1e-8  # least norm of a row or column
     weight_decay: NonNegative = 0.0  # decoupled, times lr · alpha
-    base_width: Size = 0  # columns of the matrices that lr was tuned for; 0: any
-    width_exponent: NonNegative = 1.0  # lr is multiplied by (base_width / columns) to this power
 
     def state_spec(self, shard: Shard) -> Parts:
         return {}
@@ -68,7 +63,4 @@ class SinkGD:
                 sums = ops.row_col_square_sums(x, shard, g)[1]
             (sums,) = yield (sums,)
             x = ops.normalize_columns(x, sums, self.eps, shard)
-        lr = self.lr * self.alpha
-        if self.base_width:
-            lr = lr * shard.width_ratio(self.base_width) ** self.width_exponent
-        ops.apply_(p, x, shard, lr=lr, weight_decay=self.weight_decay)
+        ops.apply_(p, x, shard, lr=self.lr * self.alpha, weight_decay=self.weight_decay)

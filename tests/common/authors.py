@@ -50,25 +50,20 @@ def lamb(
 
 
 def sinkgd(
-    p, g, s, lr=1e-3, iterations=5, alpha=0.05, eps=1e-8, weight_decay=0.0, base_width=0,
-    width_exponent=1.0
+    p, g, s, lr=1e-3, iterations=5, alpha=0.05, eps=1e-8, weight_decay=0.0
 ):  # fmt: skip
-    """Algorithms 3 and 4 of arXiv 2502.06742 -> the parameter after a step by ``g``.
-
-    With axolotl's rate for the width.
-    """
+    """Algorithms 3 and 4 of arXiv 2502.06742 -> the parameter after a step by ``g``."""
     x = g.view(1, -1) if g.dim() < 2 else g
     rows, cols = x.shape[-2:]
     for _ in range(iterations):
         x = x * (cols**0.5 / x.norm(dim=-1, keepdim=True).clamp(min=eps))
         x = x * (rows**0.5 / x.norm(dim=-2, keepdim=True).clamp(min=eps))
-    a = lr * alpha * ((base_width / cols) ** width_exponent if base_width else 1)
+    a = lr * alpha
     return p * (1 - a * weight_decay) - a * x.view(p.shape)
 
 
 def scale(
-    p, g, s, lr=1e-3, norm_axis="row", momentum=0.0, eps=1e-8, weight_decay=0.0, base_width=0,
-    width_exponent=1.0
+    p, g, s, lr=1e-3, norm_axis="row", momentum=0.0, eps=1e-8, weight_decay=0.0
 ):  # fmt: skip
     """Algorithm 1 of arXiv 2506.16659, with the layouts and the floor of its authors' code.
 
@@ -76,7 +71,6 @@ def scale(
     """
     m = s["m"] = momentum * s.get("m", 0) + (1 - momentum) * g
     x = m.view(1, -1) if m.dim() < 2 else m
-    lr = lr * ((base_width / x.shape[-1]) ** width_exponent if base_width else 1)
     rms = x.square().mean(dim=-1 if norm_axis == "row" else -2, keepdim=True).sqrt()
     return p * (1 - lr * weight_decay) - lr * (x / rms.clamp(min=eps)).view(p.shape)
 

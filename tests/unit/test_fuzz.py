@@ -37,7 +37,7 @@ ROWS = {
     "lamb": [{}, {"bias_correction": False}, {"min_coeff": 0.01, "max_coeff": 10.0}],
     "adamw": [{}, {"nbits": 8, "min_8bit_size": 0}],
     "scale": [{}, {"momentum": 0.9}, {"norm_axis": "column"}],
-    "sinkgd": [{}, {"iterations": 2}, {"base_width": 8}],
+    "sinkgd": [{}, {"iterations": 2}],
     "lion": [{}, {"nbits": 8}],
     "apollo": [{"rank": 2, "update_proj_gap": 2}, {"rank": 3, "scale_type": "tensor"}],
     "apollomini": [{"update_proj_gap": 2}],

@@ -20,9 +20,7 @@ SETTINGS = {
     "sinkgd decay": ({"lr": 0.3, "alpha": 0.5, "weight_decay": 0.3}, 10, 5),
     "sinkgd iterations": ({"iterations": 2}, 4, 2),
     "sinkgd eps": ({"eps": 4.0}, 10, 5),
-    "sinkgd width": ({"base_width": 8, "width_exponent": 0.5, "weight_decay": 0.3}, 10, 5),
     "scale defaults": ({}, 1, 0),
-    "scale width": ({"base_width": 8, "width_exponent": 2.0}, 1, 0),
     "scale decay": ({"lr": 0.02, "weight_decay": 0.3}, 1, 0),
     "scale embedding": ({"norm_axis": "column", "weight_decay": 0.3}, 1, 1),
     "scale head": ({"momentum": 0.9}, 1, 0),
@@ -48,12 +46,11 @@ LARGE = {
 
 
 IN_FP32 = [(f"{name} defaults", factor) for name in PAPERS for factor in (1.0, 1e-9, 1e-12, 1e12)]
-IN_FP32 += [(case, 1.0) for case in ("sinkgd width", "scale width")]
 
 
 BY_PATH = [(*case, path) for case in IN_FP32 for path in ("native", "ops")]
 if needs.TRITON:  # the smallest and largest factors, and what each kernel is asked for
-    BY_PATH += [(*IN_FP32[i], "kernels") for i in (0, 2, 3, 4, 6, 8, 9)]
+    BY_PATH += [(*IN_FP32[i], "kernels") for i in (0, 2, 3, 4, 6)]
 FOR_KERNELS = ((5,), (1, 7), (13, 29), (40, 17), (4, 3, 5))  # also more rows than a tile has
 
 
