@@ -275,11 +275,8 @@ class FusedBackward:
             logger.warning(error_texts.STEPPED.format(names=self.names, **counts))
         given = set(params)
         if any(owners.owner(p) is self for p in self.trained - given):
-            if (
-                self.clipping.max_norm
-                and self.state.is_norm_read
-                and given & self.state.kept.keys()
-            ):
+            clips_by_read_norm = self.clipping.max_norm and self.state.is_norm_read
+            if clips_by_read_norm and given & self.state.kept.keys():
                 raise RuntimeError(error_texts.DROPPED_AFTER_NORM)
             self.buckets.discard(given)
             self.state.drop(given)

@@ -115,7 +115,8 @@ class GradientReader:
 
     def squares(self, grads: Sequence[tuple[Tensor, ReducedGrad]]) -> Tensor:
         """Returns the sums of squares of unscaled runs, [n] in fp64."""
-        own = [self._own(p, grad) for p, grad in grads if grad.square is None]
+        shards = self.layout.shards  # without the padding of runs
+        own = [grad.g[: len(shards[p])] for p, grad in grads if grad.square is None]
         measured = iter(of_each_dtype(square_sums_of, own) if own else ())
         found = [next(measured) if x.square is None else x.square for _, x in grads]
         return torch.stack(found).to(self.layout.device, torch.float64)
@@ -125,11 +126,6 @@ class GradientReader:
         weights = self.layout.weights
         bounds = [float(nonfinite.upper_bound(max(1, w.numel), w.dtype)) for w in weights]
         return torch.tensor(bounds, dtype=torch.float64, device="cpu")
-
-    def _own(self, param: Tensor, grad: ReducedGrad) -> Tensor:
-        """The run without its padding."""
-        n = len(self.layout.shards[param])
-        return grad.g if grad.g.numel() == n else grad.g[:n]
 
 
 def of_each_dtype(op: Callable[[Sequence[Tensor]], Tensor], flats: Sequence[Tensor]) -> Tensor:

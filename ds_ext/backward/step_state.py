@@ -209,9 +209,8 @@ def collect_metrics(
     Clears the optimizer's update statistics, and the layout's count of bytes sent.
     """
     assert state.norm is not None
-    sizes = (
-        {} if optimizer.update_stats is None else _sizes(optimizer, optimizer.update_stats, layout)
-    )
+    stats = optimizer.update_stats
+    sizes = {} if stats is None else _sizes(optimizer, stats, layout)
     return {
         "grad_norm": state.norm,
         "clip_coefficient": state.coefficient,

@@ -47,8 +47,7 @@ _MEASURED_BESIDE = (
 )
 _FUSED_BESIDE = (
     "engine.backward: fuse_into_backward steps parameters of this model, so the engine's optimizer "
-    "would get no gradients of them. Use one of the two: call loss.backward() without the engine, "
-    "or .remove() on the object that fuse_into_backward returned."
+    "would get no gradients: call .remove() on the object that it returned, or use no engine."
 )
 _TILED_LOSS = (
     "TiledFusedLogitsLoss computes gradients inside the forward pass, and ds_ext uses them inside "
