@@ -116,13 +116,10 @@ def refuse_misspelt(rule: type, keys: Iterable[str], foreign: Container[str]) ->
         foreign: hyper-parameters of other rules, which this rule would ignore.
     """
     for key in keys:
-        is_known = key in foreign or key in _OF_TORCH or key in _REMOVED
-        if is_known or _meant(key, names(rule), cutoff=0.72):
+        if key in foreign or key in _REFUSED or _meant(key, names(rule), cutoff=0.72):
             raise ValueError(_unknown(rule, key, names(rule)))
 
 
-# Arguments of torch's optimizers that change the step. ds_ext does not support them.
-_OF_TORCH = {"maximize", "amsgrad"}
 _SYNONYMS = {
     **{"learning_rate": "lr", "epsilon": "eps", "wd": "weight_decay"},
     "max_grad_norm": "gradient_clipping",  # HF Trainer's argument
@@ -270,6 +267,7 @@ _REMOVED = {  # hyper-parameters, and what to do
     **dict.fromkeys(("spectral", "spectral_iterations", "width_exponent"), "remove it."),
     "base_width": 'remove it; an entry of param_groups sets the "lr" of wider matrices.',
 }
+_REFUSED = {"maximize", "amsgrad", *_REMOVED}  # the first two are torch's, and change the step
 
 
 def _unknown(rule: type, key: str, known: Collection[str], places: Collection[str] = ()) -> str:

@@ -48,14 +48,16 @@ def of_this_version(group: Mapping[str, Any], hypers: type) -> dict[str, Any]:
     Raises:
         ValueError: the group used one that version 1.0 had.
     """
-    for key, default in GONE.items():
+    known = {f.name: f.default for f in fields(hypers)}
+    gone = {key: default for key, default in GONE.items() if key not in known}
+    for key, default in gone.items():
         if group.get(key, default) != default:
             raise ValueError(
                 f"{key} = {group[key]!r} is a hyper-parameter of ds_ext 1.0, which this version "
                 "does not have: finish that run with ds_ext 1.0, or load only the weights."
             )
-    added = {f.name: f.default for f in fields(hypers) if f.name in ADDED}
-    return {**added, **{k: v for k, v in group.items() if k not in GONE}}
+    added = {key: default for key, default in known.items() if key in ADDED}
+    return {**added, **{k: v for k, v in group.items() if k not in gone}}
 
 
 class GroupIndex:

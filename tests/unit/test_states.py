@@ -5,6 +5,7 @@ tests/distributed, and tests/scenarios.
 """
 
 import copy
+import dataclasses
 import functools
 import itertools
 
@@ -14,7 +15,7 @@ from torch import nn
 
 import ds_ext
 from ds_ext.ops.state import mapped
-from ds_ext.optimizer import OPTIMIZERS, plain_step
+from ds_ext.optimizer import OPTIMIZERS, param_table, plain_step
 from ds_ext.rules import REGISTRY
 from tests.common import table
 from tests.common.choose import crossed, params, spread
@@ -326,6 +327,8 @@ def test_hyper_parameters_of_version_1_0_that_are_gone():
         else:
             optimizer.load_state_dict(saved)
             assert "split_dim" not in optimizer.param_groups[0]
+    own = dataclasses.make_dataclass("Own", [("spectral", str, "none")])  # a rule of the user
+    assert param_table.of_this_version({"spectral": "unit"}, own) == {"spectral": "unit"}
 
 
 @pytest.mark.parametrize("how", ["master", "master24"])
