@@ -87,7 +87,7 @@ class FusedBackward:
         self.prepass = NormPrepass(module, layout.device)
         optimizer.fused = layout
         self.ended = ""  # why it steps no longer: another owner has the parameters, or ``remove``
-        self.was_empty = False  # whether the last step had no gradient
+        self.was_empty = True  # whether there was no gradient in the last step, if there was one
         self._on_replaced = on_replaced or self.buckets.remove
         self._on_discarded, self.rerun_context = on_discarded, rerun_context
         install_patches()

@@ -162,7 +162,7 @@ def stepped_alike(table: ParamTable) -> Iterator[str]:
     if any(all(getattr(rule, key) != others[key] for key in others) for rule in own):
         yield (
             f"{name} steps all its parameters alike, also embeddings, the output head and vectors. "
-            f"ds_ext.{name}.for_model(model, ...) leaves those to {entry.others or 'AdamW'}."
+            f"ds_ext.{name}.for_model(model, ...) steps those by keys or a type of their own."
         )
 
 
