@@ -262,17 +262,21 @@ def _alternatives(hint: Any) -> list[str]:
     return [describe(hint)]
 
 
-_REMOVED = {  # hyper-parameters, and what to do
-    "split_dim": "remove it; only rows are split, so a matrix [in, out], as GPT-2's, stays whole.",
-    **dict.fromkeys(("spectral", "spectral_iterations", "width_exponent"), "remove it."),
-    "base_width": 'remove it; an entry of param_groups sets the "lr" of wider matrices.',
+_ROWS = "remove it; only rows are split, so a matrix [in, out], as GPT-2's, stays whole."
+# Hyper-parameters of version 1.0: the default with which a state loads, and what to do.
+REMOVED: dict[str, tuple[Any, str]] = {
+    "split_dim": (0, _ROWS),
+    "spectral": ("none", "remove it."),
+    "spectral_iterations": (1, "remove it."),
+    "base_width": (0, 'remove it; an entry of param_groups sets the "lr" of wider matrices.'),
+    "width_exponent": (1.0, "remove it."),
 }
-_REFUSED = {"maximize", "amsgrad", *_REMOVED}  # the first two are torch's, and change the step
+_REFUSED = {"maximize", "amsgrad", *REMOVED}  # the first two are torch's, and change the step
 
 
 def _unknown(rule: type, key: str, known: Collection[str], places: Collection[str] = ()) -> str:
-    if advice := _REMOVED.get(key.rpartition(".")[2]):
-        return f"{_whose(rule)}{key} was removed in ds_ext 1.1: {advice}"
+    if removed := REMOVED.get(key.rpartition(".")[2]):
+        return f"{_whose(rule)}{key} was removed in ds_ext 1.1: {removed[1]}"
     guess = meant(key, known, places)
     return f"{_whose(rule)}unknown key {key}.{guess} Known: {', '.join(known)}."
 

@@ -184,6 +184,8 @@ def _node(leaf: Tensor) -> Node:
 
 def stepping(leaves: Iterable[Tensor]) -> list[GradientOwner]:
     """Returns the owners of the parameters that the leaves of a graph stand for."""
+    if not _owners_by_number:
+        return []
     found = {id(leaf) for leaf in leaves}
     return [
         by

@@ -35,10 +35,6 @@ SHARED = (
 )
 VALUES = {"lr", "weight_decay"}  # hyper-parameters that decide neither states nor batches
 ADDED = {"ema_decay", "ema_dtype", "nbits"}  # since the first version
-GONE = {  # since version 1.0, with their defaults
-    **{"split_dim": 0, "spectral": "none", "spectral_iterations": 1},
-    **{"base_width": 0, "width_exponent": 1.0},
-}
 PLAIN = {float, int, bool, str, tuple, type(None)}  # types of values that strict checks accept
 
 
@@ -49,9 +45,9 @@ def of_this_version(group: Mapping[str, Any], hypers: type) -> dict[str, Any]:
         ValueError: the group used one that version 1.0 had.
     """
     known = {f.name: f.default for f in fields(hypers)}
-    gone = {key: default for key, default in GONE.items() if key not in known}
-    for key, default in gone.items():
-        if group.get(key, default) != default:
+    gone = hyperparams.REMOVED.keys() - known
+    for key in sorted(gone & group.keys()):
+        if group[key] != hyperparams.REMOVED[key][0]:
             raise ValueError(
                 f"{key} = {group[key]!r} is a hyper-parameter of ds_ext 1.0, which this version "
                 "does not have: finish that run with ds_ext 1.0, or load only the weights."
