@@ -309,39 +309,24 @@ class Buckets:
             self._receive()
         if self.receiver is not None:
             self.note(KEPT if self.receiver.accepts_parts else USED)
-        self.receiver, self.has_asked = None, False
-        self.pass_of.clear()
-        self.has_followed = False
-        if self.streams is not None:
-            self.streams.make_current_wait()
-
-    def discard(self, params: Collection[Tensor] | None = None) -> None:
-        """Drops undelivered gradients of ``params``; None: all, and ends the backward pass."""
-        if params is not None:
-            self._reduce_ready()
-            self._receive()
-            for param in params:
-                self.waiting.pop(param, None)
-                self.deferred.pop(param, None)
-                self.parts.pop(param, None)
-                self.pass_of.pop(param, None)
-            return
-        self.uses.forget(now=self.receiver is not None)
+        self.has_asked = False
         self.abandon()
-        self.has_followed = False
-        if self.streams is not None:
-            self.streams.make_current_wait()
+
+    def discard(self, params: Collection[Tensor]) -> None:
+        """Drops undelivered gradients of ``params``."""
+        self._reduce_ready()
+        self._receive()
+        for param in params:
+            for held in (self.waiting, self.deferred, self.parts, self.pass_of):
+                held.pop(param, None)
 
     def abandon(self) -> None:
-        """Drops the gradients of a backward pass, without waiting for other ranks.
-
-        A collective in progress keeps its bucket alive until it ends.
-        """
-        if self.sent is not None and self.streams is not None:
-            self.streams.hold(self.sent, is_stepped=False)
+        """Ends a backward pass, and drops its gradients without waiting for other ranks."""
+        if self.streams is not None:  # the host does not wait
+            self.streams.make_current_wait()
         if self.has_asked:  # and perhaps other ranks have asked more often
             self.leave_pass()
-        self.sent, self.receiver, self.has_asked = None, None, False
+        self.sent, self.receiver, self.has_asked, self.has_followed = None, None, False, False
         self.asked, self.unread, self.error = None, self.asked or self.unread, None
         self.waiting, self.elements, self.parts = {}, 0, {}
         self.deferred, self.pass_of = {}, {}

@@ -287,7 +287,8 @@ class FusedBackward:
         """Drops the step in progress without a warning, on all ranks. Its updates stay."""
         self._rollback_skipped()
         had_begun, self.own_loss_is_running = self.is_begun, False
-        self.buckets.discard()
+        self.buckets.uses.forget(now=self.buckets.receiver is not None)
+        self.buckets.abandon()
         self.state = StepState(self.reader)
         if self.optimizer.update_stats is not None:
             self.optimizer.update_stats.clear()

@@ -142,7 +142,15 @@ def may_reach_others(by: GradientOwner) -> bool:
     # A rank that has no batch gets its receiver outside of a backward pass.
     if len(_owners_by_number) < 2 or torch._C._current_graph_task_id() == -1:
         return False
-    others = _others_reached(by)
+    others = [  # whose parameters are in the graph of this pass
+        other
+        for other in all_owners()
+        if other is not by
+        and any(
+            torch._C._will_engine_execute_node(_node(leaf))
+            for leaf in other.layout.own_leaves({p for p in _stepped_by(other) if p.requires_grad})
+        )
+    ]
     if not by.own_loss_is_running:
         # A segment's graph and the outer graph do not contain each other's leaves.
         others += [
@@ -156,19 +164,6 @@ def may_reach_others(by: GradientOwner) -> bool:
         if (scale := other.state.reader.loss_scale) != own:
             raise RuntimeError(error_texts.OTHER_SCALE.format(other=scale, own=own))
     return bool(others) and not by.own_loss_is_running
-
-
-def _others_reached(by: GradientOwner) -> list[GradientOwner]:
-    """Returns other owners whose parameters are in the graph of the backward pass in progress."""
-    return [
-        other
-        for other in all_owners()
-        if other is not by
-        and any(
-            torch._C._will_engine_execute_node(_node(leaf))
-            for leaf in other.layout.own_leaves({p for p in _stepped_by(other) if p.requires_grad})
-        )
-    ]
 
 
 def _node(leaf: Tensor) -> Node:

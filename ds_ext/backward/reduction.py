@@ -87,21 +87,17 @@ class Reduction:
             bad: dict[int, Tensor] = {}
             unused: set[int] = set()
             if voted_params.device:
-                on_device = dict(zip(asked, votes.float().unbind(), strict=True))
+                of_all = zip(asked, votes.float().unbind(), strict=True)
+                on_device = {i: vote for i, vote in of_all if i in voted_params.device}
             if is_read:
                 # fp16 cannot hold MAX_GOOD_VOTES
                 found = (votes.cpu() if read_votes is None else read_votes()).float()
-                bad = dict(zip(asked, (found > nonfinite.MAX_GOOD_VOTES).unbind(), strict=True))
-                unused = {
-                    i for i, x in zip(asked, found.tolist(), strict=True) if i in leaves and not x
-                }
+                is_bad = zip(asked, (found > nonfinite.MAX_GOOD_VOTES).unbind(), strict=True)
+                bad = {i: x for i, x in is_bad if i in voted_params.host}
+                has_any = dict(zip(asked, found.tolist(), strict=True))
+                unused = {i for i in leaves if not has_any[i]}
             return {
-                p: ReducedGrad(
-                    run,
-                    bad[i] if i in voted_params.host else None,
-                    squares.get(i),
-                    on_device[i] if i in voted_params.device else None,
-                )
+                p: ReducedGrad(run, bad.get(i), squares.get(i), on_device.get(i))
                 for i, (p, run) in enumerate(zip(params, runs, strict=True))
                 if i not in unused
             }

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -71,11 +71,6 @@ class StepState:
         """Drops kept gradients."""
         for param in params:
             self.kept.pop(param, None)
-
-    def move(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Replaces the kept numbers of gradients by ``move`` of them."""
-        for param, run in self.kept.items():
-            self.kept[param] = run._replace(g=move(run.g))
 
     def replace(self, param: Tensor, run: Tensor) -> None:
         """Overwrites a kept gradient by ``run``, [len(shard)], which may be not finite."""

@@ -47,10 +47,9 @@ class SideStreams:
         """A context whose launches run after those of earlier steps."""
         return torch.cuda.stream(self._stepping)
 
-    def hold(self, tensors: object, is_stepped: bool = True) -> None:
-        """Keeps tensors of a bucket in memory until its step, or only its reduction, has ended."""
-        last = self._stepping if is_stepped else self._reducing
-        self._held.append((tensors, last.record_event()))
+    def hold(self, tensors: object) -> None:
+        """Keeps tensors of a bucket in memory until its step has ended."""
+        self._held.append((tensors, self._stepping.record_event()))
 
     def make_room(self, buckets: int) -> None:
         """Makes the current stream wait until at most ``buckets`` are held; the host goes on."""

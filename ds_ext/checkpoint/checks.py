@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
+from typing import Any
 
 from torch import Tensor
 
@@ -41,19 +42,16 @@ def check(
     Raises:
         CheckpointError: the message names the difference.
     """
-    names = names or [own.name for own in owned.values()]
-    if not with_state:
-        _check_weights(pieces, owned, strict, names)
-        return
-    optimizer.follow_groups()
-    saved, kind = pieces.saved[0]["optimizer"], type(optimizer).__name__
-    if saved != kind:
+    kind = type(optimizer).__name__
+    if with_state and (saved := pieces.saved[0]["optimizer"]) != kind:
         raise CheckpointError(
             f"this checkpoint was saved with {saved}, but the optimizer is {kind}. {_WEIGHTS_ONLY}"
         )
-    _check_weights(pieces, owned, strict, names)
-    _check_groups(pieces, optimizer, owned)
-    _check_state(pieces, optimizer, owned)
+    _check_weights(pieces, owned, strict, names or [own.name for own in owned.values()])
+    if with_state:
+        optimizer.follow_groups()
+        _check_groups(pieces, optimizer, owned)
+        _check_state(pieces, optimizer, owned)
 
 
 def _check_weights(
@@ -85,22 +83,18 @@ def _check_groups(
     pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, OwnedRun]
 ) -> None:
     """Raises CheckpointError if parameters or rules of groups differ from the saved groups."""
-    names: list[list[str]] = [group["params"] for group in save_groups(optimizer, owned)]
-    saved: list[list[str]] = [group["params"] for group in pieces.saved[0]["groups"]]
-    none: list[str] = []
-    for i, (theirs, mine) in enumerate(zip_longest(saved, names, fillvalue=none)):
-        if theirs != mine:
-            differ = sorted(set(theirs).symmetric_difference(mine))[:5]
+    groups, own = save_groups(optimizer, owned), type(optimizer).__name__
+    none: dict[str, Any] = {"params": []}
+    pairs = zip_longest(pieces.saved[0]["groups"], groups, fillvalue=none)
+    for i, (was, group) in enumerate(pairs):
+        if was["params"] != group["params"]:
+            differ = sorted(set(was["params"]).symmetric_difference(group["params"]))[:5]
             raise CheckpointError(
                 "this checkpoint has other parameter groups than the optimizer: group "
                 f"{i} differs in {', '.join(differ) or 'the order of its parameters'}. Use the "
                 "param_groups of the run that saved it; whether weight_decay is 0 also decides the "
                 f"groups. {_WEIGHTS_ONLY}"
             )
-    own = type(optimizer).__name__
-    for i, (was, group) in enumerate(
-        zip(pieces.saved[0]["groups"], optimizer.param_groups, strict=True)
-    ):
         if was.get("type") != group.get("type"):
             raise CheckpointError(
                 f"group {i} of this checkpoint was saved with {was.get('type', own)}, but the "

@@ -18,7 +18,7 @@ from ds_ext.checkpoint.pieces import Pieces, piece
 from ds_ext.ops import int8
 from ds_ext.ops import state as spec
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import NestedState, Part, Parts
+from ds_ext.ops.state import Part, Parts, State
 from ds_ext.optimizer import RuleOptimizer, host_offload
 from ds_ext.optimizer.param_table import of_this_version
 
@@ -147,7 +147,7 @@ def load_state(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, 
         if found is not None and param in optimizer.group_of:
             parts = spec.saved(optimizer.state_spec(param, own.shard, optimizer.rule_of(param)))
             state = _read(pieces, parts, own, param.device, optimizer.offload)
-            optimizer.state[param] = {**state, "step": found["step"]}
+            optimizer.state[param] = state | {"step": found["step"]}
 
 
 def _pieces(kept: Mapping[str, Any], parts: Parts, is_writer: bool) -> dict[str, Any]:
@@ -167,18 +167,15 @@ def _read(
     own: OwnedRun,
     device: torch.device,
     offload: host_offload.HostOffload | None,
-    *above: str,
-) -> NestedState:
-    """This rank's part of the state under the keys ``above``, ready for a step."""
-    made: NestedState = {}
-    for key, part in parts.items():
-        if isinstance(part, Part):
-            values = pieces.read(part, "state", own.name, *above, key)
-            values = values.view(part.shape).to(part.dtype_for(own.run.dtype))
-            made[key] = host_offload.store(values, device, offload)
-        else:
-            made[key] = _read(pieces, part, own, device, offload, *above, key)
-    return made
+) -> State:
+    """This rank's part of a parameter's state, ready for a step."""
+
+    def read(path: tuple[str, ...], part: Part) -> Tensor:
+        values = pieces.read(part, "state", own.name, *path)
+        values = values.view(part.shape).to(part.dtype_for(own.run.dtype))
+        return host_offload.store(values, device, offload)
+
+    return spec.changed(parts, read)
 
 
 # Param groups: their hyper-parameters, and the names of their parameters.

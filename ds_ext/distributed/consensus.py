@@ -54,11 +54,8 @@ def announced(function: str, group: Group = None) -> Iterator[None]:
         yield
         return
     store = dist.distributed_c10d._get_default_store()
-    rank, calls = dist.get_rank(), f"ds_ext/calls of {function}"
-    ranks = list(range(dist.get_world_size()))
-    if group is not None:
-        ranks = dist.get_process_group_ranks(group)
-        calls += f" by {hash(tuple(ranks))}"
+    rank, ranks = dist.get_rank(), dist.get_process_group_ranks(group or dist.group.WORLD)
+    calls = f"ds_ext/calls of {function} by {hash(tuple(ranks))}"
     counts = {r: f"{calls}/{r}" for r in ranks}
     absent: list[int] = []
     with explained():

@@ -27,9 +27,9 @@ from ds_ext.errors import LostRankError
 
 Group: TypeAlias = "dist.ProcessGroup | None"
 
-# Device types whose collectives do not wait for each other, or that compute nothing.
+# Device types whose collectives do not wait for each other, and whose values the host can read at
+# once; or that compute nothing.
 WITHOUT_QUEUES = {"cpu", "meta"}
-ON_HOSTS = {"cpu", "meta"}  # device types whose values the host can read at once
 
 # By backend (None: that of all ranks), queue ("" for groups that DeepSpeed may use too) and ranks.
 _made: dict[tuple[str | None, str, tuple[int, ...]], dist.ProcessGroup] = {}
@@ -101,7 +101,7 @@ def alone() -> Group:
 
 def for_hosts(group: Group, device: torch.device) -> Group:
     """Returns a group of the same ranks for messages between hosts, which wait for no GPU."""
-    return group if device.type in ON_HOSTS else _twin(group, "gloo", "hosts")
+    return group if device.type in WITHOUT_QUEUES else _twin(group, "gloo", "hosts")
 
 
 def _twin(group: Group, backend: str | None, queue: str) -> Group:

@@ -71,15 +71,14 @@ class Layout:
         self.sums_gradients = any(placement.is_summed for placement in self.placements)
         self.is_uniform = len(self.placements) == 1 and not self.placements[0].is_divided
         # How many ranks add the same run to a ``total``.
-        alone = len(self.placements) == 1
-        self.num_replicas = {x: 1 if alone else x.num_replicas for x in self.placements}
+        is_alone = len(self.placements) == 1
+        self.num_replicas = {x: 1 if is_alone else x.num_replicas for x in self.placements}
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = size_of(group)
         # Whether this rank knows the gradients of all ranks, so that ``agree`` waits for no message
         self.agrees_at_once = not communicates(group)
         self.is_first = self.rank == 0  # whether this rank logs for all
-        given = device or torch.device("cpu")
-        self.device = next(iter(names)).device if names else given
+        self.device = self.params[0].device if names else device or torch.device("cpu")
         self.host_group = groups.for_hosts(group, self.device)
         for placement in self.placements:
             placement.connect(functools.partial(groups.with_own_queue, device=self.device))

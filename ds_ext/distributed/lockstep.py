@@ -32,13 +32,8 @@ def lockstep(generators: Iterable[StepGenerator]) -> Iterator[Tensor | Exchanges
     """
     waiting, _ = _advance_all(zip(generators, itertools.repeat(None), strict=False))
     while waiting:
-        partial: list[Tensor] = []
-        moved: list[Exchange] = []
-        for _, sums in waiting:
-            if isinstance(sums, Exchange):
-                moved.append(sums)
-            else:
-                partial.extend(sums)
+        moved = [sums for _, sums in waiting if isinstance(sums, Exchange)]
+        partial = [x for _, sums in waiting if not isinstance(sums, Exchange) for x in sums]
         parts: Iterator[Tensor] = iter(())
         if partial:
             try:
@@ -105,11 +100,9 @@ def _answered(
 ) -> list[tuple[int, StepGenerator, Sums | None]]:
     """Generators with the results of their joint operation; the first one is last."""
     joints = [asked for *_, asked in alike]
-    results = joints[0].answers(joints)
-    answered: list[tuple[int, StepGenerator, Sums | None]] = []
-    for (i, generator, _), result in zip(reversed(alike), reversed(results), strict=True):
-        answered.append((i, generator, result))
-    return answered
+    results: Sequence[Sums | None] = joints[0].answers(joints)
+    pairs = zip(reversed(alike), reversed(results), strict=True)
+    return [(i, generator, result) for (i, generator, _), result in pairs]
 
 
 def _next(generator: StepGenerator, totals: Sums | None) -> Sums | None:

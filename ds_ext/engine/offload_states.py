@@ -88,7 +88,8 @@ class OffloadedStates:
             for values in self.fused.layout.stored():
                 values.data = move(values.data)
         if OffloadStateTypeEnum.lp_grads in kinds:
-            self.fused.state.move(move)
+            for param, run in self.fused.state.kept.items():
+                self.fused.state.kept[param] = run._replace(g=move(run.g))
         optimizer = self.fused.optimizer
         if optimizer.offload is None:  # otherwise states stay on the host
             with_masters = OffloadStateTypeEnum.hp_params in kinds

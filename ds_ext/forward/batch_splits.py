@@ -93,7 +93,13 @@ class InPieces(Forward):
             logs.show_once(_CHECKPOINTS)
         kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
         leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_cache)
-        leaves = [self._without_cache(x) for x in leaves]
+        for i in (i for i, x in enumerate(leaves) if _is_cache(x)):
+            if leaves[i].get_seq_length():
+                raise ValueError(
+                    f"split_batch: layer {self.name!r} gets a cache of earlier tokens, with "
+                    "gradients enabled. Use torch.no_grad(), or do not pass a cache."
+                )
+            leaves[i] = None  # a cache that is empty, as under checkpointing
         hidden = next((x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()), None)
         if hidden is None or hidden.ndim < 2:
             raise ValueError(f"split_batch: layer {self.name!r} gets no tensor with a batch.")
@@ -130,17 +136,6 @@ class InPieces(Forward):
                 "piece of a batch would change it again. Return such values, such as a loss of "
                 "routers, for each row; or choose other layers, or gradient_accumulation_steps."
             )
-
-    def _without_cache(self, x: Any) -> Any:
-        """An argument; None for an empty cache of keys and values, as under checkpointing."""
-        if not _is_cache(x):
-            return x
-        if x.get_seq_length():
-            raise ValueError(
-                f"split_batch: layer {self.name!r} gets a cache of earlier tokens, with gradients "
-                "enabled. Use torch.no_grad(), or do not pass a cache."
-            )
-        return None
 
     def _divided(self, x: Any, hidden: Tensor, sizes: Sequence[int]) -> Sequence[Any]:
         """An argument for each piece."""

@@ -56,7 +56,7 @@ def chunk_loss(model: nn.Module, chunks: int | None = None, label_smoothing: flo
             f"chunk_loss: label_smoothing is {label_smoothing!r}; allowed: a number in [0, 1]."
         )
     causal, head = _causal(model)
-    if isinstance(getattr(causal, "_loss_function", None), ChunkedLoss):
+    if getattr(causal, "_loss_function", None) is chunked_loss:
         del causal._loss_function
     inner_head, inner = restore(head, ChunkedHead), restore(causal, Labelled)
     if chunks == 0:
@@ -65,7 +65,7 @@ def chunk_loss(model: nn.Module, chunks: int | None = None, label_smoothing: flo
     head_forward = ChunkedHead(head, inner_head, chunks, label_smoothing)
     head.forward = head_forward
     causal.forward = Labelled(causal, inner, head_forward)
-    causal._loss_function = ChunkedLoss()
+    causal._loss_function = chunked_loss
 
 
 @dataclass
@@ -226,34 +226,30 @@ class Labelled(Forward):
         return output
 
 
-class ChunkedLoss:
-    """Stands for transformers' ``ForCausalLMLoss``: the mean of sums that the head has computed."""
+def chunked_loss(
+    logits: Any,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Returns the mean of sums that the head has computed, as transformers' ``ForCausalLMLoss``."""
+    if not isinstance(logits, tuple):  # without gradients
+        from transformers.loss.loss_utils import ForCausalLMLoss
 
-    def __call__(
-        self,
-        logits: Any,
-        labels: Tensor,
-        vocab_size: int,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Returns the loss of a batch."""
-        if not isinstance(logits, tuple):  # without gradients
-            from transformers.loss.loss_utils import ForCausalLMLoss
-
-            return ForCausalLMLoss(  # type: ignore[no-any-return]
-                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
-            )
-        (sums,) = logits
-        if num_items_in_batch is None:
-            targets = labels[..., 1:] if shift_labels is None else shift_labels
-            num_items_in_batch = (targets != ignore_index).sum()
-        if isinstance(num_items_in_batch, Tensor):
-            num_items_in_batch = num_items_in_batch.to(sums.device)
-        total: Tensor = sums.sum()
-        return total / num_items_in_batch
+        return ForCausalLMLoss(  # type: ignore[no-any-return]
+            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+        )
+    (sums,) = logits
+    if num_items_in_batch is None:
+        targets = labels[..., 1:] if shift_labels is None else shift_labels
+        num_items_in_batch = (targets != ignore_index).sum()
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(sums.device)
+    total: Tensor = sums.sum()
+    return total / num_items_in_batch
 
 
 def _causal(model: nn.Module) -> tuple[Any, nn.Module]:

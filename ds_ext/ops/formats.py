@@ -62,11 +62,7 @@ class Format:
         return {"code": Part.of(run, total, self.code), self.key: groups}
 
 
-def _numbers(kept: Tensor) -> Tensor:
-    return kept
-
-
-PLAIN = Format(_numbers, 1)
+PLAIN = Format(lambda kept: kept, 1)
 
 
 def splits_groups(shard: Shard | Batch, size: int) -> bool:
@@ -92,11 +88,7 @@ def whole_groups(p: Writable, g: Gradient, shard: Shard, size: int) -> Completed
     before, after = yield from _others(g, shard, size)
     n = len(shard)
     whole = Shard.whole((len(before) + n + len(after),))
-    return (
-        PaddedToGroups(before, p, n, after),
-        PaddedToGroups(before, g, n, after),
-        whole,
-    )
+    return (PaddedToGroups(before, p, n, after), PaddedToGroups(before, g, n, after), whole)
 
 
 def _others(g: Gradient, shard: Shard, size: int) -> Edges:

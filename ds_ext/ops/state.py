@@ -138,6 +138,16 @@ def leaves(parts: Mapping[str, Any], *above: str) -> Iterator[tuple[tuple[str, .
             yield (*above, key), part
 
 
+def changed(
+    tree: Mapping[str, Any], change: Callable[[tuple[str, ...], Any], object], *above: str
+) -> State:
+    """A copy of a state, or of parts, with ``change`` of each path of keys and its value."""
+    return {
+        key: changed(x, change, *above, key) if isinstance(x, Mapping) else change((*above, key), x)
+        for key, x in tree.items()
+    }
+
+
 def mapped(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A copy of a state, nested in dicts, with ``change`` of each tensor."""
     if isinstance(state, Mapping):

@@ -127,8 +127,10 @@ class BucketOptimizer(ParamTable):
         if torch.is_grad_enabled():  # it is not in hooks
             with torch.no_grad():
                 return self.update(updates, collectives, check)
-        rounds = 0
-        for on_device in by_device(updates):
+        rounds, by_device = 0, dict[torch.device, list[RunUpdate]]()
+        for u in updates:
+            by_device.setdefault(u.g.device, []).append(u)
+        for on_device in by_device.values():
             step = self.begin(on_device, check)
             try:
                 rounds += lockstep.run(step.generators, collectives)
@@ -261,11 +263,3 @@ def _key(updates: Sequence[RunUpdate]) -> tuple[object, ...]:
     """What identifies the plan of a bucket: its parameters, and the device of their gradients."""
     params, *_ = zip(*updates, strict=True)
     return *map(id, params), updates[0].g.device
-
-
-def by_device(updates: Iterable[RunUpdate]) -> list[list[RunUpdate]]:
-    """Returns the updates divided by the device of their gradients."""
-    found: dict[torch.device, list[RunUpdate]] = {}
-    for u in updates:
-        found.setdefault(u.g.device, []).append(u)
-    return list(found.values())

@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_ext.distributed import consensus, groups
 from ds_ext.distributed.dtensors import is_dtensor, local, lying_as, ranks_of
 from ds_ext.ops.shard import Shard
-from ds_ext.ops.state import Part, Parts, State, StateMismatch, leaves, without_caches
+from ds_ext.ops.state import Part, Parts, State, StateMismatch, changed, leaves, without_caches
 from ds_ext.optimizer import param_checks
 from ds_ext.optimizer.param_table import ParamTable
 
@@ -73,12 +73,12 @@ def saved(table: ParamTable, param: Tensor, state: State) -> State:
         of_rank = own if shape == shard.shape else (own[0], *shape[1:])
         return lying_as(param, x.view(of_rank), shape)
 
-    return _changed(state, spread)
+    return changed(state, spread)
 
 
 def gathered(state: Mapping[str, Any]) -> State:
     """Returns a state of ``saved`` whose uncut tensors are gathered. All ranks call it."""
-    return _changed(state, lambda _, x: x() if isinstance(x, functools.partial) else x)
+    return changed(state, lambda _, x: x() if isinstance(x, functools.partial) else x)
 
 
 def own(table: ParamTable, param: Tensor, state: State, parts: Parts) -> State:
@@ -104,22 +104,12 @@ def own(table: ParamTable, param: Tensor, state: State, parts: Parts) -> State:
             return x
         return x.flatten()[part.start : part.stop].view(part.shape)
 
-    return _changed(state, take)
+    return changed(state, take)
 
 
 def _declared(parts: Parts, shard: Shard) -> dict[Path, Part]:
     """The declared parts of a run's state, with its master, by their paths of keys."""
     return {**dict(leaves(parts)), ("master",): Part.like(shard)}
-
-
-def _changed(state: Mapping[str, Any], change: Callable[[Path, Any], object], *above: str) -> State:
-    """A copy of a state, nested in dicts, with ``change`` of each value."""
-    return {
-        key: _changed(x, change, *above, key)
-        if isinstance(x, Mapping)
-        else change((*above, key), x)
-        for key, x in state.items()
-    }
 
 
 def _rows(shard: Shard) -> list[tuple[int, Shard]]:

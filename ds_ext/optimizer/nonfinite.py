@@ -46,11 +46,7 @@ class GradFlags:
         self._values: list[Tensor] = []
 
     def add(
-        self,
-        params: Sequence[Tensor],
-        values: Tensor,
-        bounds: NDArray[np.float32],
-        is_square: bool,
+        self, params: Sequence[Tensor], values: Tensor, bounds: NDArray[np.float32], is_square: bool
     ) -> None:
         """Adds the values of a batch.
 

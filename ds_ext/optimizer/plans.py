@@ -163,10 +163,7 @@ class BucketPlan:
     """
 
     def __init__(
-        self,
-        table: ParamTable,
-        updates: Sequence[RunUpdate],
-        states: Sequence[State],
+        self, table: ParamTable, updates: Sequence[RunUpdate], states: Sequence[State]
     ) -> None:
         self.properties = _properties(updates)
         device = updates[0].g.device

@@ -86,13 +86,7 @@ def _problem(rule: SectionConfig, shape: Shape) -> str:
 
 
 def steps(
-    rule: GroupRule,
-    p: Weight,
-    g: Gradient,
-    s: State,
-    t: int,
-    whole: Shard,
-    average: Any,
+    rule: GroupRule, p: Weight, g: Gradient, s: State, t: int, whole: Shard, average: Any
 ) -> list[StepGenerator]:
     """Returns the generators that step a run: one, or one for each section.
 

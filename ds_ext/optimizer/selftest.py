@@ -128,11 +128,7 @@ class Steps(NamedTuple):
 
 
 def stepped(
-    kind: type[Any],
-    case: Case,
-    ranks: Sequence[int],
-    device: torch.device,
-    has_nan: bool = False,
+    kind: type[Any], case: Case, ranks: Sequence[int], device: torch.device, has_nan: bool = False
 ) -> Steps:
     """Makes STEPS steps, and another one if passes can check the gradients of batches.
 

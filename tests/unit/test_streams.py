@@ -160,6 +160,7 @@ def pretend_ranks(monkeypatch, world, patience, rank):
     store = mock.Mock(wraps=dist.HashStore())
     monkeypatch.setattr(dist, "get_rank", rank)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: world)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(range(world)))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(consensus, "PATIENCE", patience)

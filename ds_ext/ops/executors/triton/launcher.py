@@ -122,11 +122,7 @@ class Launcher:
         return (numbers if numbers.numel() == n else numbers.expand(n)).contiguous()
 
     def _launches_of(
-        self,
-        kernel: str,
-        constants: Constants,
-        name: Hashable,
-        are_even: NDArray[np.bool_] | None,
+        self, kernel: str, constants: Constants, name: Hashable, are_even: NDArray[np.bool_] | None
     ) -> list[Launch]:
         """The launches of a pass, kept from step to step.
 
