@@ -124,7 +124,7 @@ SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 
 _ZERO = {
     "stage": Setting(_STAGE),
-    "reduce_bucket_size": Setting(_WHOLE),
+    "reduce_bucket_size": Setting(_typed(int, "a whole number > 0", gt=0)),
     "zero_hpz_partition_size": Setting(
         _WHOLE, _at_most_one, needs_stage_3=True, divides_ranks=True, may_exceed_ranks=True
     ),
@@ -178,6 +178,7 @@ SETTINGS: dict[str, Setting] = {
     "scheduler.params": Setting(SECTION, is_required=True),
     **{key: Setting(_COUNT) for key in SIZES},
     "gradient_clipping": Setting(NonNegative),
+    "steps_per_print": Setting(_COUNT),
     "data_types.grad_accum_dtype": Setting(_DTYPE),
     "sequence_parallel_size": Setting(
         _COUNT,
@@ -225,6 +226,7 @@ SETTINGS: dict[str, Setting] = {
         advice="delete it; results and checkpoints do not depend on it.",
         removed="1.1",
     ),
+    "ds_ext.chunked_loss": Setting(excludes=(_AUTO_TP,)),
     # Ranks exchange the tokens of each piece.
     "ds_ext.batch_splits": Setting(off=_at_most_one, excludes=(_AUTO_EP,)),
     "ds_ext.weight_storage": Setting(

@@ -155,6 +155,8 @@ class FusedBackward:
 
     def backward(self, loss: Tensor) -> None:
         """Runs ``loss`` backward: once, or twice where gradients are clipped exactly."""
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"backward takes the loss, a tensor of one number, not {type(loss)}.")
         self.own_loss_is_running = True
         self.measure_norm(loss)
         loss.backward()

@@ -17,10 +17,11 @@ from ds_ext.errors import raise_all
 from ds_ext.ops import int8, sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.state import leaves
-from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, param_groups
+from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer, param_groups, sections
 from ds_ext.optimizer.model_view import ModelView
 from ds_ext.optimizer.param_table import ParamGroup, hypers_of
 from ds_ext.rules import REGISTRY
+from ds_ext.rules.base import key_of
 from ds_ext.settings import PLACES, SETTINGS, Section
 
 _OFFLOAD = "zero_optimization.offload_optimizer.device"
@@ -184,19 +185,26 @@ def unread(config: dict[str, Any], optimizer: str) -> Iterator[str]:
     given = (lookup(config, "optimizer.params") or {}).keys()
     keys = [f"optimizer.params.{key}" for key in sorted(of_params & given)]
     own, default = config.get("ds_ext") or {}, vars(Section())
-    is_section = isinstance(own, dict)
+    is_section, meant = isinstance(own, dict), key_of(optimizer)
+    ours = optimizer_names.in_config(REGISTRY[meant if meant in REGISTRY else "adamw"].spelling)
     keys += [f"ds_ext.{k}" for k in own if own[k] != default.get(k)] if is_section else ["ds_ext"]
     for key in keys:
         yield (
             f"{key} = {lookup(config, key)!r} is a setting of ds_ext, and {optimizer} is not a "
-            'ds_ext optimizer: remove it, or name one, such as "ds_ext.AdamW", in optimizer.type.'
+            f'ds_ext optimizer: remove it, or name one, such as "{ours}", in optimizer.type.'
         )
 
 
 def _unsupported(
     config: dict[str, Any], optimizer: RuleOptimizer, model: ModelView | None
 ) -> Iterator[str]:
-    """Yields the settings of the section "ds_ext" that an optimizer or a model does not support."""
+    """Yields the settings that an optimizer or a model does not support."""
+    is_divided = is_on(config, "tensor_parallel.autotp_size")
+    if is_divided and any(sections.are_set(optimizer.rule_of(p)) for p in optimizer.group_of):
+        yield (
+            "split and heads are not supported together with tensor_parallel.autotp_size, which "
+            "divides the matrices: remove one of them."
+        )
     try:
         own = parsing.section(config)
     except ValueError:

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from deepspeed.utils import logger
 from pydantic import ValidationError
+from torch.optim import Optimizer
 
 from ds_ext.config import config_checks
 from ds_ext.config.optimizer_names import misspelt_sections
@@ -136,23 +138,61 @@ def scheduler_problems(config: dict[str, Any], optimizer: RuleOptimizer | None) 
         return
     if wrong := wrong_call(made, None, **params):
         yield f"scheduler.params: {name} {wrong}"
-    elif optimizer is not None and name == lr_schedules.ONE_CYCLE:
-        if params.get("cycle_momentum", True) and "betas" in optimizer.defaults:
-            yield from wrong_betas(optimizer, name, 2)
+    elif optimizer is not None:
+        try:
+            refuse_without_rate(optimizer)
+            _try_scheduler(name, made, params, optimizer)
+        except ValueError as error:
+            yield str(error)
 
 
-def wrong_betas(
-    optimizer: RuleOptimizer, scheduler: str, count: int | None = None
-) -> Iterator[str]:
-    """Yields a message if a scheduler sets ``count`` betas of a rule that has another number.
+def refuse_without_rate(optimizer: RuleOptimizer) -> None:
+    """Raises ValueError for the optimizer of a scheduler if it has no learning rate."""
+    if any(group["lr"] is None for group in optimizer.param_groups):
+        raise ValueError(
+            "Adafactor: optimizer.params.relative_step=true computes its own step size, so there "
+            'is no lr for a scheduler to set. Set "relative_step": false and an "lr" (HF Trainer '
+            "always has a scheduler), or remove the scheduler."
+        )
 
-    Without ``count``, it has set those that the groups have.
+
+def _try_scheduler(
+    name: str, make: Callable[..., Any], params: dict[str, Any], optimizer: RuleOptimizer
+) -> None:
+    """Makes a scheduler for a stand-in of an optimizer, and steps it once; ValueError if it fails.
+
+    Lists of a value for each group are not tried: only a run has all groups.
     """
-    groups = [(optimizer.hypers_of(g), len(g.get("betas", ()))) for g in optimizer.param_groups]
-    for hypers, given in dict.fromkeys(groups):
-        needed, found = len(getattr(hypers, "betas", ())), given if count is None else count
-        if needed != found:
-            yield (
+    if any(isinstance(value, list) for value in params.values()):
+        return
+    groups = [{**group, "params": [torch.empty(())]} for group in optimizer.param_groups]
+    stand_in = Optimizer(groups, optimizer.defaults)
+    with scheduler_errors(name), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the optimizer has not stepped
+        scheduler = make(stand_in, **params)
+        if "metrics" not in inspect.signature(scheduler.step).parameters:
+            scheduler.step()
+        if (lr := min(group["lr"] for group in stand_in.param_groups)) < 0:
+            raise ValueError(f"it sets a learning rate of {lr}.")
+    refuse_betas(optimizer, name, stand_in.param_groups)
+
+
+@contextmanager
+def scheduler_errors(name: str) -> Iterator[None]:
+    """Context that makes a scheduler; its errors become a ValueError that names the key."""
+    try:
+        yield
+    except Exception as error:  # of any class: it depends on the scheduler
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise ValueError(f"scheduler.params: {name} cannot be made with them: {what}") from error
+
+
+def refuse_betas(optimizer: RuleOptimizer, scheduler: str, groups: list[dict[str, Any]]) -> None:
+    """Raises ValueError if a scheduler has set another number of betas than a rule has."""
+    for group in groups:
+        hypers, found = optimizer.hypers_of(group), len(group.get("betas", ()))
+        if (needed := len(getattr(hypers, "betas", ()))) != found:
+            raise ValueError(
                 f"{hypers.__name__} has {needed} betas, and {scheduler} sets {found}: put "
                 '"cycle_momentum": false into scheduler.params.'
             )
@@ -172,7 +212,7 @@ def replaced_rates(config: dict[str, Any], lrs: Iterable[Any]) -> Iterator[str]:
         yield (
             f"scheduler.params.warmup_max_lr = {peak}{' (the default)' * (peak is default)} "
             f"replaces the learning rates of the optimizer, {', '.join(others)}: set it to that "
-            "rate, or to a list with a rate for each parameter group."
+            "rate. Several rates are multiplied by WarmupCosineLR, and by torch's LinearLR."
         )
 
 

@@ -21,7 +21,7 @@ from ds_ext.config.parsing import lookup, normalized
 from ds_ext.distributed import consensus
 from ds_ext.distributed.unsupported_wrappers import refuse_dtensors, refuse_wrapped
 from ds_ext.engine import expert_parallel, hook_cleanup, parameters, pipeline, trainer_checks
-from ds_ext.engine.deepspeed_config import left_auto, replaced_rates, wrong_betas
+from ds_ext.engine.deepspeed_config import left_auto, refuse_without_rate, replaced_rates
 from ds_ext.engine.engine_settings import effective
 from ds_ext.engine.rank_logging import warn
 from ds_ext.errors import raise_all
@@ -118,12 +118,8 @@ def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     if engine.has_moe_layers:
         _refuse_experts(engine)
     has_scheduler = engine.client_lr_scheduler is not None or engine.scheduler_name() is not None
-    if has_scheduler and any(group["lr"] is None for group in optimizer.param_groups):
-        raise ValueError(
-            "Adafactor: optimizer.params.relative_step=true computes its own step size, so there "
-            'is no lr for a scheduler to set. Set "relative_step": false and an "lr" (HF Trainer '
-            "always has a scheduler), or remove the scheduler."
-        )
+    if has_scheduler:
+        refuse_without_rate(optimizer)
 
 
 def _refuse_experts(engine: DeepSpeedEngine) -> None:
@@ -149,11 +145,6 @@ def _refuse_experts(engine: DeepSpeedEngine) -> None:
             "tensor_parallel.partition_config: its patterns match experts of deepspeed.moe layers. "
             "They cannot be split, because ranks send them different tokens: remove the patterns."
         )
-
-
-def check_betas(scheduler: Any, optimizer: RuleOptimizer) -> None:
-    """Raises ValueError if a scheduler has set another number of betas than the optimizer has."""
-    raise_all(wrong_betas(optimizer, type(scheduler).__name__))
 
 
 def check_metrics(scheduler: Any, kwargs: dict[str, Any]) -> None:

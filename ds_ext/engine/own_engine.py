@@ -17,7 +17,15 @@ from ds_ext.backward import int8_weights, owners
 from ds_ext.config.optimizer_names import PREFIX
 from ds_ext.distributed import consensus
 from ds_ext.distributed.groups import explained
-from ds_ext.engine import engine_checks, forward, hook_cleanup, optimizers, pipeline, trainer_checks
+from ds_ext.engine import (
+    deepspeed_config,
+    engine_checks,
+    forward,
+    hook_cleanup,
+    optimizers,
+    pipeline,
+    trainer_checks,
+)
 from ds_ext.engine.adapter import ZeroAdapter
 from ds_ext.engine.expert_parallel import readable_by_name
 from ds_ext.engine.loading import load_checkpoint
@@ -71,7 +79,8 @@ def build(
             if client is None:  # DeepSpeed demands settings of its own LAMB
                 config.optimizer_name = PREFIX + key_of(config.optimizer_name)
             make()
-            engine_checks.check_betas(engine.lr_scheduler, engine.optimizer.optimizer)
+            ours, scheduler = engine.optimizer.optimizer, type(engine.lr_scheduler).__name__
+            deepspeed_config.refuse_betas(ours, scheduler, ours.param_groups)
         except Exception:  # the model can be used again
             if isinstance(engine.__dict__.get("optimizer"), ZeroAdapter):
                 engine.optimizer.destroy()
@@ -143,7 +152,8 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
 
     def _scheduler_from_config(self, optimizer: ZeroAdapter) -> Any:
         # torch's schedulers accept only instances of torch.optim.Optimizer.
-        return super()._scheduler_from_config(optimizer.optimizer)
+        with deepspeed_config.scheduler_errors(self.scheduler_name()):
+            return super()._scheduler_from_config(optimizer.optimizer)
 
     def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         if self.lr_scheduler is not None:  # DeepSpeed would pass the batch size as a metric

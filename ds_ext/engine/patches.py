@@ -134,9 +134,9 @@ def build(original: Method, engine: DeepSpeedEngine, *args: Any, **kwargs: Any) 
     name = type(client).__name__ if client is not None else named
     if name and client is None:
         optimizer_names.refuse_misspelled(name)
-    if "ds_ext" in config._param_dict:
-        if not name:
-            raise ValueError(_NO_OPTIMIZER)
+    if "ds_ext" in config._param_dict and not name:
+        raise ValueError(_NO_OPTIMIZER)
+    if name and (client is None or "ds_ext" in config._param_dict):
         raise_all(config_checks.unread(config._param_dict, name))
     original(engine, *args, **kwargs)
     if name:

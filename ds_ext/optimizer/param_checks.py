@@ -131,8 +131,8 @@ def refuse_shape(table: ParamTable, param: Tensor, shard: Shard, known: str | No
         sections.refuse(how, shard.shape[is_stack:], table.name(param))
         if sections.are_set(how) and shard.split is not None:
             raise ValueError(
-                f"split and heads need ranks that hold whole rows of {table.name(param)}, of shape "
-                f"{list(shard.shape)}: shard only its first dimension, or remove the keys."
+                f"split and heads need ranks that hold whole rows of {table.name(param)}: shard "
+                "only its first dimension, or remove the keys."
             )
     if is_stack and shard.split is not None:
         raise ValueError(
@@ -180,7 +180,10 @@ def refuse_saved_groups(table: ParamTable, groups: Sequence[Mapping[str, Any]]) 
         names = hyperparams.names(hypers)
         missing = [name for name in names if name not in group]
         if missing:
-            raise ValueError(f"not a state of {kind}: a group has no {', '.join(missing)}.")
+            raise ValueError(
+                f"not a state of {kind}: a group has no {', '.join(missing)}. Load what "
+                f"state_dict() of {kind} of ds_ext returned."
+            )
         foreign = [name for name in group if name in names_of_all_rules().difference(names)]
         if foreign:
             raise ValueError(f"not a state of {kind}: a group has {', '.join(foreign)}.")

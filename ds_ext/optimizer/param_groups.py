@@ -278,37 +278,36 @@ def _refuse_vectors(model: ModelView, groups: Sequence[ParamGroup], read: Params
                 )
 
 
-def _section_groups(
-    model: ModelView, groups: Sequence[ParamGroup], read: Params
-) -> list[ParamGroup]:
+def _section_groups(model: ModelView, groups: list[ParamGroup], read: Params) -> list[ParamGroup]:
     """Checks the sections of all groups.
 
-    Removes the keys of sections from groups whose rule has none: those of the biases that an entry
-    matches together with a matrix.
+    Removes the keys of entries and sections from groups whose rule has none: those of the biases
+    that an entry matches together with a matrix.
     """
     keys = hyperparams.names(SectionConfig)
-    groups = [
-        g if read.entry_of(g).has_sections else {k: v for k, v in g.items() if k not in keys}
-        for g in groups
-    ]
+    of_entries = {*keys, *(key for _, own in read.entries for key in own)} - {"type"}
+    for at, group in enumerate(groups):
+        unread = of_entries - {*hyperparams.names(hypers_of(read.entry_of(group).rule))}
+        groups[at] = {k: v for k, v in group.items() if k not in unread}
 
     def value(group: ParamGroup, key: str) -> Any:
         return group.get(key, None if "type" in group else read.hypers.get(key))
 
     matches = enumerate(read.entries)
-    of_entries = {pattern: i for i, (pattern, own) in matches if {*keys} & own.keys()}
+    divided = {pattern: i for i, (pattern, own) in matches if {*keys} & own.keys()}
     for group in groups:
-        i = of_entries.get(group.get("name", ""))
+        i = divided.get(group.get("name", ""))
         section = read.where if i is None else read.key(f"param_groups[{i}]")
         how = SectionConfig(**{key: x for key in keys if (x := value(group, key)) is not None})
         for p in (p for p in group["params"] if p in model):
             sections.refuse(how, model[p].shape, model[p].name, hyperparams.dotted(section, ""))
-    used = {g.get("name") for g in groups if any(key in g for key in keys)}
-    for match in of_entries.keys() - used:
-        raise ValueError(
-            f"{read.key(f'param_groups[{of_entries[match]}]')}: {match!r} matches no matrix whose "
-            "optimizer splits matrices, so split and heads would be ignored: remove them."
-        )
+    for n, (match, own) in enumerate(read.entries):
+        used = {key for group in groups if group.get("name") == match for key in group}
+        for key in own.keys() - used:
+            raise ValueError(
+                f"{read.key(f'param_groups[{n}].{key}')}: {match!r} matches no parameter whose "
+                'optimizer has it: remove it, or add "type", such as "AdamW", and keys of that.'
+            )
     return groups
 
 

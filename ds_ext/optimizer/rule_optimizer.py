@@ -102,9 +102,9 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
         trained = [p for p in module.parameters() if p.requires_grad]
         if any(p.numel() == 0 for p in trained):
             raise ValueError(
-                f"{cls.__name__}.for_model: some trained parameters are empty, as ZeRO-3 leaves "
-                "them, so it is unknown which are matrices. Name the optimizer in the config of "
-                "deepspeed.initialize instead, or make it before ZeRO-3 partitions the model."
+                f"{cls.__name__}.for_model: some trained parameters are empty. If ZeRO-3 has "
+                "partitioned the model, it is unknown which are matrices: name the optimizer in "
+                "the config of deepspeed.initialize, or make it before. Freeze others."
             )
         entry = rules.named(cls.rule.__name__)
         made = param_groups.of_config(entry, params, model_view(module), trained, "")
@@ -292,13 +292,20 @@ class RuleOptimizer(BucketOptimizer, torch.optim.Optimizer):
             state_dict: what ``state_dict()`` returned.
 
         Raises:
-            ValueError: it is the state of another optimizer, or of parameters of other shapes;
+            ValueError: it is the state of another optimizer, or of parameters of other sizes;
                 nothing is changed. If parameters are DTensors, all their ranks raise it.
         """
         dtensor_state.on_all_ranks(self, lambda: self._load_state_dict(state_dict))
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Implements ``load_state_dict``."""
+        if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+            is_dict = isinstance(state_dict, dict)
+            found = [*state_dict][:9] if is_dict else type(state_dict).__name__
+            raise ValueError(
+                "load_state_dict takes what the optimizer's state_dict() returned, a dict with "
+                f'"state" and "param_groups", not {found}.'
+            )
         self.refuse_exchanged()
         if self.before_load is not None:
             self.before_load()

@@ -113,7 +113,7 @@ def read(
     The states are by parameter number. ``table`` is not changed.
 
     Raises:
-        ValueError: they are of another optimizer, of parameters of other shapes, or of a newer
+        ValueError: they are of another optimizer, of parameters of other sizes, or of a newer
             ds_ext.
     """
     param_checks.refuse_newer(table, state_dict)

@@ -210,7 +210,10 @@ WRONG = {
         "param_groups[0].split is 'auto'; allowed: a list of whole numbers > 0 or null. \"auto\" "
         "was removed in ds_ext 1.1: list the rows of each part",
     ),
-    "no matrix": ({"match": "norm", "split": [4, 4]}, "param_groups[0]: 'norm' matches no matrix"),
+    "no matrix": (
+        {"match": "norm", "split": [4, 4]},
+        "param_groups[0].split: 'norm' matches no parameter",
+    ),
     "not Muon's": ({"match": "o_proj", "type": "AdamW", "heads": 2}, "unknown key"),
 }
 
