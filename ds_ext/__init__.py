@@ -14,6 +14,7 @@ from ds_ext.forward.batch_splits import split_batch
 from ds_ext.forward.chunked_loss import chunk_loss
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
 from ds_ext.registration import register
+from ds_ext.rules import REGISTRY
 
 __version__ = "1.1.0.dev0"
 __all__ = [
@@ -52,7 +53,7 @@ def __getattr__(name: str) -> type:
 def __dir__() -> list[str]:
     """Returns the public names, with those that ``__getattr__`` finds."""
     special = {name for name in globals() if name.startswith("__")}
-    yours = {optimizer.__name__ for optimizer in OPTIMIZERS.values()}
+    yours = {entry.rule.__name__ for entry in REGISTRY.values()}
     return sorted({*special, *__all__, *yours, "FuseCallback", "MetricsCallback"})
 
 

@@ -95,10 +95,10 @@ def fuse_into_backward(
             "optimizers of ds_ext, such as ds_ext.AdaLomo(model.parameters()), can step inside "
             "backward. That of a rule of yours, MyRule, is ds_ext.MyRule(model.parameters())."
         )
-    if isinstance(group, float | int):
+    if isinstance(group, float | int | list):
         raise TypeError(
-            f"fuse_into_backward: group is {group!r}; allowed: a process group, or None. Give "
-            "max_grad_norm and other settings by name."
+            f"fuse_into_backward: group is {group!r}; allowed: a process group that has this rank, "
+            "or None. Give max_grad_norm and other settings by name."
         )
     require_group_of_launcher("fuse_into_backward")
     contract.check("torch")
@@ -132,8 +132,8 @@ def fuse_into_backward(
             )
         group = of_ranks(dtensors.ranks_of(model.parameters()))
     devices = sorted({str(p.device) for p in model.parameters()})
-    facts = consensus.facts(model, optimizer)
-    facts |= {"optimizer": type(optimizer).__name__, "device count": len(devices)}
+    facts = {"optimizer": type(optimizer).__name__, "device count": len(devices)}
+    facts |= consensus.facts(model, optimizer)
     steps = [int(state.get("step", 0)) for state in optimizer.state.values()]
     facts["optimizer state"] = {"steps": max(steps, default=0)}
     consensus.require_equal(facts | {"argument": vars(config)}, group)

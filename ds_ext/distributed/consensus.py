@@ -195,7 +195,10 @@ def facts(
     """Returns the facts that must agree on ranks with the same model and optimizer."""
     names = {p: n for n, p in model.named_parameters()}
     return {
-        "parameter": [(n, shape_of(p), str(p.dtype), p.requires_grad) for p, n in names.items()],
+        "parameter": [
+            f"{n}, {list(shape_of(p))}, {p.dtype}, requires_grad={p.requires_grad}"
+            for p, n in names.items()
+        ],
         "parameter group": [
             {**group, "params": [names.get(p) for p in group["params"]]}
             for group in (optimizer.param_groups if optimizer is not None else ())

@@ -80,6 +80,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         self.offloaded = OffloadedStates(self.fused)
         self.loss_scaler = engine_settings.loss_scaler(engine)
         self.overflow = False
+        self.is_stepping = False  # whether the engine's own step calls ``step``
         self._global_grad_norm: float | None = None
         self._entered = -1  # graph task id of the engine's last backward pass
         self._is_prepass = False
@@ -239,7 +240,13 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
 
         Raises:
             ValueError: a ``closure`` was given.
+            RuntimeError: the program calls it, and not the engine.
         """
+        if not self.is_stepping:
+            raise RuntimeError(
+                "engine.optimizer.step() was called: call engine.step() after each micro-batch. It "
+                "also counts micro-batches and steps the scheduler."
+            )
         if closure is not None:
             raise ValueError("engine.step() takes no closure: the update happens in backward.")
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it

@@ -19,7 +19,7 @@ from ds_ext.distributed import consensus
 from ds_ext.distributed.layout import Layout
 from ds_ext.engine import checkpoint_contents, pipeline
 from ds_ext.engine.checkpoint_contents import Contents
-from ds_ext.engine.rank_logging import log
+from ds_ext.engine.rank_logging import log, warn
 from ds_ext.engine.safe_unpickling import load
 from ds_ext.engine.saving import LAYER_FILE, common_tag, is_model_file, raises_on_all_ranks
 from ds_ext.errors import CheckpointError
@@ -65,7 +65,10 @@ def load_checkpoint(
     if tag is None:
         tag = _latest(load_dir)
     if tag is None:
-        log(f"there is no checkpoint in {load_dir}: nothing is loaded")
+        warn(
+            f"there is no checkpoint in {load_dir}: nothing is loaded. Name the folder that was "
+            'given to save_checkpoint, which has a file "latest", or a tag.'
+        )
         return None, None
     path = folder.checkpoint_path(load_dir, tag)
     pipeline.follow_groups(engine, engine.optimizer.optimizer)

@@ -16,7 +16,7 @@ from torch import nn
 from ds_ext.backward import int8_weights, owners
 from ds_ext.config.optimizer_names import PREFIX
 from ds_ext.distributed import consensus
-from ds_ext.distributed.groups import explained
+from ds_ext.distributed.groups import explained, with_attribute
 from ds_ext.engine import (
     deepspeed_config,
     engine_checks,
@@ -158,7 +158,8 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
     def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         if self.lr_scheduler is not None:  # DeepSpeed would pass the batch size as a metric
             engine_checks.check_metrics(self.lr_scheduler, lr_kwargs or {})
-        super()._take_model_step(lr_kwargs)
+        with with_attribute(self.optimizer, "is_stepping", True):
+            super()._take_model_step(lr_kwargs)
 
     # Training.
 

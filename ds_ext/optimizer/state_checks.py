@@ -93,8 +93,8 @@ def check_model(table: ParamTable, layout: Layout) -> None:
     strange = sum(p not in layout.names for p in table.group_of)
     if strange:
         raise ValueError(
-            f"{strange} of the optimizer's parameters are not in the model: pass the module "
-            "that holds all of them."
+            f"{strange} of the optimizer's parameters are not in the model: pass the module that "
+            "holds all of them, and make the optimizer after fully_shard and to_empty."
         )
     for param in table.group_of:
         shard = layout.shards[param]

@@ -193,7 +193,6 @@ def register(
         _refuse_incomplete(rule)
         _refuse_reserved_fields(rule)
         own: Any = rule
-        check_spec(rule, own().state_spec(Shard.whole((8, 8))))
         own.__init__ = _by_name(own.__init__, rule.__name__)
         if not inspect.isgeneratorfunction(own.step):
             own.step = _as_rounds(own.step)

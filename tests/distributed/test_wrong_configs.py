@@ -17,7 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 import ds_ext
 from tests import worlds
 from tests.common.ranks import logged, message
-from tests.distributed.wrong_configs_jobs import RIGHT, SIZES, Run, entries, ours, own, zero
+from tests.distributed.wrong_configs_jobs import (
+    RIGHT,
+    SIZES,
+    Run,
+    entries,
+    ours,
+    own,
+    scheduler,
+    zero,
+)
 
 WRONG: dict[str, dict[str, Any]] = {
     "optimizer.type is 'AdaLom'": {"optimizer": {"type": "AdaLom"}},
@@ -170,6 +179,11 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: engine(linear(), {"gradient_clipping": "auto"}), f"gradient_clipping {AUTO}"),
     (lambda: engine(linear(), LEFT_AUTO), f"scheduler.params.warmup_num_steps {AUTO}"),
     (lambda: engine(linear(), {"bf16": {"enabled": "auto"}}), f"bf16.enabled {AUTO}"),
+    (
+        lambda: engine(linear(), scheduler("WarmupLR", warmup_max_lr=[1e-3, 1e-3])),
+        "scheduler.params: WarmupLR cannot be made with them: ValueError: expected 1 value",
+    ),
+    (lambda: engine(linear()).optimizer.step(), "engine.optimizer.step() was called"),
     # Models that are not split.
     (lambda: engine(linear(), SPLIT), f"{SPLITS}the model has no nn.ModuleList of at least two"),
     (
@@ -212,7 +226,7 @@ def mistakes() -> list[Run]:
 def test_a_mistake_of_a_program_is_named_at_once():
     (told,) = worlds.once(1, mistakes)
     for (_, words), (error, _) in zip(REFUSED, told, strict=False):
-        kind = "RuntimeError" if "AdamW.step()" in words else "ValueError"
+        kind = "RuntimeError" if ".step()" in words else "ValueError"
         assert error.startswith(f"{kind}: {words}")
     for (_, warning), (error, lines) in zip(WARNED, told[len(REFUSED) :], strict=True):
         assert not error

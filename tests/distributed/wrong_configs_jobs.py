@@ -23,6 +23,7 @@ FUSED = {"ds_ext": {"gradient_policy": "fused"}}
 INT8 = {"ds_ext": {"weight_storage": "int8"}}
 KEPT = {"ds_ext": {"gradient_policy": "sharded"}}
 PREVIOUS = {"ds_ext": {"clip_mode": "previous"}}
+AUTO_TP = {"tensor_parallel": {"autotp_size": 2}}
 GATHER = "stage3_gather_16bit_weights_on_model_save"
 USUAL = {"overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
 
@@ -37,6 +38,10 @@ def ours(params: Any, name: str = "AdaLomo") -> dict[str, Any]:
 
 def entries(*groups: dict[str, Any]) -> dict[str, Any]:
     return ours({"param_groups": list(groups)})
+
+
+def scheduler(name: str, **params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": name, "params": params}}
 
 
 def own(**keys: Any) -> dict[str, Any]:
@@ -98,6 +103,17 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
     ("ds_ext", {"ds_ext": []}),
     ("scheduler", {"scheduler": None}),
     ("scheduler.params", {"scheduler": WARMUP | {"params": None}}),
+    # What a scheduler refuses when it is made, or at its first step.
+    ("scheduler.params: WarmupLR", scheduler("WarmupLR", warmup_max_lr="1e-2")),
+    ("WarmupLR cannot be made with them", scheduler("WarmupLR", warmup_num_steps=0)),
+    ("it sets a learning rate of -", scheduler("LRRangeTest", lr_range_test_min_lr=-1e-4)),
+    ("StepLR cannot be made with them: ZeroDivision", scheduler("StepLR", step_size=0)),
+    (None, scheduler("StepLR", step_size=1)),
+    ("cycle_momentum", scheduler("OneCycleLR", max_lr=1e-2, total_steps=10)),
+    ("no lr for a scheduler", ours({}, "Adafactor") | {"scheduler": WARMUP}),
+    ("steps_per_print is 0; allowed: a whole number > 0", {"steps_per_print": 0}),
+    # Settings of ours beside DeepSpeed's optimizer of the same name.
+    ('such as "ds_ext.Lion"', ours({"lr": 1e-3, "weight_update": "master"}, "Lion")),
     # Sizes and numbers that DeepSpeed takes as they are.
     (None, {"gradient_accumulation_steps": 2.0}),
     (None, {"gradient_clipping": None, "scheduler": WARMUP}),
@@ -157,7 +173,9 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
             "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1}},
         },
     ),
-    ("autotp_size = 2 does not divide the 1 ranks", {"tensor_parallel": {"autotp_size": 2}}),
+    ("autotp_size = 2 does not divide the 1 ranks", AUTO_TP),
+    ("ds_ext.chunked_loss = True is not supported", AUTO_TP | own(chunked_loss=True)),
+    ("split and heads are not supported", AUTO_TP | ours({"heads": 2}, "ds_ext.Muon")),
     # Sizes, and settings that exclude each other.
     ("train_batch_size is not equal to", {"train_batch_size": 7, "gradient_accumulation_steps": 2}),
     ("ds_ext.shard_size = 2 was removed in ds_ext 1.1", {"ds_ext": {"shard_size": 2}}),

@@ -217,7 +217,19 @@ def test_an_optimizer_of_others_is_a_type_error():
         ds_ext.fuse_into_backward(layer, torch.optim.AdamW(layer.parameters()))
     with pytest.raises(TypeError, match="'ds_ext.AdaLomo'>; .* nn.Module. The two are swapped."):
         ds_ext.fuse_into_backward(ds_ext.AdaLomo(layer.parameters()), layer)
+    with pytest.raises(TypeError, match="allowed: a process group that has this rank, or None"):
+        ds_ext.fuse_into_backward(layer, ds_ext.AdaLomo(layer.parameters()), [0, 1])
     assert torch.equal(layer.weight, before) and not layer._forward_pre_hooks
+
+
+def test_a_model_without_values_and_a_loss_that_is_no_tensor_are_refused():
+    layer = torch.nn.Linear(2, 2, device="meta")
+    with pytest.raises(ValueError, match="on the device meta, which has no values"):
+        ds_ext.fuse_into_backward(layer, ds_ext.AdaLomo(layer.parameters()))
+    layer = torch.nn.Linear(2, 2)
+    fused = ds_ext.fuse_into_backward(layer, ds_ext.AdaLomo(layer.parameters()))
+    with pytest.raises(TypeError, match="backward takes the loss, a tensor of one number, not"):
+        fused.backward((layer(torch.ones(2)).sum(),))
 
 
 def test_a_launcher_without_a_process_group_is_refused(monkeypatch):

@@ -214,6 +214,7 @@ WRONG = {
         {"match": "norm", "split": [4, 4]},
         "param_groups[0].split: 'norm' matches no parameter",
     ),
+    "AdamW's": ({"match": "norm", "momentum": 0.5}, "[0].momentum: 'norm' matches no parameter"),
     "not Muon's": ({"match": "o_proj", "type": "AdamW", "heads": 2}, "unknown key"),
 }
 

@@ -162,6 +162,12 @@ def test_what_is_no_state_dict_is_refused(edit, match):
     assert refuses(optimizer, params, saved, match)
 
 
+@pytest.mark.parametrize("other", ["file.pt", {"model": {}, "optimizer": {}}, {"state": {}}])
+def test_a_whole_checkpoint_is_no_state_dict(other):
+    params, optimizer = stepped("adamw")
+    assert refuses(optimizer, params, other, 'a dict with "state" and "param_groups", not ')
+
+
 def test_other_groups_and_groups_of_other_types_are_refused():
     """A group that Lion steps here and AdamW has stepped there."""
     (params, optimizer), (_, other) = made("adamw"), made("adamw")

@@ -31,7 +31,7 @@ WALLS = {
     "testing": "ops rules distributed optimizer",
     "axolotl": "",
     "hf": "distributed backward optimizer",
-    "__init__": "ops distributed optimizer forward backward checkpoint registration hf",
+    "__init__": "ops distributed rules optimizer forward backward checkpoint registration hf",
     "registration": "optimizer config engine",
 }
 FOUNDATION = {"contract", "errors", "logs", "hyperparams", "rates", "settings"}
