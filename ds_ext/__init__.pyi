@@ -21,6 +21,7 @@ from ds_ext.hf import MetricsCallback as MetricsCallback
 from ds_ext.optimizer import OPTIMIZERS as OPTIMIZERS
 from ds_ext.optimizer import RuleOptimizer as RuleOptimizer
 from ds_ext.registration import register as register
+from ds_ext.rules import REGISTRY as REGISTRY
 
 __version__: str
 

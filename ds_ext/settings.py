@@ -178,7 +178,7 @@ SETTINGS: dict[str, Setting] = {
     "scheduler.params": Setting(SECTION, is_required=True),
     **{key: Setting(_COUNT) for key in SIZES},
     "gradient_clipping": Setting(NonNegative),
-    "steps_per_print": Setting(_COUNT),
+    "steps_per_print": Setting(_typed(float, "a number > 0", gt=0)),  # accelerate sets infinity
     "data_types.grad_accum_dtype": Setting(_DTYPE),
     "sequence_parallel_size": Setting(
         _COUNT,

@@ -96,6 +96,11 @@ def examine(config: dict[str, Any], model: nn.Module | None, ranks: int | None) 
     if read.ours is not None and "optimizer.params.lr" not in autos:
         notes += startup_log.unusual_rates(read.ours)
     found = read.problems
+    if left := parsing.never_filled(config):
+        (found if autos else notes).append(
+            f'"auto", which nobody fills in: {", ".join(left)}. HF Trainer and accelerate refuse '
+            "it; deepspeed.initialize uses its defaults."
+        )
     if read.other:
         found += config_checks.unread(read.values, read.other)
         notes.append(

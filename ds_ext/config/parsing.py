@@ -8,7 +8,7 @@ import binascii
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ _FILLED = {
     **dict.fromkeys(("fp16.min_loss_scale", "amp.enabled", "amp.opt_level"), "auto"),
     **{f"fp16.{key}": "auto" for key in _FILLED_FP16},
     **{f"zero_optimization.{key}": "auto" for key in _FILLED_ZERO},
+    "steps_per_print": "auto",
 }
 _REMOVED = {key for key, setting in SETTINGS.items() if setting.removed}
 _ADAPTERS = {key: TypeAdapter(setting.type) for key, setting in SETTINGS.items()}
@@ -162,6 +163,22 @@ def _without_autos(value: Any, where: str = "") -> Any:
     return kept
 
 
+def _autos(value: Any, where: str = "") -> Iterator[str]:
+    """Yields the dotted keys of a section whose value is "auto"."""
+    for key, own in value.items():
+        name = hyperparams.dotted(where, key)
+        if own == "auto":
+            yield name
+        elif isinstance(own, dict):
+            yield from _autos(own, name)
+
+
+def never_filled(config: dict[str, Any]) -> list[str]:
+    """Returns the keys of DeepSpeed's sections that are "auto" and that no client fills in."""
+    ours = ("ds_ext", "optimizer", "scheduler")  # where "auto" is refused
+    return [key for key in _autos(config) if key not in _FILLED and not key.startswith(ours)]
+
+
 def filled(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Replaces "auto" as HF Trainer and accelerate do, by values of the right type.
 
@@ -169,7 +186,7 @@ def filled(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         A config, in which other keys may stay "auto", and the keys that had "auto" and that HF
         fills in.
     """
-    autos = [key for key in _FILLED if lookup(config, key) == "auto"]
+    autos = [key for key in _autos(config) if key in _FILLED]
     return edited(config, {key: _FILLED[key] for key in autos}), autos
 
 

@@ -35,7 +35,7 @@ _SECTIONS = {
     "sparse_attention",
 }
 # Sections whose keys DeepSpeed looks up one by one, so that it ignores others.
-_DICTIONARIES = ("scheduler", "data_types", "activation_checkpointing", "checkpoint")
+_DICTIONARIES = "scheduler data_types activation_checkpointing checkpoint torch_autocast".split()
 # The sections that DeepSpeed's models read.
 _SECTION_OF = {
     **{"DeepSpeedZeroConfig": "zero_optimization", "CommsLoggerConfig": "comms_logger"},

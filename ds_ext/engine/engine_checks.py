@@ -103,7 +103,7 @@ def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     is_named = engine.client_lr_scheduler is None
     params = (lookup(given, "scheduler.params") if is_named else None) or {}
     # zero.Init, whose config may have these, does not read them.
-    keys = ["gradient_clipping", *(f"scheduler.params.{key}" for key in params)]
+    keys = ["gradient_clipping", "steps_per_print", *(f"scheduler.params.{key}" for key in params)]
     found = [*problems(config, pipeline.gradients_kept_for(engine)), *left_auto(given, keys)]
     raise_all([*found, *size_problems(config, dist.get_world_size())])
     if is_named:

@@ -177,6 +177,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: engine(linear(), SIZES_BY_HF), f"train_batch_size {AUTO}"),
     (lambda: engine(linear(), {"gradient_clipping": "auto"}), f"gradient_clipping {AUTO}"),
+    (lambda: engine(linear(), {"steps_per_print": "auto"}), f"steps_per_print {AUTO}"),
     (lambda: engine(linear(), LEFT_AUTO), f"scheduler.params.warmup_num_steps {AUTO}"),
     (lambda: engine(linear(), {"bf16": {"enabled": "auto"}}), f"bf16.enabled {AUTO}"),
     (

@@ -111,7 +111,7 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
     (None, scheduler("StepLR", step_size=1)),
     ("cycle_momentum", scheduler("OneCycleLR", max_lr=1e-2, total_steps=10)),
     ("no lr for a scheduler", ours({}, "Adafactor") | {"scheduler": WARMUP}),
-    ("steps_per_print is 0; allowed: a whole number > 0", {"steps_per_print": 0}),
+    ("steps_per_print is 0; allowed: a number > 0", {"steps_per_print": 0}),
     # Settings of ours beside DeepSpeed's optimizer of the same name.
     ('such as "ds_ext.Lion"', ours({"lr": 1e-3, "weight_update": "master"}, "Lion")),
     # Sizes and numbers that DeepSpeed takes as they are.
@@ -247,6 +247,7 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
 ]
 # Each with the words that ``check`` says as an error and a run as a warning.
 UNKNOWN: dict[str, dict[str, Any]] = {
+    "torch_autocast.enable, which DeepSpeed ignores. Did you": {"torch_autocast": {"enable": 1}},
     'gradient_cliping, which DeepSpeed ignores. Did you mean "g': {"gradient_cliping": 1.0},
     '"ds_ext.gradient_policy"': {"gradient_policy": "sharded"},
     '"gradient_clipping"': {"max_grad_norm": 1.0},

@@ -49,6 +49,15 @@ def test_keys_of_ours_for_anothers_optimizer_are_told(tmp_path, capsys):
     ]
 
 
+def test_auto_that_nobody_fills_in_is_wrong_beside_those_that_hf_does(tmp_path, capsys):
+    zero = {"zero_optimization": {"stage": 3, "overlap_comm": "auto"}}
+    told = "nobody fills in: zero_optimization.overlap_comm."
+    errors, (note,) = checked(changed(**zero), tmp_path, capsys)
+    assert not errors and told in note
+    (error,), _ = checked(changed(**zero, steps_per_print="auto"), tmp_path, capsys)
+    assert told in error
+
+
 def saved_model(folder, width=32):
     """Saves the config of a small Llama -> the options that name it."""
     sizes = {"vocab_size": 99, "hidden_size": width, "intermediate_size": 2 * width}
