@@ -116,7 +116,7 @@ def warn_dropped(model: nn.Module, taken: str) -> None:
                 f"Trainer(optimizers=...) under DeepSpeed: name {name} in the DeepSpeed config, "
                 f'"optimizer": {{"type": "{name}"}}; or give Trainer '
                 f"optimizer_cls_and_kwargs=(ds_ext.{name}, {{...}}) and a config without an "
-                "optimizer."
+                "optimizer and without offload_optimizer, for which accelerate makes its own."
             )
 
 
