@@ -65,8 +65,7 @@ def _refuse(reason: Exception) -> None:
 class _WhenImported(MetaPathFinder):
     """Finds DeepSpeed through the other finders, and patches it after its import."""
 
-    def __init__(self) -> None:
-        self.is_asking = False
+    is_asking = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -34,18 +34,17 @@ from ds_ext.optimizer.model_view import summary
 
 def owned(layout: Layout) -> dict[Tensor, OwnedRun]:
     """Returns this rank's run of every parameter of the model."""
-    found = {}
-    for p, name in layout.names.items():
-        held = int8.find(p)
-        found[p] = OwnedRun(
+    return {
+        p: OwnedRun(
             plain_name(name),
-            held.absent if held else layout.run(p),
+            held.absent if (held := int8.find(p)) else layout.run(p),
             layout.shards[p],
             layout.placement_of[p].shard_index,
             layout.placement_of[p].num_shards,
             expert_parallel.stack_position(p),
         )
-    return found
+        for p, name in layout.names.items()
+    }
 
 
 def stepped(fused: FusedBackward) -> list[Tensor]:

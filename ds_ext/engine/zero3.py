@@ -104,10 +104,7 @@ class Zero3Layout(Layout):
         return param.numel() == 0 or param.shape == deepspeed_parameter(param).ds_shape
 
     def leaves(self, module: nn.Module) -> dict[nn.Module, list[Tensor]]:
-        """Returns the parameters of ZeRO-3's leaf modules.
-
-        A leaf module's gradients arrive together, even for unused parameters.
-        """
+        """Returns the parameters of ZeRO-3's leaf modules."""
         return {m: list(m.parameters()) for m in module.modules() if z3_leaf_module(m)}
 
     @contextlib.contextmanager

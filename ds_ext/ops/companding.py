@@ -98,7 +98,6 @@ class SignedGroups(_Groups):
     """Companded signed numbers. 127 y = 254 x / (1 + |x|)."""
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         code, scale = self._read(b)
         return _values(code.div_(254 - code.abs()).mul_(scale), b)
 
@@ -114,7 +113,6 @@ class SquareGroups(_Groups):
     """Non-negative numbers, stored as their roots."""
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         code, scale = self._read(b)
         return _values(code.mul_(scale.div_(255)).square_(), b)
 

@@ -165,12 +165,10 @@ class Scaled(ReadByPasses):
     bound: float | None = None
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         x = read(self.x, b) * self.factor
         return x if self.bound is None else x.clamp_(-self.bound, self.bound)
 
     def source(self) -> Source | None:
-        """Returns the description for native code and kernels, or None if they cannot read it."""
         x = inner_source_of(self.x, *FORMS)
         if x is None:
             return None
@@ -212,13 +210,11 @@ class PaddedToGroups:
     after: Tensor
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         before, own, after = self._cut(b)
         parts = (self.before[before], read(self.x, own).reshape(-1), self.after[after])
         return torch.cat(parts).view(b.shape)
 
     def write_(self, b: Block, new: Tensor) -> None:
-        """Writes a block, [mats, rows, cols]."""
         before, own, _ = self._cut(b)
         first = before.stop - before.start
         write_(
@@ -249,11 +245,9 @@ class Quotient:
     col: Tensor
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         return (read(self.x, b) * self.col[b.mats, :, b.cols]).mul_(self.row[b.mats, b.rows])
 
     def source(self) -> Source | None:
-        """Returns the description for native code and kernels, or None if they cannot read it."""
         x = inner_source_of(self.x, "IS_RUN")
         if x is None:
             return None
@@ -272,13 +266,11 @@ class RunQuotient:
     v: Tensor
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         v = part(self.v, b)
         inverse = v.rsqrt().masked_fill_(v == 0, 0)
         return inverse.mul_(read(self.x, b))
 
     def source(self) -> Source | None:
-        """Returns the description for native code and kernels, or None if they cannot read it."""
         x = inner_source_of(self.x, "IS_RUN")
         return x and x.plus("IS_VECTOR", {"v": self.v})
 
@@ -292,11 +284,9 @@ class Sum:
     weight: float
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         return (read(self.y, b) * self.weight).add_(read(self.x, b))
 
     def source(self) -> Source | None:
-        """Returns the description for native code and kernels, or None if they cannot read it."""
         x, storage = source_of(self.x), storage_of(self.y)
         if x is None or storage is None or x.storage is not None:
             return None

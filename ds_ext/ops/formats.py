@@ -172,7 +172,6 @@ class _OwnValues:
     dtype: torch.dtype
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols]. The caller may overwrite them."""
         start, stop = self.before + b.run.start, self.before + b.run.stop
         groups = outward(start, stop, self.size, self.total)
         values = read(self.m, flat(groups)).view(-1)[start - groups.start : stop - groups.start]

@@ -51,14 +51,12 @@ class Residual:
     _progress: _Progress = field(default_factory=_Progress, compare=False)
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         self._progress.advance(b)
         u = read(self.u, b)
         m = advance_(self.m, b, u, self.weight)
         return u - m
 
     def source(self) -> Source | None:
-        """Returns the description for native code and kernels, or None if they cannot read it."""
         u = inner_source_of(self.u, "IS_QUOTIENT")
         return u and u.plus("IS_RESIDUAL", {"m": self.m}, lerp1=self.weight)
 
@@ -79,7 +77,6 @@ class RootQuotient:
     c2: float = 1.0
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         return self.of(read(self.m, b), read(self.v, b))
 
     def of(self, m: Tensor, v: Tensor) -> Tensor:
@@ -91,7 +88,6 @@ class RootQuotient:
         return u if is_zero is None else u.masked_fill_(is_zero, 0)
 
     def source(self) -> Source | None:
-        """Returns the description for native code and kernels, or None if they cannot read it."""
         found, (a, b) = columns(m=self.m, v=self.v), self.numbers
         return Source("IS_ADAM", found, {"a": a, "b": b}) if found and len(found) == 2 else None
 
@@ -119,7 +115,6 @@ class AdamStep:
     _progress: _Progress = field(default_factory=_Progress, compare=False)
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         self._progress.advance(b)
         g = read(self.g, b)
         m = advance_(self.u.m, b, g, 1 - self.beta1)
@@ -127,7 +122,6 @@ class AdamStep:
         return self.u.of(m, v)
 
     def source(self) -> Source | None:
-        """Returns the description for native code and kernels, or None if they cannot read it."""
         g, u = inner_source_of(self.g, "IS_RUN"), self.u
         found = columns(m=u.m, v=u.v)
         if g is None or found is None:
@@ -153,7 +147,6 @@ class SignStep:
     _progress: _Progress = field(default_factory=_Progress, compare=False)
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         self._progress.advance(b)
         g = read(self.g, b)
         m = read(self.m, b).to(g.dtype)
@@ -162,7 +155,6 @@ class SignStep:
         return u
 
     def source(self) -> Source | None:
-        """Returns the description for native code and kernels, or None if they cannot read it."""
         g, found = inner_source_of(self.g, "IS_RUN"), columns(m=self.m)
         if g is None or found is None:
             return None

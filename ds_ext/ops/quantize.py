@@ -38,14 +38,12 @@ class Quantized:
     state: dict[str, Tensor]
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         code, absmax = self._parts(b)
         book = _book(self.signed, code.device)
         x = functional().dequantize_blockwise(code, absmax=absmax, code=book, blocksize=SIZE)
         return cast(Tensor, x.view(b.shape))
 
     def write_(self, b: Block, new: Tensor) -> None:
-        """Writes a block, [mats, rows, cols]."""
         code, absmax = self._parts(b)
         book = _book(self.signed, code.device)
         flat = new.reshape(-1).float()

@@ -57,15 +57,12 @@ class StochasticWeight(ReadByPasses):
     start: int  # index of the run's first element in the parameter, or in its joined sections
 
     def storage(self) -> WeightStorage:
-        """Returns the description for native code and kernels."""
         return WeightStorage(self.run, "STOCHASTIC", key=self.key, start=self.start)
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         return self.run[b.run].view(b.shape).float()
 
     def write_(self, b: Block, new: Tensor) -> Tensor:
-        """Writes a block, [mats, rows, cols]; returns the values that it then has."""
         rounded = ROUND[self.run.dtype](new, self.key, self.start + b.run.start)
         self.run[b.run].view(b.shape).copy_(rounded)
         return rounded
@@ -80,7 +77,6 @@ class _Pair(ReadByPasses):
     rest: Tensor
 
     def storage(self) -> WeightStorage:
-        """Returns the description for native code and kernels."""
         return WeightStorage(self.run, self.FORMAT, self.rest)
 
 
@@ -97,14 +93,12 @@ class SplitWeight(_Pair):
     FORMAT: ClassVar[str] = "SPLIT"
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         run = self.run[b.run].view(b.shape)
         x = run.float()
         x.view(torch.int32).add_(self.rest[b.run].view(b.shape))
         return torch.where(x.isnan(), run, x, out=x)
 
     def write_(self, b: Block, new: Tensor) -> Tensor:
-        """Writes a block, [mats, rows, cols]; returns the values that it then has."""
         new.nan_to_num_(torch.nan, torch.inf, -torch.inf)
         bits = new.view(torch.int32)
         self.rest[b.run].view(b.shape).copy_(bits)  # keeps the low 16 bits
@@ -124,12 +118,10 @@ class CopiedWeight(_Pair):
     FORMAT: ClassVar[str] = "COPIED"
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         run, copy = self.run[b.run], self.rest[b.run]
         return torch.where(copy.to(run.dtype) == run, copy, run.float()).view(b.shape)
 
     def write_(self, b: Block, new: Tensor) -> Tensor:
-        """Writes a block, [mats, rows, cols]; returns the values that it then has."""
         self.rest[b.run].view(b.shape).copy_(new)
         self.run[b.run].view(b.shape).copy_(new)
         return new
@@ -151,7 +143,6 @@ class CorrectedWeight(_Pair):
     FORMAT: ClassVar[str] = "CORRECTED"
 
     def block(self, b: Block) -> Tensor:
-        """Returns a block's values, [mats, rows, cols], which the caller may overwrite."""
         near = self._near(b)
         x = self.rest[b.run].view(b.shape).float()
         x.clamp_(-MAX_ERROR_CODE, MAX_ERROR_CODE)
@@ -162,7 +153,6 @@ class CorrectedWeight(_Pair):
         return x.mul_(self._power(near).view(torch.float32)).add_(near)
 
     def write_(self, b: Block, new: Tensor) -> Tensor:
-        """Writes a block, [mats, rows, cols]; returns the values that it then has."""
         self.run[b.run].view(b.shape).copy_(new)
         near = self._near(b)
         inverse = self._power(near).neg_().add_(INFINITE).view(torch.float32)  # of half the power

@@ -66,10 +66,9 @@ class GradFlags:
         sums of squares have checked, infinite if one is bad. Both are equal on all ranks.
         """
         first = extra[0].device if extra else self._values[0].device
-        parts = [torch.cat([x.to(first) for x in self._values]).double()]
-        for x in extra:
-            parts.append(x.to(first, torch.float64).view(1))
-        read = torch.cat(parts).tolist()
+        checked = torch.cat([x.to(first) for x in self._values]).double()
+        more = [x.to(first, torch.float64).view(1) for x in extra]
+        read = torch.cat([checked, *more]).tolist()
         square, bad, n = 0.0, dict[Tensor, None](), len(self.checked)
         for (param, bound, is_square), value in zip(self.checked, read[:n], strict=True):
             is_good = value <= bound

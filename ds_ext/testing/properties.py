@@ -1,11 +1,10 @@
 """The properties that every rule has: each function raises AssertionError if a rule lacks one."""
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args, get_origin, get_type_hints
 from unittest import mock
 
@@ -206,21 +205,11 @@ def equals_itself_in_a_batch(rule: Any, shapes: Sequence[Shape]) -> None:
         scaled = [ops.Scaled(2 * g.view(-1), 0.5, BOUND) for g in grads]
         runs = [p.detach().view(-1) for p in params]
         optimizer.update(map(RunUpdate, params, runs, scaled, shards), None)
-    with _registered(dataclasses.replace(entry, batches=lambda rule, shard: False)):
+    unbatched = dataclasses.replace(entry, batches=lambda rule, shard: False)
+    with mock.patch.dict(rules.REGISTRY, {entry.rule.__name__.lower(): unbatched}):
         alone, optimizer = _optimizer(rule, before)
         _step(optimizer, alone, steps)
     _compare(rule, "is the same in a batch as alone", CLOSE, params, alone, before)
-
-
-@contextlib.contextmanager
-def _registered(entry: rules.RuleEntry) -> Iterator[None]:
-    """Within it, the registry has another entry for a rule."""
-    name = entry.rule.__name__.lower()
-    kept, rules.REGISTRY[name] = rules.REGISTRY[name], entry
-    try:
-        yield
-    finally:
-        rules.REGISTRY[name] = kept
 
 
 def smallest_eps(rule: type) -> dict[str, Any]:

@@ -103,7 +103,6 @@ class TablePasses(BatchTables, Reference):
 
     @_or_reference
     def square_sums(self, runs: Sequence[Readable], like: Gradient) -> Sequence[Tensor]:
-        """Sums of squares, which may be known of the weights."""
         sources = [self._source("square_sums", x) for x in runs]
         for x in sources if len(sources) > 1 else ():  # before one of them advances moments
             inputs(self.batch, x)
@@ -117,7 +116,6 @@ class TablePasses(BatchTables, Reference):
 
     @_or_reference
     def row_col_square_sums(self, x: Readable, like: Gradient) -> tuple[Tensor, Tensor]:
-        """Sums of squares over rows and columns."""
         batch, source = self.batch, self._source("row_col_sums", x)
         row, col = self.own.zeros(batch.all_rows, batch.all_cols)
         self._run(
@@ -133,7 +131,6 @@ class TablePasses(BatchTables, Reference):
     def weighted_square_sums(
         self, x: Readable, before: Tensor, eps: float, beta: float, like: Gradient
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Row sums, column sums, and column sums of squares divided by their row's new v."""
         batch, source = self.batch, self._source("weighted_sums", x)
         row_runs = checked(before, batch, batch.row_sizes)
         row, col, weighted = self.own.zeros(batch.all_rows, batch.all_cols, batch.all_cols)
@@ -181,21 +178,18 @@ class TablePasses(BatchTables, Reference):
 
     @_or_reference
     def lerp_(self, m: Writable, x: Readable, weight: float) -> None:
-        """m ← m + weight · (x − m)."""
         source = self._source("lerp", x)
         out = checked(m, self.batch, self.batch.run_sizes)
         self._run("lerp", source, out=out, lerp=weight)
 
     @_or_reference
     def square_lerp_(self, v: Tensor, x: Readable, eps: float, weight: float) -> None:
-        """v ← v + weight · (x² + eps − v)."""
         source = self._source("square_lerp", x)
         out = checked(v, self.batch, self.batch.run_sizes)
         self._run("square_lerp", source, out=out, lerp=weight, eps=eps)
 
     @_or_reference
     def apply_(self, p: Writable, u: Readable, lr: Number, weight_decay: Number) -> None:
-        """p ← p · (1 − lr · weight_decay) − lr · u."""
         stored = storage_of(p)
         if stored is None:
             raise Unsupported
@@ -227,7 +221,6 @@ class TablePasses(BatchTables, Reference):
 
     @_or_reference
     def unit_quotient(self, x: Readable, like: Gradient) -> Quotient:
-        """x as a quotient whose factors are all 1."""
         batch = self.batch
         if self.one is not None:
             raise Unsupported
@@ -237,21 +230,16 @@ class TablePasses(BatchTables, Reference):
 
     @_or_reference
     def normalize_rows(self, x: Quotient, sums: Tensor, least: Number) -> Quotient:
-        """x with rows of the norm √cols."""
-        batch = self.batch
-        return replace(x, row=_normalized(x.row, sums, *batch.row_owners, least))
+        return replace(x, row=_normalized(x.row, sums, *self.batch.row_owners, least))
 
     @_or_reference
     def normalize_columns(self, x: Quotient, sums: Tensor, least: Number) -> Quotient:
-        """x with columns of the norm √rows."""
-        batch = self.batch
-        return replace(x, col=_normalized(x.col, sums, *batch.col_owners, least))
+        return replace(x, col=_normalized(x.col, sums, *self.batch.col_owners, least))
 
     @_or_reference
     def normalize_whole_rows(
         self, x: Quotient, least: Number, like: Gradient
     ) -> tuple[Quotient, Tensor]:
-        """x with rows of the norm √cols, and the column sums of its new squares."""
         batch, source = self.batch, self._source("weighted_sums", x)
         row, sums = self.own.zeros(batch.all_rows, batch.all_cols)
         self._run(
@@ -261,7 +249,9 @@ class TablePasses(BatchTables, Reference):
             out2=Runs((sums,), firsts=batch.own_col_firsts),
             eps=least,
         )
-        return replace(x, row=self._row_factor(row)), self._by_matrix(sums)
+        if self.one is not None:
+            return replace(x, row=self._by_matrix(row).unsqueeze(-1)), self._by_matrix(sums)
+        return replace(x, row=cast(Tensor, Runs((row,), firsts=batch.row_firsts))), sums
 
     def _source(self, name: str, x: Readable) -> Source:
         """The description of an input of a pass; raises Unsupported if no table can read it."""
@@ -293,12 +283,6 @@ class TablePasses(BatchTables, Reference):
         dtype = source.tensors["x"].dtype if "x" in source.tensors else None
         is_decayed = decays or "decay" in source.scalars
         self.own.run(Call(name, filled, source.form, dtype, storage, is_decayed))
-
-    def _row_factor(self, row: Tensor) -> Tensor:
-        """Factors of all rows, as quotients have them."""
-        if self.one is not None:
-            return self._by_matrix(row).unsqueeze(-1)
-        return cast(Tensor, Runs((row,), firsts=self.batch.row_firsts))
 
     def _by_matrix(self, values: Tensor) -> Tensor:
         """Numbers for all rows or columns, as rules see them: flat in a batch."""

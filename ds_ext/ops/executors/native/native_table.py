@@ -101,9 +101,8 @@ class NormCache:
         are_valid: whether the runs are as they were noted.
     """
 
-    def __init__(self) -> None:
-        self.are_valid = False
-        self._noted: tuple[bytes, list[int]] | None = None
+    are_valid = False
+    _noted: tuple[bytes, list[int]] | None = None
 
     def check(self, runs: Runs) -> None:
         """Invalidates the cache if a run has moved or was written since ``note``."""
@@ -124,7 +123,6 @@ class NativeNormCache(NormCache):
     """One sum for each of ``n`` parameters, and ``schema.PROBES`` of its weights."""
 
     def __init__(self, n: int) -> None:
-        super().__init__()
         self._values = np.full((n, 1 + schema.PROBES), -1, dtype=np.float32)
         self.pointers: Pointers = self._values.ctypes.data + self._values.strides[0] * np.arange(n)
 

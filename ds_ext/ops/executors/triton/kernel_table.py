@@ -25,7 +25,6 @@ class DeviceNormCache(NormCache):
     """
 
     def __init__(self, table: Launcher) -> None:
-        super().__init__()
         self.table, self.tiles = table, ""
         self.columns: dict[str, Runs] = {}  # a sum and a weight per tile
 
