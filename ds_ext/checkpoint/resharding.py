@@ -147,7 +147,7 @@ def load_state(pieces: Pieces, optimizer: RuleOptimizer, owned: Mapping[Tensor, 
         if found is not None and param in optimizer.group_of:
             parts = spec.saved(optimizer.state_spec(param, own.shard, optimizer.rule_of(param)))
             state = _read(pieces, parts, own, param.device, optimizer.offload)
-            optimizer.state[param] = state | {"step": found["step"]}
+            optimizer.state[param] = {**state, "step": found["step"]}
 
 
 def _pieces(kept: Mapping[str, Any], parts: Parts, is_writer: bool) -> dict[str, Any]:
