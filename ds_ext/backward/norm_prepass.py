@@ -54,27 +54,23 @@ class NormPrepass:
         of_python: list[Any] = [n for n in nodes(loss) if isinstance(n, BackwardCFunction)]
         functions = [node for node in of_python if _name(node) != _HARMLESS]
         before = _digests(functions, loss.device)
-        with torch.random.fork_rng(self.devices), self._same_buffers():
-            yield
-        self.changed = _first_change(before, _digests(functions, loss.device))
-
-    @contextlib.contextmanager
-    def _same_buffers(self) -> Iterator[None]:
-        """Restores buffers, except large ones that the forward pass did not write to."""
         kept: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         for (owner, name), version in self._versions().items():
             x = owner._buffers[name]
             assert x is not None
-            # Kernels update the small buffers of norms without a change of the version counter.
+            # Of large buffers, those that the forward pass wrote to. Kernels update the small ones
+            # of norms without a change of the version counter.
             if x.nbytes <= _SMALL or version != self.seen.get((owner, name)):
                 kept.append((owner, name, x, x.clone()))
         try:
-            yield
+            with torch.random.fork_rng(self.devices):
+                yield
         finally:
             for owner, name, x, values in kept:
                 owner._buffers[name] = x
                 x.data.copy_(values)  # keeps its version, because the graph may hold it
             self.seen = self._versions()
+        self.changed = _first_change(before, _digests(functions, loss.device))
 
     def _versions(self) -> dict[tuple[nn.Module, str], tuple[WeakIdRef, int]]:
         """Which tensor each buffer is, and its version counter."""

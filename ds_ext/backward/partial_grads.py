@@ -54,13 +54,10 @@ class ModuleCalls:
         self.joint_params = {p for params in joint_params.values() for p in params}
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         for owner in module.modules():
-            own: list[Tensor] = [
-                p for p in owner.parameters(recurse=False) if p not in self.joint_params
-            ]
+            own = [p for p in owner.parameters(recurse=False) if p not in self.joint_params]
             if next(owner.parameters(), None) is not None:
-                enter = functools.partial(
-                    self._enter, joint_params.get(owner, own), owner is module
-                )
+                params = joint_params.get(owner, own)
+                enter = functools.partial(self._enter, params, owner is module)
                 self.hooks.append(owner.register_forward_pre_hook(Hook(enter)))
                 self.hooks.append(owner.register_forward_hook(Hook(self._leave), always_call=True))
 
@@ -95,7 +92,7 @@ class ModuleCalls:
         self.in_segment.clear()
         self.calls.made.clear()
 
-    def _enter(self, params: list[Tensor], is_whole: bool, *_: object) -> None:
+    def _enter(self, params: Iterable[Tensor], is_whole: bool, *_: object) -> None:
         if _in_backward():  # a checkpointed segment runs again
             return
         grads = torch.is_grad_enabled()

@@ -42,11 +42,9 @@ def single_use(loss: Tensor) -> str | None:
 
 def _donates(function: Any) -> bool:
     """Whether a function's backward is compiled already, and overwrites buffers; as torch tests."""
-    if not getattr(torch._functorch.config, "donated_buffer", False):
-        return False
-    if getattr(function, "compiled_bw", None) is None:
-        return False
-    return bool(function.metadata.bw_donated_idxs != [])
+    may_donate: bool = getattr(torch._functorch.config, "donated_buffer", False)
+    is_compiled = getattr(function, "compiled_bw", None) is not None
+    return may_donate and is_compiled and function.metadata.bw_donated_idxs != []
 
 
 def _single_use(hook: Callable[..., Any]) -> str | None:

@@ -17,7 +17,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from typing import TypeAlias
 
 import torch
@@ -128,8 +127,9 @@ def _cached(
         with_attribute(dist.distributed_c10d, "_hash_ranks_to_str", lambda ranks: name),
         with_attribute(everyone(), "bound_device_id", None),
     ):
+        limit = like._get_backend(like._device_types[0]).options._timeout  # of its collectives
         made = dist.new_group(
-            list(ranks), timeout=_timeout(like), backend=backend, use_local_synchronization=True
+            list(ranks), timeout=limit, backend=backend, use_local_synchronization=True
         )
     assert isinstance(made, dist.ProcessGroup)
     _made[backend, queue, ranks] = made
@@ -139,12 +139,6 @@ def _cached(
 def made() -> list[dist.ProcessGroup]:
     """Returns the groups that were made here, and not destroyed."""
     return [group for group in _made.values() if group in dist.distributed_c10d._world.pg_map]
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta:
-    """The timeout of a group's collectives."""
-    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
-    return timeout
 
 
 @contextlib.contextmanager

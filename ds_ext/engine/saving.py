@@ -208,9 +208,7 @@ def _entries(writer: Writer, rank: int) -> dict[str, Any]:
     own = {key: sorted(names) for key, names in writer.names.items()}
     hashes = consensus.gathered(hashlib.sha256(repr(own).encode()).hexdigest())
     lists = consensus.gathered(own if hashes.index(hashes[rank]) == rank else {})
-    names: dict[str, set[str]] = {key: set() for key in ("weights", "state")}
-    for key in names:
-        names[key].update(*(found.get(key, ()) for found in lists))
+    names = {key: {n for own in lists for n in own.get(key, ())} for key in ("weights", "state")}
     return {
         "model_files": [n for files in written for n in files if is_model_file(n)],
         "state_files": [n for files in written for n in files if _holds_state(n, files)],

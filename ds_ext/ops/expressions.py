@@ -184,16 +184,13 @@ class Scaled(ReadByPasses):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Returns the dtype of the stored run."""
         return cast(Tensor, self.x).dtype
 
     @property
     def device(self) -> torch.device:
-        """Returns the device of the run."""
         return cast(Tensor, self.x).device
 
     def numel(self) -> int:
-        """Returns the number of elements of the run."""
         return cast(Tensor, self.x).numel()
 
 

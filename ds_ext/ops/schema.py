@@ -140,12 +140,10 @@ class Form(NamedTuple):
         meaning: a formula of columns. Passes multiply every form by ``scale``, except IS_RUN and
             IS_WEIGHT. They multiply residuals before they subtract m.
         is_by_matrix: whether a value depends on the row and the column of its element.
-        advances: whether reading it advances moments.
     """
 
     meaning: str
     is_by_matrix: bool = False
-    advances: bool = False
 
 
 FORMS = {
@@ -154,13 +152,11 @@ FORMS = {
     "IS_QUOTIENT": Form("x · row · col", is_by_matrix=True),
     "IS_VECTOR": Form("x / sqrt(v), with v of the shape of x"),
     "IS_ADAM": Form("m / (sqrt(v) · a + b)"),
-    "IS_ADAM_STEP": Form("IS_ADAM after updating m and v with x", advances=True),
-    "IS_RESIDUAL": Form("IS_QUOTIENT minus the momentum m", is_by_matrix=True, advances=True),
-    "IS_ADAM8_STEP": Form("IS_ADAM_STEP with 8-bit moments", advances=True),
-    "IS_SIGN_STEP": Form(
-        "Lion: sign(m + lerp1 · (x − m)), then m += lerp2 · (x − m)", advances=True
-    ),
-    "IS_SIGN8_STEP": Form("IS_SIGN_STEP with an 8-bit momentum", advances=True),
+    "IS_ADAM_STEP": Form("IS_ADAM after updating m and v with x"),
+    "IS_RESIDUAL": Form("IS_QUOTIENT minus the momentum m", is_by_matrix=True),
+    "IS_ADAM8_STEP": Form("IS_ADAM_STEP with 8-bit moments"),
+    "IS_SIGN_STEP": Form("Lion: sign(m + lerp1 · (x − m)), then m += lerp2 · (x − m)"),
+    "IS_SIGN8_STEP": Form("IS_SIGN_STEP with an 8-bit momentum"),
 }
 DTYPES = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
 # Storage formats of weights and their dtypes: see sixteen_bit.py.

@@ -91,7 +91,7 @@ class Launcher:
                     arguments[i] = alive[-1].data_ptr()
                     assert not 0 < arguments[i] < LEAST_ADDRESS  # 0 on meta
                 elif isinstance(value, np.ndarray):
-                    contents.append(_words(value))
+                    contents.append(value.tobytes() + bytes(value.nbytes % 8))  # whole words
                     where.append(i)
                 else:
                     arguments[i] = _bits(float(value))
@@ -209,11 +209,6 @@ def _launches(at: Tiles, members: Int64s, kind: KernelConstants, warps: int) -> 
         rows[:, AT["program"]] = np.cumsum(programs) - programs
         if programs.any():
             yield Launch(kind, rows, int(programs.sum()), warps)
-
-
-def _words(numbers: NDArray[np.float32]) -> bytes:
-    """Numbers as whole words of 8 bytes."""
-    return numbers.tobytes() + bytes(numbers.nbytes % 8)
 
 
 @functools.lru_cache(4096)
