@@ -98,9 +98,8 @@ class Buckets:
         self.untrained = layout.params  # the others
         self.hooks = [module.register_forward_pre_hook(Hook(self.attach)), *layout.hook()]
         for leaf, params in leaves.items():
-            self.hooks.append(
-                leaf.register_full_backward_hook(Hook(partial(self._take_all, params)))
-            )
+            take_all = Hook(partial(self._take_all, params))
+            self.hooks.append(leaf.register_full_backward_hook(take_all))
             self.hooks.append(leaf.register_forward_pre_hook(Hook(check_leaf_inputs)))
         may_be_trained = (p for p in layout.names if p.is_floating_point() or p.is_complex())
         self.hooks += (self._hooked(p) for p in may_be_trained if p not in self.leaf_params)

@@ -76,9 +76,8 @@ class FSDP2Layout(Layout):
             owners = {_in_place(own): own._module_info.module for own in group.fsdp_params}
             for module in group.modules:
                 inside = {*module.modules()}
-                found.setdefault(module, []).extend(
-                    p for p, owner in owners.items() if owner in inside
-                )
+                own = [p for p, owner in owners.items() if owner in inside]
+                found.setdefault(module, []).extend(own)
         return found
 
     def hook(self) -> list[RemovableHandle]:
@@ -162,6 +161,5 @@ def _call_anew(module: Any, *_: object) -> None:
 def _has_waiting(param: Any) -> bool:
     """Whether FSDP2 holds a gradient of a parameter that it has not reduced."""
     whole = getattr(param, "_unsharded_param", None)
-    return param.unsharded_accumulated_grad is not None or (
-        whole is not None and whole.grad is not None
-    )
+    found = param.unsharded_accumulated_grad, getattr(whole, "grad", None)
+    return any(grad is not None for grad in found)

@@ -43,10 +43,9 @@ class Batch:
         device: torch.device = CPU,
     ) -> None:
         self.shards, self.device = shards, device
-        self.is_matrix, self.holds_rows = geometry_class(shards[0])
-        assert all(geometry_class(s) == geometry_class(shards[0]) for s in shards), (
-            "a batch of several kinds"
-        )
+        kinds = set(map(geometry_class, shards))
+        assert len(kinds) == 1, "a batch of several kinds"
+        self.is_matrix, self.holds_rows = kinds.pop()
         # The elements of each parameter's tensors: statistics, runs, groups of their 8-bit moments.
         self.row_sizes = tuple(s.mats * s.rows for s in shards)
         self.col_sizes = tuple(s.mats * s.cols for s in shards)

@@ -214,11 +214,8 @@ class PaddedToGroups:
     def write_(self, b: Block, new: Tensor) -> None:
         before, own, _ = self._cut(b)
         first = before.stop - before.start
-        write_(
-            cast(Writable, self.x),
-            own,
-            new.reshape(-1)[first : first + own.shape[2]].view(own.shape),
-        )
+        values = new.reshape(-1)[first : first + own.shape[2]]
+        write_(cast(Writable, self.x), own, values.view(own.shape))
 
     def _cut(self, b: Block) -> tuple[slice, Block, slice]:
         """The elements of a block before the run, in it and after it."""

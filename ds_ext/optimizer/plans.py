@@ -216,9 +216,7 @@ class BucketPlan:
         return True
 
 
-def _properties(
-    updates: Sequence[RunUpdate],
-) -> list[tuple[Shard, torch.dtype, torch.dtype, int, int]]:
+def _properties(updates: Sequence[RunUpdate]) -> list[tuple[object, ...]]:
     """The properties of runs that a plan depends on."""
     return [(shard, p.dtype, g.dtype, p.numel(), g.numel()) for _, p, g, shard, _ in updates]
 

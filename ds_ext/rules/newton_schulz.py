@@ -58,9 +58,8 @@ def orthogonalized(x: Tensor, coefficients: Coefficients, eps: float, terms: int
     x = x / torch.stack([one.norm() for one in x]).clamp(min=max(eps, TINY)).view(-1, 1, 1)
     for i, abc in enumerate(coefficients):
         half = operand(x, terms)
-        factor = _factor(
-            symmetric_product(*((half, half.mT) if is_wide else (half.mT, half)), terms), abc, terms
-        )
+        pair = (half, half.mT) if is_wide else (half.mT, half)
+        factor = _factor(symmetric_product(*pair, terms), abc, terms)
         diagonal = _diagonal(factor)
         scale = abc[0] if i < STEEP else diagonal.mean(1)
         diagonal.sub_(scale if isinstance(scale, float) else scale[:, None])
