@@ -32,8 +32,13 @@ def lockstep(generators: Iterable[StepGenerator]) -> Iterator[Tensor | Exchanges
     """
     waiting, _ = _advance_all(zip(generators, itertools.repeat(None), strict=False))
     while waiting:
-        moved = [sums for _, sums in waiting if isinstance(sums, Exchange)]
-        partial = [x for _, sums in waiting if not isinstance(sums, Exchange) for x in sums]
+        partial: list[Tensor] = []
+        moved: list[Exchange] = []
+        for _, sums in waiting:
+            if isinstance(sums, Exchange):
+                moved.append(sums)
+            else:
+                partial.extend(sums)
         parts: Iterator[Tensor] = iter(())
         if partial:
             try:
