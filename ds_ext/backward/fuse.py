@@ -138,11 +138,6 @@ def fuse_into_backward(
     facts["optimizer state"] = {"steps": max(steps, default=0)}
     consensus.require_equal(facts | {"argument": vars(config)}, group)
     param_checks.refuse_all_frozen(optimizer)
-    if "meta" in devices:
-        raise ValueError(
-            "fuse_into_backward: the model is on the device meta, which has no values: call "
-            'model.to_empty(device="cuda") and load the weights before.'
-        )
     if len(devices) > 1:
         raise ValueError(
             f"fuse_into_backward: the model's parameters are on {', '.join(devices)}. Move the "

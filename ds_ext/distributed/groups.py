@@ -17,6 +17,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from typing import TypeAlias
 
 import torch
@@ -26,9 +27,9 @@ from ds_ext.errors import LostRankError
 
 Group: TypeAlias = "dist.ProcessGroup | None"
 
-# Device types whose collectives do not wait for each other, and whose values the host can read at
-# once; or that compute nothing.
+# Device types whose collectives do not wait for each other, or that compute nothing.
 WITHOUT_QUEUES = {"cpu", "meta"}
+ON_HOSTS = {"cpu", "meta"}  # device types whose values the host can read at once
 
 # By backend (None: that of all ranks), queue ("" for groups that DeepSpeed may use too) and ranks.
 _made: dict[tuple[str | None, str, tuple[int, ...]], dist.ProcessGroup] = {}
@@ -100,7 +101,7 @@ def alone() -> Group:
 
 def for_hosts(group: Group, device: torch.device) -> Group:
     """Returns a group of the same ranks for messages between hosts, which wait for no GPU."""
-    return group if device.type in WITHOUT_QUEUES else _twin(group, "gloo", "hosts")
+    return group if device.type in ON_HOSTS else _twin(group, "gloo", "hosts")
 
 
 def _twin(group: Group, backend: str | None, queue: str) -> Group:
@@ -127,9 +128,8 @@ def _cached(
         with_attribute(dist.distributed_c10d, "_hash_ranks_to_str", lambda ranks: name),
         with_attribute(everyone(), "bound_device_id", None),
     ):
-        limit = like._get_backend(like._device_types[0]).options._timeout  # of its collectives
         made = dist.new_group(
-            list(ranks), timeout=limit, backend=backend, use_local_synchronization=True
+            list(ranks), timeout=_timeout(like), backend=backend, use_local_synchronization=True
         )
     assert isinstance(made, dist.ProcessGroup)
     _made[backend, queue, ranks] = made
@@ -139,6 +139,12 @@ def _cached(
 def made() -> list[dist.ProcessGroup]:
     """Returns the groups that were made here, and not destroyed."""
     return [group for group in _made.values() if group in dist.distributed_c10d._world.pg_map]
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    """The timeout of a group's collectives."""
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
 
 
 @contextlib.contextmanager

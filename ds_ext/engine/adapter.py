@@ -242,13 +242,13 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             ValueError: a ``closure`` was given.
             RuntimeError: the program calls it, and not the engine.
         """
+        if closure is not None:
+            raise ValueError("engine.step() takes no closure: the update happens in backward.")
         if not self.is_stepping:
             raise RuntimeError(
                 "engine.optimizer.step() was called: call engine.step() after each micro-batch. It "
                 "also counts micro-batches and steps the scheduler."
             )
-        if closure is not None:
-            raise ValueError("engine.step() takes no closure: the update happens in backward.")
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn without it
         self.fused.buckets.note(ENDED)  # a rank that has skipped backward is here before others
         self.fused.finish(ends_step=True)

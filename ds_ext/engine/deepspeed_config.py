@@ -165,7 +165,10 @@ def _try_scheduler(
     """
     if any(isinstance(value, list) for value in params.values()):
         return
-    groups = [{**group, "params": [torch.empty(())]} for group in optimizer.param_groups]
+    groups = [
+        {**group, "params": [torch.empty((), dtype=torch.float32, device="cpu")]}
+        for group in optimizer.param_groups
+    ]
     stand_in = Optimizer(groups, optimizer.defaults)
     with scheduler_errors(name), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the optimizer has not stepped

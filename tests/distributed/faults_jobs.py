@@ -234,8 +234,11 @@ def differ() -> None:
         (rate, lambda: own(ds_ext.LAMB, lr=lr)),
         (rate, lambda: own(ds_ext.LOMO, None, lr=lr)),
         ("arguments: .* policy: .fused. and .sharded.", lambda: fuse(gradient_policy=policy)),
-        ("parameters: .* '0.a.weight' and '0.b.weight'", lambda: begin(swapped())),
-        ("parameters: .* 5 and 6", lambda: begin(torch.nn.Linear(4, 6 if odd else 5))),
+        ("parameters: .* '0.a.weight, .* and '0.b.weight, ", lambda: begin(swapped())),
+        (
+            r"parameters: .*\[5, 4\], .* and .*\[6, 4\], ",
+            lambda: begin(torch.nn.Linear(4, 6 if odd else 5)),
+        ),
         ("parameters: .* number: 1 and 2", lambda: begin(torch.nn.Linear(4, 5, bias=odd))),
     ):
         began = time.monotonic()

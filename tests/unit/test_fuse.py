@@ -222,10 +222,7 @@ def test_an_optimizer_of_others_is_a_type_error():
     assert torch.equal(layer.weight, before) and not layer._forward_pre_hooks
 
 
-def test_a_model_without_values_and_a_loss_that_is_no_tensor_are_refused():
-    layer = torch.nn.Linear(2, 2, device="meta")
-    with pytest.raises(ValueError, match="on the device meta, which has no values"):
-        ds_ext.fuse_into_backward(layer, ds_ext.AdaLomo(layer.parameters()))
+def test_a_loss_that_is_no_tensor_is_refused():
     layer = torch.nn.Linear(2, 2)
     fused = ds_ext.fuse_into_backward(layer, ds_ext.AdaLomo(layer.parameters()))
     with pytest.raises(TypeError, match="backward takes the loss, a tensor of one number, not"):
