@@ -185,8 +185,9 @@ def unread(config: dict[str, Any], optimizer: str) -> Iterator[str]:
     given = (lookup(config, "optimizer.params") or {}).keys()
     keys = [f"optimizer.params.{key}" for key in sorted(of_params & given)]
     own, default = config.get("ds_ext") or {}, vars(Section())
-    is_section, meant = isinstance(own, dict), key_of(optimizer)
-    ours = optimizer_names.in_config(REGISTRY[meant if meant in REGISTRY else "adamw"].spelling)
+    is_section = isinstance(own, dict)
+    meant = REGISTRY.get(key_of(optimizer), REGISTRY["adamw"])
+    ours = optimizer_names.in_config(meant.spelling)
     keys += [f"ds_ext.{k}" for k in own if own[k] != default.get(k)] if is_section else ["ds_ext"]
     for key in keys:
         yield (

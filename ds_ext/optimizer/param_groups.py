@@ -159,7 +159,8 @@ def of_config(
     if entry.roles:
         groups = _role_groups(model, groups, read)
     _refuse_vectors(model, groups, read)
-    groups = _section_groups(model, groups, read)
+    groups = _read_groups(groups, read)
+    _refuse_sections(model, groups, read)
     return Grouped(_named(entry, groups, decay), read.hypers)
 
 
@@ -278,37 +279,41 @@ def _refuse_vectors(model: ModelView, groups: Sequence[ParamGroup], read: Params
                 )
 
 
-def _section_groups(model: ModelView, groups: list[ParamGroup], read: Params) -> list[ParamGroup]:
-    """Checks the sections of all groups.
+def _read_groups(groups: Sequence[ParamGroup], read: Params) -> list[ParamGroup]:
+    """Leaves out keys of entries and sections that a group's rule lacks, as matched biases do.
 
-    Removes the keys of entries and sections from groups whose rule has none: those of the biases
-    that an entry matches together with a matrix.
+    Raises:
+        ValueError: no group of an entry has one of its keys.
     """
+    optional = {key for _, own in read.entries for key in own} | {*hyperparams.names(SectionConfig)}
+    kept = []
+    for group in groups:
+        unread = optional - {"type", *hyperparams.names(hypers_of(read.entry_of(group).rule))}
+        kept.append({k: v for k, v in group.items() if k not in unread})
+    for i, (match, own) in enumerate(read.entries):
+        used = {key for group in kept if group.get("name") == match for key in group}
+        if key := next((key for key in own if key not in used), None):
+            raise ValueError(
+                f"{read.key(f'param_groups[{i}].{key}')}: {match!r} matches no parameter whose "
+                'optimizer has it: remove it, or add "type", such as "AdamW", and keys of that.'
+            )
+    return kept
+
+
+def _refuse_sections(model: ModelView, groups: Sequence[ParamGroup], read: Params) -> None:
+    """Raises ValueError if the sections of a group are not those of its matrices."""
     keys = hyperparams.names(SectionConfig)
-    of_entries = {*keys, *(key for _, own in read.entries for key in own)} - {"type"}
-    for at, group in enumerate(groups):
-        unread = of_entries - {*hyperparams.names(hypers_of(read.entry_of(group).rule))}
-        groups[at] = {k: v for k, v in group.items() if k not in unread}
 
     def value(group: ParamGroup, key: str) -> Any:
         return group.get(key, None if "type" in group else read.hypers.get(key))
 
-    matches = enumerate(read.entries)
-    divided = {pattern: i for i, (pattern, own) in matches if {*keys} & own.keys()}
+    rows = {match: i for i, (match, own) in enumerate(read.entries) if {*keys} & own.keys()}
     for group in groups:
-        i = divided.get(group.get("name", ""))
+        i = rows.get(group.get("name", ""))
         section = read.where if i is None else read.key(f"param_groups[{i}]")
         how = SectionConfig(**{key: x for key in keys if (x := value(group, key)) is not None})
         for p in (p for p in group["params"] if p in model):
             sections.refuse(how, model[p].shape, model[p].name, hyperparams.dotted(section, ""))
-    for n, (match, own) in enumerate(read.entries):
-        used = {key for group in groups if group.get("name") == match for key in group}
-        for key in own.keys() - used:
-            raise ValueError(
-                f"{read.key(f'param_groups[{n}].{key}')}: {match!r} matches no parameter whose "
-                'optimizer has it: remove it, or add "type", such as "AdamW", and keys of that.'
-            )
-    return groups
 
 
 def _as_groups(params: Sequence[Tensor | ParamGroup]) -> list[ParamGroup]:
