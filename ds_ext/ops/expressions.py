@@ -33,7 +33,7 @@ class WeightStorage(ReadByPasses):
     run: Tensor | Runs
     format: str = "PLAIN"  # one of schema.STORAGE: see sixteen_bit.py
     aux: Tensor | Runs | None = None
-    key: int | NDArray[np.uint32] = 0
+    key: int | NDArray[np.int64] = 0
     start: int | None = None  # first element of the run in its parameter; None: its shard's start
     norm_cache: object = None  # the executor's cached norms of the weights of a batch
 

@@ -129,7 +129,7 @@ def _of_each(x: Number, n: int) -> Number:
 def _joined(weights: Sequence[WeightStorage]) -> WeightStorage:
     """The weights of several runs as those of a batch."""
     aux = None if weights[0].aux is None else Runs([cast(Tensor, w.aux) for w in weights])
-    keys = np.array([w.key for w in weights], dtype=np.uint32)
+    keys = np.array([w.key for w in weights], dtype=np.int64)
     runs = Runs([cast(Tensor, w.run) for w in weights])
     return WeightStorage(runs, weights[0].format, aux, keys)
 

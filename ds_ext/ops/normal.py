@@ -33,7 +33,7 @@ def normals(stream: Tensor, seed: int, draw: int, numbers: slice) -> Tensor:
     first, last = numbers.start // 2, -(-numbers.stop // 2)
     words = torch.arange(first, last, dtype=torch.int64, device=stream.device)
     # Two rounds: sequences whose keys collide in one round differ in the other.
-    bits = hash_(words.mul_(PRIME1).add_(rounding.key(seed, 0, draw)))
+    bits = hash_(words.mul_(PRIME1).add_(rounding.fold(seed) + draw * PRIME2))
     bits = hash_(bits.bitwise_xor_(hash_((stream * PRIME2).add_(draw))))
     halves = torch.stack((bits & LEVELS - 1, bits >> 16), dim=1).view(-1)
     levels = halves[numbers.start - 2 * first : numbers.stop - 2 * first]

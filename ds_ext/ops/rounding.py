@@ -1,7 +1,11 @@
 """Stochastic rounding of fp32 values to 16 bits, and its random bits.
 
 The random bits come from a counter (seed, parameter, step, element), so they do not depend on how
-the parameter is sharded, and are the same after a resume.
+the parameter is sharded, and are the same after a resume. Those of one element are evenly spread
+over the steps: each step adds an irrational fraction to them, modulo 1 (a Kronecker sequence). Each
+rounding has the right mean as before, and the errors of many roundings cancel: if an element moves
+by 1/32 of the spacing in each of 32 steps, the variance of their sum is 0.22, and with independent
+numbers 0.97.
 """
 
 import functools
@@ -17,7 +21,6 @@ from ds_ext.ops import schema
 
 Bits = TypeVar("Bits", int, Tensor)
 MASK = 2**32 - 1
-_PRIME1 = np.uint32(schema.PRIME1)
 
 
 def round_to_bf16(x: Tensor, key: int, start: int) -> Tensor:
@@ -56,22 +59,26 @@ ROUND: dict[torch.dtype, Callable[[Tensor, int, int], Tensor]] = {
 }
 
 
-def key(seed: int, number: int, step: int) -> int:
-    """A 32-bit key that distinguishes seeds, parameters and steps."""
-    return (_fold(seed) + number * schema.PRIME1 + step * schema.PRIME2) % 2**32
+def key(seed: int, number: int, step: int, turn: int = schema.GOLDEN) -> int:
+    """A 48-bit key: the lower 32 distinguish seeds and parameters, the upper 16 steps.
+
+    Two roundings of a value by the same steps need different ``turn``: GOLDEN and SQRT2.
+    """
+    return (fold(seed) + number * schema.PRIME1) % 2**32 + (step * turn % 2**16 << 32)
 
 
-def keys(seed: int, numbers: NDArray[np.uint32], step: int) -> NDArray[np.uint32]:
+def keys(seed: int, numbers: NDArray[np.uint32], step: int) -> NDArray[np.int64]:
     """``key`` of several parameters, [n]."""
-    found: NDArray[np.uint32] = numbers * _PRIME1 + np.uint32(key(seed, 0, step))
-    return found
+    lower = (fold(seed) + numbers.astype(np.int64) * schema.PRIME1) % 2**32
+    return lower + (key(seed, 0, step) >> 32 << 32)
 
 
 def add_noise_(bits: Tensor, key: int, start: int) -> None:
     """Adds random numbers in [0, 2**16) to ``bits``, [n] int32, elements ``start`` and on.
 
     Each chunk of elements gets every number once: it reads a fixed permutation from a position that
-    is a hash of (key, chunk). The numbers therefore depend on (key, element) alone.
+    is a hash of (key, chunk), and adds the upper bits of the key modulo 2**16. The numbers
+    therefore depend on (key, element) alone.
     """
     if bits.device.type != "cpu":
         bits.add_(_gathered(key, start, len(bits), bits.device))
@@ -81,7 +88,8 @@ def add_noise_(bits: Tensor, key: int, start: int) -> None:
         chunk, element = divmod(start + at, schema.NOISE_CHUNK)
         n = min(schema.NOISE_CHUNK - element, len(bits) - at)
         first = (place(key, chunk) + element) % schema.NOISE_CHUNK
-        bits[at : at + n].add_(table[first : first + n])
+        numbers = table[first : first + n] + (key >> 32)
+        bits[at : at + n].add_(numbers.remainder_(schema.NOISE_CHUNK))
         at += n
 
 
@@ -92,7 +100,8 @@ def _gathered(key: int, start: int, n: int, device: torch.device) -> Tensor:
     chunks = torch.arange(first, end, dtype=torch.int64, device=device)
     places = hash_(chunks.mul_(schema.PRIME3).add_(key)).remainder_(size)
     at = places.unsqueeze(1) + torch.arange(size, dtype=torch.int64, device=device)
-    return noise_table(device)[at].view(-1)[start - first * size :][:n]
+    numbers = noise_table(device)[at].view(-1)[start - first * size :][:n]
+    return numbers.add_(key >> 32).remainder_(size)
 
 
 def place(key: int, chunk: int) -> int:
@@ -124,9 +133,9 @@ def shifted_noise(device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _fold(number: int) -> int:
+def fold(number: int) -> int:
     """The hash of an integer of any size, 32 bits at a time."""
-    return hash_(number if number < 2**32 else _fold(number >> 32) ^ number % 2**32)
+    return hash_(number if number < 2**32 else fold(number >> 32) ^ number % 2**32)
 
 
 def hash_(x: Bits) -> Bits:

@@ -31,6 +31,7 @@ MIN_MOMENT = MIN_SQUARE = 2.0**-100
 NOISE_CHUNK = 2**16  # elements that get each 16-bit random number once
 NOISE_SHIFTS = 8  # numbers in a vector of 16 bytes
 NOISE1, NOISE2, NOISE3 = 0x2993, 0xE877, 0x0235  # multipliers that permute these numbers
+GOLDEN, SQRT2 = 40503, 27147  # the fractions of these irrational numbers, in parts of 2**16
 # "lowbias32" of C. Wellons, "Prospecting for Hash Functions", 2018.
 LOWBIAS1, LOWBIAS2 = 0x7FEB352D, 0x846CA68B
 PRIME1, PRIME2, PRIME3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D  # of xxHash: they spread counters
@@ -87,7 +88,7 @@ SHARED = (
     Column("in", "const float *", "sums over all ranks"),
     Column("in2", "const float *", "second input: further sums or factors"),
     Column("in3", "const float *", "third input"),
-    Column("key", "uint32_t", "key of the random bits"),
+    Column("key", "uint64_t", "key of the random bits: rounding.key"),
     Column("factor", "float", "multiplies x"),
     Column("bound", "float", "x · factor is clamped to ± bound"),
     Column("scale", "float", "multiplies the update"),

@@ -53,7 +53,7 @@ class StochasticWeight(ReadByPasses):
     """A 16-bit run with stochastic rounding of new values."""
 
     run: Tensor
-    key: int  # 32 bits
+    key: int
     start: int  # index of the run's first element in the parameter, or in its joined sections
 
     def storage(self) -> WeightStorage:

@@ -11,14 +11,14 @@ import torch
 from apollo_torch import random_projector
 from torch import Tensor
 
-from ds_ext.ops import rounding
+from ds_ext.ops import rounding, schema
 from tests.common.reference import normal_numbers
 
 
 @functools.cache
 def projection(side: int, rank: int, period: int, stream: int) -> Tensor:
     """P [side, rank] in fp64, from the formula of the counter written out in the tests."""
-    numbers = normal_numbers(stream, rounding.key(0, 0, period), period, side * rank)
+    numbers = normal_numbers(stream, rounding.fold(0) + period * schema.PRIME2, period, side * rank)
     return torch.from_numpy(numbers).view(side, rank).double() / rank**0.5
 
 

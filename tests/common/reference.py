@@ -96,7 +96,7 @@ def normal_numbers(stream: int, key: int, draw: int, n: int) -> NDArray[np.float
     """The first ``n`` of a sequence, in numpy's unsigned integers; ``key`` is of (seed, draw)."""
     with np.errstate(over="ignore"):
         words = _lowbias32(
-            np.arange(-(-n // 2), dtype=np.uint32) * np.uint32(0x9E3779B1) + np.uint32(key)
+            np.arange(-(-n // 2), dtype=np.uint32) * np.uint32(0x9E3779B1) + np.uint32(key % 2**32)
         )
         own = np.array([(stream * 0x85EBCA77 + draw) % 2**32], dtype=np.uint32)
         words = _lowbias32(words ^ _lowbias32(own))

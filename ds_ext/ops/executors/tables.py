@@ -71,7 +71,7 @@ class BatchTables:
         run = gradients.x if isinstance(gradients, Scaled) else gradients
         known = [run.pointers] if isinstance(run, Runs) else []
         if isinstance(p.key, np.ndarray):
-            known.append(p.key.astype(np.int64))
+            known.append(p.key)
         self.arrays.begin(x.tobytes() for x in known)
 
     def skip_bad(self, found: Tensor, most: NDArray[np.float32]) -> None:

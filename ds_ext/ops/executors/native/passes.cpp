@@ -398,18 +398,17 @@ static __attribute__((noinline)) const float *weight(const Entry &e, int storage
     }
 }
 
-// rounding.add_noise_: 16 random bits for each of n elements, from element ``at`` on. Returns a
-// pointer into the permutation, or a copy in ``buffer`` if the elements cross two chunks.
-static const uint16_t *noise(uint32_t key, int64_t at, int64_t n, uint16_t *__restrict buffer) {
+// rounding.add_noise_: 16 random bits for each of n elements, from element ``at`` on, in ``buffer``.
+static const uint16_t *noise(uint64_t key, int64_t at, int64_t n, uint16_t *__restrict buffer) {
     const uint16_t *table = permutation();
+    const uint16_t turn = static_cast<uint16_t>(key >> 32);
     for (int64_t j = 0; j < n;) {
         int64_t chunk = (at + j) / NOISE_CHUNK, element = (at + j) % NOISE_CHUNK;
         int64_t stop = j + NOISE_CHUNK - element;
-        uint32_t place = hashed(key + static_cast<uint32_t>(chunk) * PRIME3);
+        uint32_t place = hashed(static_cast<uint32_t>(key) + static_cast<uint32_t>(chunk) * PRIME3);
         const uint16_t *from = table + (place + static_cast<uint32_t>(element)) % NOISE_CHUNK;
-        if (j == 0 && stop >= n) return from;
         if (stop > n) stop = n;
-        std::memcpy(buffer + j, from, sizeof(uint16_t) * static_cast<size_t>(stop - j));
+        for (int64_t k = 0; k < stop - j; ++k) buffer[j + k] = static_cast<uint16_t>(from[k] + turn);
         j = stop;
     }
     return buffer;

@@ -141,10 +141,16 @@ def _to_fp16(x, noise):
 @triton.jit
 def place(key, chunk):
     """rounding.place: the position in the permutation at which a chunk's noise starts."""
-    h = (key + chunk * PRIME3).to(tl.uint32)
+    h = (key + chunk * PRIME3).to(tl.uint32)  # of the lower bits of the key
     h = (h ^ (h >> 16)) * LOWBIAS1
     h = (h ^ (h >> 15)) * LOWBIAS2
     return h ^ (h >> 16)
+
+
+@triton.jit
+def turn(key):
+    """What a step adds to the numbers of the permutation."""
+    return (key >> 32).to(tl.int32)
 
 
 @triton.jit
@@ -156,11 +162,12 @@ def _noise(t, e, P: tl.constexpr):
     """
     k = tl.arange(0, P.TC)[None, :]
     first = hinted(e + integer(t, F.ORIGIN), P) + hinted(k, P)
-    position = (place(address(t, F.KEY), first >> 16) + first.to(tl.uint32)) & 0xFFFF
+    key = address(t, F.KEY)
+    position = (place(key, first >> 16) + first.to(tl.uint32)) & 0xFFFF
     at = position % SHIFTS * (2 * 0x10000) + position // SHIFTS * SHIFTS
     if P.ALIGNED:  # the hint says what the compiler loses in the hash
         at = tl.max_constancy(at, [1, 16]) + k % 16
-    return tl.load(vectors(t, F.NOISE, tl.uint16, P) + at).to(tl.int32)
+    return (tl.load(vectors(t, F.NOISE, tl.uint16, P) + at).to(tl.int32) + turn(key)) & 0xFFFF
 
 
 @triton.jit
