@@ -14,7 +14,7 @@ from ds_ext import AdaLomo
 from ds_ext.checkpoint import resharding
 from ds_ext.checkpoint.pieces import Pieces
 from ds_ext.distributed import lockstep
-from ds_ext.ops import rounding, schema, sixteen_bit
+from ds_ext.ops import rounding, sixteen_bit
 from ds_ext.ops.shard import Shard
 from ds_ext.ops.sixteen_bit import RoundingConfig
 from ds_ext.optimizer import OPTIMIZERS
@@ -368,16 +368,3 @@ def test_roundings_of_an_element_are_evenly_spread_over_steps():
     ups = [noise(2**16, rounding.key(4, 2, t), 0) >= 2**16 - 2**11 for t in steps]
     errors = torch.stack(ups).sum(0) - 1.0
     assert abs(errors.mean()) < 1e-3 and errors.square().mean() < 0.23
-
-
-@pytest.mark.parametrize("code, independent", [(6.0, 0.96), (24.0, 0.97), (96.0, 0.96)])
-def test_two_roundings_by_the_same_steps_are_evenly_spread_together(code, independent):
-    """To bf16 and then to whole codes: each alone would leave the other's chances to it."""
-    x = torch.full((2**16,), code)
-    for t in range(1, 33):
-        x += 1 / 32
-        rounding.round_to_bf16(x, rounding.key(4, 2, t), 0)
-        second = noise(2**16, rounding.key(5, 2, t, schema.SQRT2), 0)
-        x = (x + second / 2**16).floor()
-    error = x - code - 1
-    assert abs(error.mean()) < 0.1 and error.square().mean() < 0.75 * independent
