@@ -35,12 +35,12 @@ NO_MATRIX = (
 
 
 def store_int8(model: nn.Module, device: torch.device | str | None = None) -> None:
-    """Stores the large matrices of a bf16 model in int8, with a scale for each 256 elements.
+    """Stores the large matrices of a bf16 model in int8, with a scale for each 32 elements.
 
     A module's weights exist in bf16 only while it computes. Optimizers of ds_ext that step inside
     backward update them with unbiased rounding. ``state_dict()`` has them in bf16, in the host's
     memory; ``load_state_dict`` stores what it loads. The model keeps in bf16: frozen weights,
-    matrices with less than 65,536 elements or with a number of elements that 256 does not divide,
+    matrices with less than 65,536 elements or with a number of elements that 32 does not divide,
     and weights of modules that contain other modules.
 
     Call it before ``fuse_into_backward`` or ``deepspeed.initialize``.

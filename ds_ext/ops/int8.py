@@ -1,7 +1,8 @@
-"""8-bit storage of bf16 weights: int8 codes, and a scale for each 256 consecutive elements.
+"""8-bit storage of bf16 weights: int8 codes, and a scale for each 32 consecutive elements.
 
-A scale is the smallest power of two at which the codes of its group fit into [-127, 127]. bf16
-holds every code times its scale exactly. A weight that no step has changed therefore keeps its
+A scale is the smallest power of two at which the codes of its group fit into [-127, 127]; a byte
+has its exponent, as in the MXINT8 format of the Open Compute Project. bf16 holds every code times
+its scale exactly. A weight that no step has changed therefore keeps its
 value, and encoding a decoded weight again changes nothing. New weights are rounded stochastically,
 by random bits that depend on key and element alone (``rounding``), so that all ranks store the same
 codes.
@@ -26,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ds_ext.ops.executors.triton import devices, launches
 from ds_ext.ops.rounding import add_noise_
 
-SIZE = 256  # elements that share a scale
+SIZE = 32  # elements that share a scale
 LEAST_EXPONENT = -126  # of scales: bf16's smallest normal number
 BLOCK, GPU_BLOCK = 2**18, 2**22  # elements that are encoded at a time
 MIN_NUMEL = 2**16  # smaller weights stay in bf16
@@ -45,7 +46,7 @@ class Int8Weight:
     Attributes:
         stored: the memory of codes and scales, which ranks send each other, [bytes] int8.
         codes: [numel] int8.
-        scales: [numel / SIZE] bf16; NaN for a group with an element that is not finite.
+        exponents: [numel / SIZE] uint8, of the scales, plus 127.
         absent: the parameter's data between uses: a NaN of the weight's shape without memory.
         holders: the number of uses in progress, in all threads. The values exist while it is not 0.
     """
@@ -60,7 +61,7 @@ class Int8Weight:
         self.start, self.partition = start, partition
         values, n = weight.detach().to(device or weight.device), weight.numel()
         self.stored = values.new_empty(nbytes(n), dtype=torch.int8)
-        self.codes, self.scales = self.stored[:n], self.stored[n:].view(values.dtype)
+        self.codes, self.exponents = self.stored[:n], self.stored[n:].view(torch.uint8)
         self.absent = values.new_full((), torch.nan).expand(weight.shape)
         self.holders, self.lock = 0, threading.RLock()
         self.has_stepped = False  # whether a step has rounded the values that others still hold
@@ -84,7 +85,7 @@ class Int8Weight:
         """
         flat = values.reshape(-1)
         if devices.supports(flat.device):
-            launches.encode_int8(flat, self.codes, self.scales, self.start, key)
+            launches.encode_int8(flat, self.codes, self.exponents, self.start, key)
             return
         block = BLOCK if flat.device.type == "cpu" else GPU_BLOCK
         for start in range(0, len(flat), block):
@@ -102,7 +103,8 @@ class Int8Weight:
                 x.mul_(1 + doubled.unsqueeze(1))
                 scales.div_(1 + doubled)
             self.codes[start : start + block] = x.view(-1)
-            self.scales[start // SIZE : (start + block) // SIZE] = scales
+            exponents = scales.view(torch.int32).bitwise_right_shift_(23)
+            self.exponents[start // SIZE : (start + block) // SIZE] = exponents
 
     def hold(self, param: Tensor) -> None:
         """Begins a use of the values."""
@@ -151,13 +153,19 @@ def _scales(x: Tensor) -> Tensor:
     return scales.masked_fill_(most.isfinite().logical_not_(), torch.nan)
 
 
+def scales_of(exponents: Tensor) -> Tensor:
+    """Returns bf16 scales; NaN for groups with an element that is not finite, whose byte is 255."""
+    bits = exponents.to(torch.int16) << 7
+    return bits.add_(exponents == 255).view(torch.bfloat16)
+
+
 def decode(stored: Tensor, values: Tensor) -> Tensor:
     """Overwrites ``values`` by codes times scales, [bytes] or [runs, bytes]; returns it."""
     if devices.supports(values.device):
         return launches.decode_int8(stored.view(-1, stored.shape[-1]), values, SIZE)
     n = values.numel() * stored.shape[-1] // stored.numel()
     codes = stored[..., :n].unflatten(-1, (-1, SIZE))
-    scales = stored[..., n:].view(values.dtype).unsqueeze(-1)
+    scales = scales_of(stored[..., n:].view(torch.uint8)).unsqueeze(-1)
     torch.mul(codes, scales, out=values.view(codes.shape))
     return values
 
@@ -173,7 +181,7 @@ def fits(shape: Sequence[int], runs: int = 1) -> bool:
 
 def nbytes(numel: int) -> int:
     """Returns the bytes that store ``numel`` elements."""
-    return numel + 2 * numel // SIZE
+    return numel + numel // SIZE
 
 
 def find(param: Tensor) -> Int8Weight | None:

@@ -48,7 +48,7 @@ def stored(engine):
         param = engine.module.get_parameter(name)
         held = int8.find(param)
         assert not held.holders
-        for part in (held.codes, held.scales):
+        for part in (held.codes, held.exponents):
             parts = [part.clone()]
             if held.partition is not None:
                 group = param.ds_process_group

@@ -45,13 +45,13 @@ def held(model):
 def test_values_are_codes_times_powers_of_two_and_stay_when_encoded_again(size):
     torch.manual_seed(0)
     weight = (torch.randn(size) * torch.logspace(-30, 30, size)).bfloat16()
-    weight[:256] = 0
+    weight[: int8.SIZE] = 0
     stored = int8.Int8Weight(weight)
     values, groups = stored.values(), weight.float().view(-1, int8.SIZE)
-    mantissa, _ = torch.frexp(stored.scales)
+    mantissa, _ = torch.frexp(int8.scales_of(stored.exponents))
     assert (mantissa == 0.5).all() and values.dtype == torch.bfloat16
     # A scale of half the size would not reach the largest element of its group.
-    scales = stored.scales.float()
+    scales = int8.scales_of(stored.exponents).float()
     assert (127 * scales >= groups.abs().amax(1)).all()
     assert (127 * scales / 2 < groups.abs().amax(1))[1:].all()
     error = (values.float().view(-1, int8.SIZE) - groups).abs()
@@ -83,7 +83,11 @@ def test_the_mean_over_keys_is_the_value():
     for key in range(keys):
         stored.encode(values, key)
         total += stored.values()
-    steps = values.double() / stored.scales.double().repeat_interleave(int8.SIZE)
+    scales = int8.scales_of(stored.exponents).double().unsqueeze(1)
+    steps = values.double().view(-1, int8.SIZE) / scales
+    largest = steps.abs().amax(1)
+    is_steady = (largest > 64) & (largest < 125)  # others may get another scale by their rounding
+    values, total, steps = (x.view(steps.shape)[is_steady] for x in (values, total, steps))
     p = steps - steps.floor()
     is_between = (p * keys > 4) & ((1 - p) * keys > 4)
     assert is_between.sum() > 10_000
@@ -165,9 +169,9 @@ def test_kernels_encode_as_torchs_operations(key, monkeypatch):
         values = weight.bfloat16().flatten().to(paths.DEVICE)
         stored = int8.Int8Weight(values, start=2**16 - 512)
         stored.encode(values, key)
-        finite = ~stored.scales.isnan()
+        finite = ~int8.scales_of(stored.exponents).isnan()
         codes = stored.codes.view(groups, -1)[finite]
-        encoded.append([codes.cpu(), stored.scales[finite].cpu(), finite.cpu()])
+        encoded.append([codes.cpu(), int8.scales_of(stored.exponents)[finite].cpu(), finite.cpu()])
     assert finite.logical_not().nonzero().flatten().tolist() == [2, 3]
     assert all(map(torch.equal, *encoded))
 
@@ -202,7 +206,11 @@ def test_a_step_is_that_of_a_bf16_model_rounded_once_more(checkpointing):
             assert torch.equal(saved[name], stepped), name
             continue
         assert not torch.equal(saved[name], before[name])
-        scales = int8.find(model.get_parameter(name)).scales.float().repeat_interleave(int8.SIZE)
+        scales = (
+            int8.scales_of(int8.find(model.get_parameter(name)).exponents)
+            .float()
+            .repeat_interleave(int8.SIZE)
+        )
         steps = (saved[name].float() - stepped.float()).flatten() / scales
         assert (steps.abs() < 1).all(), name
 
@@ -303,7 +311,7 @@ def test_expanded_weights_can_be_read_and_edited():
         weight.normal_()
         edited = weight.detach().clone()
     error = model.state_dict()["up.0.weight"].float() - edited.float()
-    scales = int8.find(weight).scales.float().repeat_interleave(int8.SIZE)
+    scales = int8.scales_of(int8.find(weight).exponents).float().repeat_interleave(int8.SIZE)
     assert 0.4 < (error.flatten() / scales).abs().max() <= 0.5
 
 

@@ -86,17 +86,17 @@ def launch_kernel(launch: Launch, arguments: Sequence[int], device: torch.device
 _compiled: dict[tuple[object, ...], tuple[Any, Sequence[object]]] = {}
 
 
-def encode_int8(values: Tensor, codes: Tensor, scales: Tensor, start: int, key: int | None) -> None:
+def encode_int8(
+    values: Tensor, codes: Tensor, exponents: Tensor, start: int, key: int | None
+) -> None:
     """Launches ``Int8Weight.encode`` of contiguous bf16 values."""
-    n, size = len(scales), len(codes) // len(scales)
+    n, size = len(exponents), len(codes) // len(exponents)
     noise = rounding.noise_table(values.device)
     grid = (-(-n // tiles.ENCODED_GROUPS),)
     constants = {"IS_RANDOM": key is not None, "SIZE": size, "GROUPS": tiles.ENCODED_GROUPS}
     constants["num_warps"] = tiles.ENCODE_WARPS
     with current(values.device):
-        _kernels().encode[grid](
-            values, codes, scales.view(torch.int16), noise, n, start, key or 0, **constants
-        )
+        _kernels().encode[grid](values, codes, exponents, noise, n, start, key or 0, **constants)
 
 
 def decode_int8(stored: Tensor, values: Tensor, size: int) -> Tensor:

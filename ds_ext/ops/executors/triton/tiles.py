@@ -33,7 +33,7 @@ FOLD_ROWS, FOLD_COLS = 128, 32  # partial sums per iteration
 LONG = 2**12  # ``factors``: rows or columns per iteration; ``cached_norm``: tiles
 LONG_WARPS = 32
 # Groups of int8 weights that a program stores or expands. A warp alone waits for no other.
-ENCODED_GROUPS, ENCODE_WARPS, DECODED_GROUPS = 4, 1, 16
+ENCODED_GROUPS, ENCODE_WARPS, DECODED_GROUPS = 32, 1, 128
 
 
 Int64s: TypeAlias = NDArray[np.int64]  # one for each parameter, [n]

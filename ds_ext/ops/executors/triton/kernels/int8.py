@@ -14,7 +14,7 @@ ABOVE_127 = tl.constexpr(0x7E0000)  # the bits of the fraction of 127 / 64
 
 @triton.jit(do_not_specialize=["groups", "start", "key"])
 def encode(
-    values, codes, scales, noise, groups: tl.int32, start: tl.int64, key: tl.int64,
+    values, codes, exponents, noise, groups: tl.int32, start: tl.int64, key: tl.int64,
     IS_RANDOM: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """codes ← values / scales, rounded to nearest, or by random numbers that depend on ``key``.
@@ -44,9 +44,8 @@ def encode(
         code = tl.where(x < 0, -size, size)
     else:
         code = (x + ROUND).to(tl.int32, bitcast=True)
-    scale = tl.where(most < FINITE, exponent << 7, 0x7FC0)  # as bits of bf16; NaN
     tl.store(codes + at, code.to(tl.int8), mask=has[:, None])
-    tl.store(scales + group, scale.to(tl.int16), mask=has)
+    tl.store(exponents + group, tl.where(most < FINITE, exponent, 255).to(tl.uint8), mask=has)
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -55,14 +54,15 @@ def decode(
 ):  # fmt: skip
     """values ← codes times scales, of a run of ``length`` bytes for each second index of a program.
 
-    The bits of a scale are the upper half of its fp32 number's. All products are exact.
+    A byte has the exponent of a scale; 255 is NaN. All products are exact.
     """
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     has = group < groups
     run = tl.program_id(1).to(tl.int64)
     codes = stored + run * length
-    scales = (codes + groups.to(tl.int64) * SIZE).to(tl.pointer_type(tl.int16), bitcast=True)
-    bits = tl.load(scales + group, mask=has, other=0).to(tl.int32) << 16
+    exponents = (codes + groups.to(tl.int64) * SIZE).to(tl.pointer_type(tl.uint8), bitcast=True)
+    exponent = tl.load(exponents + group, mask=has, other=0).to(tl.int32)
+    bits = tl.where(exponent == 255, 0x7FC00000, exponent << 23)
     scale = bits.to(tl.float32, bitcast=True)[:, None]
     at = group.to(tl.int64)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     x = tl.load(codes + at, mask=has[:, None], other=0).to(tl.float32) * scale
