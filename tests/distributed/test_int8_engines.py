@@ -197,7 +197,7 @@ def test_any_ranks_load_the_same_codes(folder, world, stage):
 
 @worlds.on(3)
 def test_runs_that_cut_groups_are_not_stored():
-    with pytest.raises(REFUSALS, match="has a multiple of 256 elements on each rank"):
+    with pytest.raises(REFUSALS, match="has a multiple of 32 elements on each rank"):
         engine_of(3, made())
 
 
