@@ -16,6 +16,7 @@ import ds_ext
 from ds_ext import settings
 from ds_ext.commands.cli import main
 from ds_ext.config.optimizer_names import in_config
+from ds_ext.ops import int8
 from ds_ext.optimizer import OPTIMIZERS
 from ds_ext.planner import memory, models
 from ds_ext.rules import REGISTRY
@@ -153,7 +154,8 @@ def test_all_optimizers_stand_beside_adamw(capsys):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_int8_is_refused_where_no_matrix_is_large_enough(stage, folder, capsys):
+def test_int8_is_refused_where_no_matrix_is_large_enough(stage, folder, capsys, monkeypatch):
+    monkeypatch.setattr(int8, "MIN_NUMEL", 2**30)
     given = ["--model", folder, "--optimizer", "lomo", "--stage", stage]
     told = refused(capsys, "plan", *given, "--weight-storage", "int8", "--ranks", 7)
     assert "the model has no trainable matrix with at least 65,536 elements" in told
