@@ -21,7 +21,6 @@ from ds_ext.distributed.dtensors import is_dtensor
 from ds_ext.distributed.unsupported_wrappers import refuse_wrapped
 from ds_ext.ops import int8
 from ds_ext.ops.rounding import key
-from ds_ext.ops.schema import SQRT2
 from ds_ext.optimizer import RuleOptimizer
 
 ATTRIBUTE = "_int8_weight_hooks"  # of a model: the handles of its hooks
@@ -150,7 +149,7 @@ def step_key(optimizer: RuleOptimizer, param: Tensor) -> int:
         raise error
     rule = optimizer.rule_of(param)
     step = optimizer.state[param]["step"] if param in optimizer.state else 0
-    return key(rule.seed + SECOND_ROUNDING, optimizer.number_of[param], step, SQRT2)
+    return key(rule.seed + SECOND_ROUNDING, optimizer.number_of[param], step, dimension=0)
 
 
 def _check(model: nn.Module) -> None:

@@ -31,7 +31,6 @@ MIN_MOMENT = MIN_SQUARE = 2.0**-100
 NOISE_CHUNK = 2**16  # elements that get each 16-bit random number once
 NOISE_SHIFTS = 8  # numbers in a vector of 16 bytes
 NOISE1, NOISE2, NOISE3 = 0x2993, 0xE877, 0x0235  # multipliers that permute these numbers
-GOLDEN, SQRT2 = 40503, 27147  # the fractions of these irrational numbers, in parts of 2**16
 # "lowbias32" of C. Wellons, "Prospecting for Hash Functions", 2018.
 LOWBIAS1, LOWBIAS2 = 0x7FEB352D, 0x846CA68B
 PRIME1, PRIME2, PRIME3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D  # of xxHash: they spread counters

@@ -111,7 +111,7 @@ def test_the_two_roundings_of_steps_are_evenly_spread_together(code):
         optimizer.step()
     with ds_ext.expand_int8(model.parameters()):
         error = model.weight[:, 1:].float() - code - 1
-    assert abs(error.mean()) < 0.1 and error.square().mean() < 0.75
+    assert abs(error.mean()) < 0.1 and error.square().mean() < 0.15
 
 
 def test_a_partition_has_its_part_of_the_codes():

@@ -341,7 +341,7 @@ def test_noise_depends_on_the_element_not_on_the_cut():
 def test_noise_is_that_of_version_1_1():
     """So that a resumed run rounds in the same way. All executors read one set of constants."""
     assert noise(4, 17, 5).tolist() == [15046, 25878, 43972, 51846]
-    assert noise(3, rounding.key(2**40, 3, 7), 2**16 - 1).tolist() == [7119, 24138, 4064]
+    assert noise(3, rounding.key(2**40, 3, 7), 2**16 - 1).tolist() == [10318, 60105, 23647]
 
 
 def test_noise_differs_by_seed_and_parameter_and_is_uniform():
@@ -367,4 +367,4 @@ def test_roundings_of_an_element_are_evenly_spread_over_steps():
     steps = range(1, 33)
     ups = [noise(2**16, rounding.key(4, 2, t), 0) >= 2**16 - 2**11 for t in steps]
     errors = torch.stack(ups).sum(0) - 1.0
-    assert abs(errors.mean()) < 1e-3 and errors.square().mean() < 0.23
+    assert abs(errors.mean()) < 1e-3 and errors.square().mean() < 0.1

@@ -401,14 +401,14 @@ static __attribute__((noinline)) const float *weight(const Entry &e, int storage
 // rounding.add_noise_: 16 random bits for each of n elements, from element ``at`` on, in ``buffer``.
 static const uint16_t *noise(uint64_t key, int64_t at, int64_t n, uint16_t *__restrict buffer) {
     const uint16_t *table = permutation();
-    const uint16_t turn = static_cast<uint16_t>(key >> 32);
+    const uint16_t flips = static_cast<uint16_t>(key >> 32);
     for (int64_t j = 0; j < n;) {
         int64_t chunk = (at + j) / NOISE_CHUNK, element = (at + j) % NOISE_CHUNK;
         int64_t stop = j + NOISE_CHUNK - element;
         uint32_t place = hashed(static_cast<uint32_t>(key) + static_cast<uint32_t>(chunk) * PRIME3);
         const uint16_t *from = table + (place + static_cast<uint32_t>(element)) % NOISE_CHUNK;
         if (stop > n) stop = n;
-        for (int64_t k = 0; k < stop - j; ++k) buffer[j + k] = static_cast<uint16_t>(from[k] + turn);
+        for (int64_t k = 0; k < stop - j; ++k) buffer[j + k] = from[k] ^ flips;
         j = stop;
     }
     return buffer;

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ds_ext.ops import schema
-from ds_ext.ops.executors.triton.kernels.weights import place, turn
+from ds_ext.ops.executors.triton.kernels.weights import flips, place
 
 CHUNK = tl.constexpr(schema.NOISE_CHUNK)
 ROUND = tl.constexpr(1.5 * 2.0**23)  # added to a number below 2^22: its bits end with the integer
@@ -34,8 +34,7 @@ def encode(
         first = start + group.to(tl.int64) * SIZE  # a group lies within one chunk
         first = place(key, first // CHUNK) + first.to(tl.uint32)
         position = (first[:, None] + tl.arange(0, SIZE)[None, :].to(tl.uint32)) % CHUNK
-        random = (tl.load(noise + position) + turn(key)) % CHUNK
-        size = (tl.abs(x) * 65536.0).to(tl.int32) + random
+        size = (tl.abs(x) * 65536.0).to(tl.int32) + (tl.load(noise + position) ^ flips(key))
         size = size >> 16
         # Stored anew, values below 64 codes would get half the scale: they get it here.
         doubles = ((tl.max(size, axis=1) == 63) & (exponent > 1)).to(tl.int32)

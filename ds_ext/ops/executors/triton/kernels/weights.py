@@ -148,8 +148,8 @@ def place(key, chunk):
 
 
 @triton.jit
-def turn(key):
-    """What a step adds to the numbers of the permutation."""
+def flips(key):
+    """The bits that a step flips in the numbers of the permutation."""
     return (key >> 32).to(tl.int32)
 
 
@@ -167,7 +167,7 @@ def _noise(t, e, P: tl.constexpr):
     at = position % SHIFTS * (2 * 0x10000) + position // SHIFTS * SHIFTS
     if P.ALIGNED:  # the hint says what the compiler loses in the hash
         at = tl.max_constancy(at, [1, 16]) + k % 16
-    return (tl.load(vectors(t, F.NOISE, tl.uint16, P) + at).to(tl.int32) + turn(key)) & 0xFFFF
+    return tl.load(vectors(t, F.NOISE, tl.uint16, P) + at).to(tl.int32) ^ flips(key)
 
 
 @triton.jit
