@@ -56,9 +56,9 @@ def misspelt_sections(config: dict[str, Any]) -> dict[str, str]:
     """Returns the top-level keys of a config that are meant to be "ds_ext" or "optimizer"."""
     found = {}
     for key, section in config.items():
-        if key != "ds_ext" and difflib.get_close_matches(key, ["ds_ext"], cutoff=0.8):
+        if key != "ds_ext" and difflib.get_close_matches(key.lower(), ["ds_ext"], cutoff=0.8):
             found[key] = "ds_ext"
-        elif "optimizer" not in config and difflib.get_close_matches(key, ["optimizer"]):
+        elif "optimizer" not in config and difflib.get_close_matches(key.lower(), ["optimizer"]):
             if isinstance(section, dict) and _names_ours(section):
                 found[key] = "optimizer"
     return found

@@ -1,6 +1,6 @@
 """Resolves the optimizer that a config's "type" names, and creates its param groups."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,11 +42,15 @@ def log_owner(name: str) -> None:
 def optimizer_of(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:
     """Returns the optimizer that the config names, of the parameters or groups ``params``.
 
-    Norms and biases get no weight decay. ValueError, which names the JSON key, if one is wrong.
+    Those may be pairs of a name and a parameter. Norms and biases get no weight decay.
+
+    Raises:
+        ValueError: a key of the config is wrong, or a parameter is not the model's.
     """
     name = key_of(engine.optimizer_name())
     optimizer_type = OPTIMIZERS[name]
     model: ModelView = model_view(engine.module, LINEARS, EMBEDDINGS, unpartitioned_shape)
+    params = _of_model(params, model)
     if pipeline.is_pipeline(engine):
         model = pipeline.whole_model(model)
         params = pipeline.gather_params(model, params)
@@ -57,6 +61,23 @@ def optimizer_of(engine: DeepSpeedEngine, params: list[Any]) -> RuleOptimizer:
     # A stage of a pipeline steps only its own parameters. A group of it may be empty.
     groups = [{**g, "params": [p for p in g["params"] if not p.is_meta]} for g in made.groups]
     return consensus.run_on_all_ranks(lambda: optimizer_type(groups, **made.hypers), ValueError)
+
+
+def _of_model(params: Iterable[Any], model: ModelView) -> list[Any]:
+    """The parameters or groups that a program has passed, without names of parameters."""
+    found = []
+    for given in params:
+        x = given[1] if isinstance(given, tuple) else given
+        if isinstance(x, dict):
+            own = [x["params"]] if isinstance(x["params"], Tensor) else x["params"]
+            x = {**x, "params": _of_model(own, model)}
+        elif x not in model:
+            raise ValueError(
+                f"model_parameters of deepspeed.initialize has a tensor of shape {list(x.shape)} "
+                "that is no parameter of the model: pass those of the model that you pass."
+            )
+        found.append(x)
+    return found
 
 
 def _log_lines(names: Mapping[Tensor, str], optimizer: str, made: Grouped) -> Iterator[str]:

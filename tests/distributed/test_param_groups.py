@@ -131,13 +131,15 @@ def test_each_parameter_is_stepped_by_its_own_rule(tmp_path, ranks, stage):
 @worlds.on(2)
 def test_groups_of_a_script_keep_their_own_weight_decay():
     model = models.Zoo()
-    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
-    others = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    vectors, others = ([x for x in trained if (x[1].ndim < 2) == it] for it in (True, False))
     adalomo = {"type": "AdaLomo", "params": {"lr": 0.02, "weight_decay": 0.1}}
     config = engines.config(2, optimizer=adalomo)
     groups = [{"params": others}, {"params": vectors, "weight_decay": 0.0}]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.1, 0.0]
+    with pytest.raises(ValueError, match="a tensor of shape .* that is no parameter of the model"):
+        deepspeed.initialize(model=models.Zoo(), model_parameters=groups, config=config)
 
 
 OURS = ["AdamW is ds_ext's, not DeepSpeed's, whose type is \"AdamW\""]

@@ -130,7 +130,7 @@ JUDGED: list[tuple[str | list[str] | None, dict[str, Any]]] = [
     ("data_types.grad_accum_dtype", {"data_types": {"grad_accum_dtype": "FP32"}} | KEPT),
     ("communication_data_type", {"communication_data_type": "fp64"}),
     # Keys that are unknown, that a version removed, or that have no effect.
-    ('ds_exts. Did you mean "ds_ext"?', {"ds_exts": {"batch_splits": 2}}),
+    ('DS_EXTS. Did you mean "ds_ext"?', {"DS_EXTS": {"batch_splits": 2}}),
     ("unknown key ds_ext.polcy", {"ds_ext": {"polcy": 1}}),
     ("ds_ext.clip_mode is 'previos'", {"ds_ext": {"clip_mode": "previos"}}),
     ("zero_optimization.stge: Extra", {"zero_optimization": {"stge": 3}}),

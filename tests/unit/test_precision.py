@@ -364,7 +364,6 @@ def test_noise_differs_by_seed_and_parameter_and_is_uniform():
 
 def test_roundings_of_an_element_are_evenly_spread_over_steps():
     """The variance of the error of 32 moves by 1/32: independent numbers give 31 / 32."""
-    steps = range(1, 33)
-    ups = [noise(2**16, rounding.key(4, 2, t), 0) >= 2**16 - 2**11 for t in steps]
+    ups = [noise(2**16, rounding.key(4, 2, t), 0) >= 2**16 - 2**11 for t in range(1, 33)]
     errors = torch.stack(ups).sum(0) - 1.0
     assert abs(errors.mean()) < 1e-3 and errors.square().mean() < 0.1
