@@ -81,7 +81,8 @@ class Int8Weight:
         """Stores values: rounded stochastically by ``key``, or to nearest without a key.
 
         Random bits have a resolution of 2**-16 codes. Only values below 2**-9 codes have a smaller
-        fraction, because bf16 has 8 significant bits. It is cut off, 2**-17 codes on average.
+        fraction, because bf16 has 8 significant bits. It is rounded down, by 2**-17 codes on
+        average.
         """
         flat = values.reshape(-1)
         if devices.supports(flat.device):
@@ -95,9 +96,9 @@ class Int8Weight:
             if key is None:
                 x.round_()
             else:
-                bits = x.abs().mul_(2**16).to(torch.int32)
+                bits = x.mul_(2**16).floor_().to(torch.int32)
                 add_noise_(bits.view(-1), key, self.start + start)
-                x = bits.bitwise_right_shift_(16).to(x.dtype).copysign_(x)
+                x = bits.bitwise_right_shift_(16).to(x.dtype)
                 # Stored anew, values below 64 codes would get half the scale: they get it here.
                 doubled = (x.abs().amax(1) == 63) & (scales > 2.0**LEAST_EXPONENT)
                 x.mul_(1 + doubled.unsqueeze(1))

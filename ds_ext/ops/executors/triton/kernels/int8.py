@@ -34,13 +34,12 @@ def encode(
         first = start + group.to(tl.int64) * SIZE  # a group lies within one chunk
         first = place(key, first // CHUNK) + first.to(tl.uint32)
         position = (first[:, None] + tl.arange(0, SIZE)[None, :].to(tl.uint32)) % CHUNK
-        size = (tl.abs(x) * 65536.0).to(tl.int32) + (tl.load(noise + position) ^ flips(key))
-        size = size >> 16
+        code = tl.floor(x * 65536.0).to(tl.int32) + (tl.load(noise + position) ^ flips(key))
+        code = code >> 16
         # Stored anew, values below 64 codes would get half the scale: they get it here.
-        doubles = ((tl.max(size, axis=1) == 63) & (exponent > 1)).to(tl.int32)
-        size = size << doubles[:, None]
+        doubles = ((tl.max(tl.abs(code), axis=1) == 63) & (exponent > 1)).to(tl.int32)
+        code = code << doubles[:, None]
         exponent -= doubles
-        code = tl.where(x < 0, -size, size)
     else:
         code = (x + ROUND).to(tl.int32, bitcast=True)
     tl.store(codes + at, code.to(tl.int8), mask=has[:, None])
