@@ -71,10 +71,11 @@ def _of_model(params: Iterable[Any], model: ModelView) -> list[Any]:
         if isinstance(x, dict):
             own = [x["params"]] if isinstance(x["params"], Tensor) else x["params"]
             x = {**x, "params": _of_model(own, model)}
-        elif x not in model:
+        elif not isinstance(x, Tensor) or x not in model:
+            what = f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else repr(x)
             raise ValueError(
-                f"model_parameters of deepspeed.initialize has a tensor of shape {list(x.shape)} "
-                "that is no parameter of the model: pass those of the model that you pass."
+                f"model_parameters of deepspeed.initialize has {what}, which is no parameter of "
+                "the model: pass model.parameters() of the model that you pass."
             )
         found.append(x)
     return found

@@ -398,28 +398,33 @@ static __attribute__((noinline)) const float *weight(const Entry &e, int storage
     }
 }
 
-// rounding.add_noise_: 16 random bits for each of n elements, from element ``at`` on, in ``buffer``.
-static const uint16_t *noise(uint64_t key, int64_t at, int64_t n, uint16_t *__restrict buffer) {
+// rounding.add_noise_: 16 random bits for each of n elements, from element ``at`` on, before flips(). Returns
+// a pointer into the permutation, or a copy in ``buffer`` if the elements cross two chunks.
+static const uint16_t *noise(uint32_t key, int64_t at, int64_t n, uint16_t *__restrict buffer) {
     const uint16_t *table = permutation();
-    const uint16_t flips = static_cast<uint16_t>(key >> 32);
     for (int64_t j = 0; j < n;) {
         int64_t chunk = (at + j) / NOISE_CHUNK, element = (at + j) % NOISE_CHUNK;
         int64_t stop = j + NOISE_CHUNK - element;
-        uint32_t place = hashed(static_cast<uint32_t>(key) + static_cast<uint32_t>(chunk) * PRIME3);
+        uint32_t place = hashed(key + static_cast<uint32_t>(chunk) * PRIME3);
         const uint16_t *from = table + (place + static_cast<uint32_t>(element)) % NOISE_CHUNK;
+        if (j == 0 && stop >= n) return from;
         if (stop > n) stop = n;
-        for (int64_t k = 0; k < stop - j; ++k) buffer[j + k] = from[k] ^ flips;
+        std::memcpy(buffer + j, from, sizeof(uint16_t) * static_cast<size_t>(stop - j));
         j = stop;
     }
     return buffer;
 }
 
+// The bits that a step flips in them.
+static uint32_t flips(uint64_t key) { return static_cast<uint32_t>(key >> 32); }
+
 // Rounds numbers that may exceed the largest bf16, which they become, or may be non-finite.
-static __attribute__((noinline)) void round_odd(const float *x, const uint16_t *random, int64_t n, uint16_t *w) {
+static __attribute__((noinline)) void round_odd(const float *x, const uint16_t *random, uint32_t flipped, int64_t n,
+                                                uint16_t *w) {
     for (int64_t j = 0; j < n; ++j) {
         uint32_t bits = as_bits(x[j]), a = bits & 0x7FFFFFFFu, sign = bits & 0x80000000u;
         uint32_t within = a > 0x7F7F0000u ? 0x7F7F0000u : a;
-        uint32_t rounded = ((within + random[j]) & 0xFFFF0000u) | sign;
+        uint32_t rounded = ((within + (random[j] ^ flipped)) & 0xFFFF0000u) | sign;
         uint32_t special = a > 0x7F800000u ? 0x7FC00000u : bits;
         w[j] = static_cast<uint16_t>((a >= 0x7F800000u ? special : rounded) >> 16);
     }
@@ -436,7 +441,8 @@ static __attribute__((noinline)) void store(const Entry &e, int storage, int64_t
         loaded(e.w, FP16, i, n, x);
         break;
     case STOCHASTIC_FP16: {
-        const uint16_t *random = noise(e.key, e.origin + i, n, drawn);
+        const uint16_t *random = noise(static_cast<uint32_t>(e.key), e.origin + i, n, drawn);
+        const uint32_t flipped = flips(e.key);
         for (int64_t j = 0; j < n; ++j) {
             uint32_t a = as_bits(x[j]) & 0x7FFFFFFFu;
             float most = 65504.0f, bounded = x[j] > most ? most : x[j];
@@ -447,7 +453,7 @@ static __attribute__((noinline)) void store(const Entry &e, int storage, int64_t
             float steps = bounded / spacing;
             int32_t whole = static_cast<int32_t>(steps);  // below 2**11
             float cut = std::fabs(steps - static_cast<float>(whole));
-            int32_t more = static_cast<int32_t>(cut * -65536.0f) + random[j];
+            int32_t more = static_cast<int32_t>(cut * -65536.0f) + static_cast<int32_t>(random[j] ^ flipped);
             float further = more < 0 ? (steps < 0 ? -1.0f : 1.0f) : 0.0f;
             float rounded = (static_cast<float>(whole) + further) * spacing;
             rounded = as_float(as_bits(rounded) | (as_bits(bounded) & 0x80000000u));
@@ -991,15 +997,16 @@ static bool step_at_once(const Call &call, const Entry &e, Stepped stepped, int6
     if (call.storage == PLAIN_BF16) {
         for (int64_t j = 0; j < n; ++j) narrow[j] = float_to_bf16(stepped(bf16_to_float(narrow[j]), u[j]));
     } else {
-        const uint16_t *random = noise(e.key, e.origin + i, n, drawn);
+        const uint16_t *random = noise(static_cast<uint32_t>(e.key), e.origin + i, n, drawn);
+        const uint32_t flipped = flips(e.key);
         uint32_t most = 0;
         for (int64_t j = 0; j < n; ++j) {
             now[j] = stepped(bf16_to_float(narrow[j]), u[j]);
             uint32_t bits = as_bits(now[j]), a = bits & 0x7FFFFFFFu;
             most = a > most ? a : most;
-            narrow[j] = static_cast<uint16_t>((bits + random[j]) >> 16);
+            narrow[j] = static_cast<uint16_t>((bits + (random[j] ^ flipped)) >> 16);
         }
-        if (most > 0x7F7F0000u) round_odd(now, random, n, narrow);
+        if (most > 0x7F7F0000u) round_odd(now, random, flipped, n, narrow);
     }
     if (e.norm_cache) squares = square_sum_of(Bf16{narrow}, n);
     return true;
