@@ -138,7 +138,7 @@ def test_groups_of_a_script_keep_their_own_weight_decay():
     groups = [{"params": others}, {"params": vectors, "weight_decay": 0.0}]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.1, 0.0]
-    with pytest.raises(ValueError, match="a tensor of shape .*, which is no parameter of the model"):
+    with pytest.raises(ValueError, match="a tensor of shape .*, which is no parameter of"):
         deepspeed.initialize(model=models.Zoo(), model_parameters=groups, config=config)
 
 
