@@ -246,7 +246,7 @@ VERSIONS = sorted(path.name.removesuffix(".tar.xz") for path in old_checkpoints.
 # Ranks, and the stages at which what was saved on two ranks is loaded.
 TARGETS = [(2, {"zero3": 1, "zero0": 3}), (1, {"zero3": 2, "zero0": 1})]
 # Relative to the update; in bf16 a weight between two values may be rounded to the other one.
-CLOSE_TO_OLD = {"zero3": 1e-5, "plain": 1e-5, "zero0": 1e-3}
+CLOSE_TO_OLD = {"zero3": 1e-5, "plain": 1e-5, "zero0": 1e-3, "int8": 0.1}  # by other random bits
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +263,7 @@ def compare(path, found):
         record = torch.load(path / rule / f"{kind}.weights.pt")
         assert all(torch.equal(loaded[name], w) for name, w in record["saved"].items()), rule
         is_half = record["saved"]["matrix"].dtype != torch.float32
-        limit = CLOSE_TO_OLD["zero0" if is_half else kind]
+        limit = CLOSE_TO_OLD["int8" if rule == "int8" else "zero0" if is_half else kind]
         assert error(after, record["after"], record["saved"]) <= limit, (rule, kind)
 
 

@@ -106,7 +106,7 @@ def test_the_kernels_of_a_7b_step_have_few_instructions_and_registers():
     recall, applied = of["cached_norm IS_WEIGHT"], of["apply_and_cache_norm IS_QUOTIENT"]
     assert recall["calls"] == 0 and recall["registers"] <= 80
     assert applied["calls"] == 0 and applied["registers"] <= 80
-    assert applied["per element"] <= 34 and applied["alu"] <= 15
+    assert applied["per element"] <= 34.5 and applied["alu"] <= 15
     assert applied["scalars"] <= 24  # the noise is loaded in vectors
 
 
@@ -146,15 +146,15 @@ from triton.compiler import ASTSource
 import triton
 from benchmarks import machine_code
 from ds_ext.ops.executors.triton import kernels, tiles
-kinds = dict(values="*bf16", codes="*i8", scales="*i16", noise="*i32", groups="i32", start="i64")
+kinds = dict(values="*bf16", codes="*i8", exponents="*u8", noise="*i32", groups="i32", start="i64")
 kinds |= dict(key="i64") | dict.fromkeys(("IS_RANDOM", "SIZE", "GROUPS"), "constexpr")
 for is_random in (False, True):
-    constants = {"IS_RANDOM": is_random, "SIZE": 256, "GROUPS": tiles.ENCODED_GROUPS}
+    constants = {"IS_RANDOM": is_random, "SIZE": 32, "GROUPS": tiles.ENCODED_GROUPS}
     constants = {(kernels.encode.arg_names.index(name),): x for name, x in constants.items()}
     source, target = ASTSource(kernels.encode, kinds, constants), GPUTarget("cuda", 90, 32)
     print(machine_code.counts_of(triton.compile(source, target=target).asm["cubin"]).spilled)
 kinds = dict(stored="*i8", values="*bf16", groups="i32", length="i64")
-constants = {(4,): 256, (5,): tiles.DECODED_GROUPS}
+constants = {(4,): 32, (5,): tiles.DECODED_GROUPS}
 source = ASTSource(kernels.decode, kinds | dict(SIZE="constexpr", GROUPS="constexpr"), constants)
 print(machine_code.counts_of(triton.compile(source, target=target).asm["cubin"]).spilled)
 """
