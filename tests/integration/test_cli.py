@@ -315,7 +315,7 @@ def test_the_version_is_told(capsys):
 def test_a_reader_that_ends_early_is_no_traceback():
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "ds_ext", "config", "adalomo"]
+    command = [sys.executable, "-u", "-m", "ds_ext", "config", "adalomo"]
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert ended.returncode == 1 and "BrokenPipe" not in ended.stderr, ended.stderr

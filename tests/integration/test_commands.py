@@ -97,7 +97,7 @@ def test_what_a_program_starts_knows_the_optimizers(tmp_path):
     """A child of a child, which imports DeepSpeed and not ds_ext; sitecustomize is not hidden."""
     (tmp_path / "sitecustomize.py").write_text("print('its own sitecustomize')")
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {KNOWS!r}], check=True)"
-    own = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    own = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "PYTHONUNBUFFERED": "1"}
     (tmp_path / "own_rules.py").write_text("print('its own rules')")
     command = [sys.executable, "-m", "ds_ext", "run", "--import", "own_rules", sys.executable]
     done = started(*command, "-c", child, **own)
