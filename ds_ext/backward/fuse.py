@@ -95,7 +95,7 @@ def fuse_into_backward(
             "optimizers of ds_ext, such as ds_ext.AdaLomo(model.parameters()), can step inside "
             "backward. That of a rule of yours, MyRule, is ds_ext.MyRule(model.parameters())."
         )
-    if isinstance(group, float | int | list):
+    if isinstance(group, float | int | str | list | tuple | dict):
         raise TypeError(
             f"fuse_into_backward: group is {group!r}; allowed: a process group that has this rank, "
             "or None. Give max_grad_norm and other settings by name."

@@ -218,7 +218,7 @@ def test_an_optimizer_of_others_is_a_type_error():
     with pytest.raises(TypeError, match="'ds_ext.AdaLomo'>; .* nn.Module. The two are swapped."):
         ds_ext.fuse_into_backward(ds_ext.AdaLomo(layer.parameters()), layer)
     with pytest.raises(TypeError, match="allowed: a process group that has this rank, or None"):
-        ds_ext.fuse_into_backward(layer, ds_ext.AdaLomo(layer.parameters()), [0, 1])
+        ds_ext.fuse_into_backward(layer, ds_ext.AdaLomo(layer.parameters()), "sharded")
     assert torch.equal(layer.weight, before) and not layer._forward_pre_hooks
 
 
