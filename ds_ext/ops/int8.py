@@ -2,10 +2,9 @@
 
 A scale is the smallest power of two at which the codes of its group fit into [-127, 127]; a byte
 has its exponent, as in the MXINT8 format of the Open Compute Project. bf16 holds every code times
-its scale exactly. A weight that no step has changed therefore keeps its
-value, and encoding a decoded weight again changes nothing. New weights are rounded stochastically,
-by random bits that depend on key and element alone (``rounding``), so that all ranks store the same
-codes.
+its scale exactly. A weight that no step has changed therefore keeps its value, and encoding a
+decoded weight again changes nothing. New weights are rounded stochastically, by random bits that
+depend on key and element alone (``rounding``), so that all ranks store the same codes.
 
 The codes own the weight. A parameter has bf16 values while somebody holds it (``expanded``). In
 between it is a ``FreedParameter``: an operation that would read or write values raises an error.
@@ -28,7 +27,6 @@ from ds_ext.ops.executors.triton import devices, launches
 from ds_ext.ops.rounding import add_noise_
 
 SIZE = 32  # elements that share a scale
-LEAST_EXPONENT = -126  # of scales: bf16's smallest normal number
 BLOCK, GPU_BLOCK = 2**18, 2**22  # elements that are encoded at a time
 MIN_NUMEL = 2**16  # smaller weights stay in bf16
 
@@ -81,8 +79,7 @@ class Int8Weight:
         """Stores values: rounded stochastically by ``key``, or to nearest without a key.
 
         Random bits have a resolution of 2**-16 codes. Only values below 2**-9 codes have a smaller
-        fraction, because bf16 has 8 significant bits. It is rounded down, by 2**-17 codes on
-        average.
+        fraction, because bf16 has 8 significant bits. They lose 2**-17 codes on average.
         """
         flat = values.reshape(-1)
         if devices.supports(flat.device):
@@ -91,8 +88,8 @@ class Int8Weight:
         block = BLOCK if flat.device.type == "cpu" else GPU_BLOCK
         for start in range(0, len(flat), block):
             x = flat[start : start + block].float().view(-1, SIZE)
-            scales = _scales(x)
-            x.div_(scales.unsqueeze(1))
+            exponents = _exponents(x)
+            x.div_(scales_of(exponents).unsqueeze(1))
             if key is None:
                 x.round_()
             else:
@@ -100,11 +97,10 @@ class Int8Weight:
                 add_noise_(bits.view(-1), key, self.start + start)
                 x = bits.bitwise_right_shift_(16).to(x.dtype)
                 # Stored anew, values below 64 codes would get half the scale: they get it here.
-                doubled = (x.abs().amax(1) == 63) & (scales > 2.0**LEAST_EXPONENT)
+                doubled = ((x.abs().amax(1) == 63) & (exponents > 1)).to(exponents.dtype)
                 x.mul_(1 + doubled.unsqueeze(1))
-                scales.div_(1 + doubled)
+                exponents.sub_(doubled)
             self.codes[start : start + block] = x.view(-1)
-            exponents = scales.view(torch.int32).bitwise_right_shift_(23)
             self.exponents[start // SIZE : (start + block) // SIZE] = exponents
 
     def hold(self, param: Tensor) -> None:
@@ -145,13 +141,12 @@ class Int8Weight:
             return decode(self.stored, new)
 
 
-def _scales(x: Tensor) -> Tensor:
-    """The scales of groups, [n, SIZE] -> [n]: powers of two, at least bf16's smallest normal."""
+def _exponents(x: Tensor) -> Tensor:
+    """The exponents of groups, [n, SIZE] -> [n]; 1 is that of bf16's smallest normal number."""
     most = x.abs().amax(1)
     mantissa, exponent = torch.frexp(most)  # most = mantissa * 2**exponent, mantissa in [1/2, 1)
-    exponent = (exponent - 7 + (mantissa > 127 / 128)).clamp_(min=LEAST_EXPONENT)
-    scales = torch.ldexp(torch.ones_like(most), exponent)
-    return scales.masked_fill_(most.isfinite().logical_not_(), torch.nan)
+    exponent = (exponent + 120 + (mantissa > 127 / 128)).clamp_(min=1)
+    return exponent.masked_fill_(most.isfinite().logical_not_(), 255).to(torch.uint8)
 
 
 def scales_of(exponents: Tensor) -> Tensor:

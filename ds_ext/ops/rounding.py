@@ -19,6 +19,7 @@ from torch import Tensor
 from ds_ext.ops import schema
 
 Bits = TypeVar("Bits", int, Tensor)
+Number = TypeVar("Number", int, NDArray[np.int64])
 MASK = 2**32 - 1
 
 
@@ -58,7 +59,7 @@ ROUND: dict[torch.dtype, Callable[[Tensor, int, int], Tensor]] = {
 }
 
 
-def key(seed: int, number: int, step: int, dimension: int = 1) -> int:
+def key(seed: int, number: Number, step: int, dimension: int = 1) -> Number:
     """A 48-bit key: the lower 32 bits distinguish seeds and parameters, the upper 16 steps.
 
     Two roundings of a value in a step need seeds and dimensions (0, 1) of their own.
@@ -66,6 +67,7 @@ def key(seed: int, number: int, step: int, dimension: int = 1) -> int:
     return (fold(seed) + number * schema.PRIME1) % 2**32 + (sobol(step, dimension) << 32)
 
 
+@functools.lru_cache(16)  # the parameters of a step share it
 def sobol(i: int, dimension: int) -> int:
     """Number ``i`` of the first two dimensions (0, 1) of Sobol's sequence, in 16 bits.
 
@@ -81,8 +83,7 @@ def sobol(i: int, dimension: int) -> int:
 
 def keys(seed: int, numbers: NDArray[np.uint32], step: int) -> NDArray[np.int64]:
     """``key`` of several parameters, [n]."""
-    lower = (fold(seed) + numbers.astype(np.int64) * schema.PRIME1) % 2**32
-    return lower + (key(seed, 0, step) >> 32 << 32)
+    return key(seed, numbers.astype(np.int64), step)
 
 
 def add_noise_(bits: Tensor, key: int, start: int) -> None:
