@@ -21,16 +21,10 @@ from torch import Tensor, nn
 
 import ds_ext
 from benchmarks import report
-from benchmarks.collectives import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    REDUCE_SCATTER,
-    Call,
-    noted,
-    sent,
-)
+from benchmarks.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Call, noted, sent
 from benchmarks.memory import LLAMAS, Sizes, llama
 from benchmarks.ranks import on_ranks
+from ds_ext.distributed.placement import Sharded
 
 MODELS: dict[str, Sizes] = {"small": (2048, 256, 688, 4, 4, 4, False), "135M": LLAMAS["135M"]}
 LR = 5e-4
@@ -51,6 +45,7 @@ class Step(NamedTuple):
     rounds: list[int]  # the rounds of each bucket; empty for upstream
 
 
+@mock.patch.object(Sharded, "_begin_sum", Sharded._scatter)  # as on GPUs; forks inherit it
 def main(args: argparse.Namespace) -> None:
     """Counts the steps of all runs, and writes the tables."""
     runs = {"upstream, ZeRO-3": upstream, "ds_ext, ZeRO-3": stage3, "ds_ext, ZeRO-2": stage2}
@@ -79,11 +74,11 @@ This report counts the second step of AdaLomo on {ranks} real ranks (gloo). They
 random fp32 weights, each rank on {length} random tokens; `reduce_bucket_size` is {bucket:,}
 elements. Each call of a process group is counted when torch passes it to the backend. A call
 belongs to the optimizer if ds_ext or lomo_optim made it. DeepSpeed's gathers of weights are not
-included. "Sent" is the number of bytes that a rank sends in a ring: 2(d-1)/d of the bytes of an
-all-reduce, and (d-1)/d of the bytes of other collectives. "Other than gradients" is
-everything that the optimizer sends except gradients, including the padding of gradients. For ZeRO-2
-it does not include the updated weights, which any optimizer has to gather there (upstream has no
-ZeRO-2).
+included. Gradients are reduce-scattered as on GPUs; gloo would all-reduce them. "Sent" is the
+number of bytes that a rank sends in a ring: 2(d-1)/d of the bytes of an all-reduce, and (d-1)/d of
+the bytes of other collectives. "Other than gradients" is everything that the optimizer sends except
+gradients, including the padding of gradients. For ZeRO-2 it does not include the updated weights,
+which any optimizer has to gather there (upstream has no ZeRO-2).
 
 Upstream is `lomo_optim.AdaLomo` with its ZeRO-3 code. This code reads an attribute `dp_rank` that
 nothing in the package sets, so the benchmark sets it to the rank. `Tensor.cuda` does nothing.

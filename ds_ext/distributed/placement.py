@@ -7,8 +7,9 @@ Parameters with the same distribution share one. d is the number of data-paralle
 | `Replicated` | all         | all   | all-reduce     | nothing            | complete, unsent |
 | `Sharded`    | all         | 1/d   | reduce-scatter | all-gather of runs | added up over d  |
 
-If tensor-parallel ranks hold replicas of a run, its sum is all-reduced among them after the
-reduce-scatter. Partial sums stay within the data-parallel ranks: all replicas have the same ones.
+On CPUs one all-reduce takes the place of the reduce-scatter, for which gloo makes one for each
+gradient. If tensor-parallel ranks hold replicas of a run, its sum is all-reduced among them after
+the reduce-scatter. Partial sums stay within the data-parallel ranks: all replicas have the same ones.
 engine/zero3.py has the placement of ZeRO-3, where a rank keeps only its run. With tensor
 parallelism, "all" means the boxes of the matrix that a rank holds, and partial sums are added up
 over all ranks that hold a part of it. Unsplit parameters have their own placement, as do experts.
@@ -245,6 +246,9 @@ class Sharded(Placement):
         self.group = with_own_queue(self.group, queue="reductions")
 
     def _begin_sum(self, runs: list[Tensor], flats: list[Tensor]) -> dist.Work:
+        return super()._begin_sum(runs, flats) if flats[0].is_cpu else self._scatter(runs, flats)
+
+    def _scatter(self, runs: list[Tensor], flats: list[Tensor]) -> dist.Work:
         return self.group.reduce_scatter_tensor_coalesced(runs, flats)  # type: ignore[union-attr]
 
     def publish(self, params: Iterable[Tensor]) -> None:

@@ -46,10 +46,10 @@ def loss_of(engine: Any, number: int, rank: int) -> torch.Tensor:
 
 
 def twice() -> None:
-    """The same bits on the groups of DeepSpeed, and twice with groups of our own, made once."""
+    """The same bits on DeepSpeed's groups, and twice, as on GPUs, with our own, made once."""
     plain = [trained(stage) for stage in STAGES]
     counts, used, reducing = set(), set(), set()
-    add_up, reduce = dist.all_reduce, Sharded._begin_sum
+    add_up, scatter = dist.all_reduce, Sharded._scatter
 
     def noted(x: torch.Tensor, *args: Any, group: Any = None, **more: Any) -> Any:
         used.add(group)
@@ -58,7 +58,7 @@ def twice() -> None:
     def reduced(placement: Sharded, *tensors: list[torch.Tensor]) -> Any:
         reducing.add(placement.group)
         used.add(placement.publish_group)
-        return reduce(placement, *tensors)
+        return scatter(placement, *tensors)
 
     with (
         mock.patch.object(groups, "WITHOUT_QUEUES", set()),
