@@ -9,8 +9,8 @@ Parameters with the same distribution share one. d is the number of data-paralle
 
 On CPUs one all-reduce takes the place of the reduce-scatter, for which gloo makes one for each
 gradient. If tensor-parallel ranks hold replicas of a run, its sum is all-reduced among them after
-the reduce-scatter. Partial sums stay within the data-parallel ranks: all replicas have the same ones.
-engine/zero3.py has the placement of ZeRO-3, where a rank keeps only its run. With tensor
+the reduce-scatter. Partial sums stay within the data-parallel ranks: all replicas have the same
+ones. engine/zero3.py has the placement of ZeRO-3, where a rank keeps only its run. With tensor
 parallelism, "all" means the boxes of the matrix that a rank holds, and partial sums are added up
 over all ranks that hold a part of it. Unsplit parameters have their own placement, as do experts.
 """
