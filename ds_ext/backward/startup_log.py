@@ -39,7 +39,7 @@ def line(optimizer: RuleOptimizer, layout: Layout, grad_config: GradientConfig, 
 
 def _writing(optimizer: RuleOptimizer, param: Tensor) -> str:
     """A weight's dtype, and how it is rounded if it has 16 bits: 'bfloat16 ("stochastic")'."""
-    dtype = str(param.dtype).removeprefix("torch.")
+    dtype = "int8" if int8.find(param) else str(param.dtype).removeprefix("torch.")
     rounding = optimizer.rule_of(param).weight_update
     return f'{dtype} ("{rounding}")' if param.dtype.itemsize == 2 else dtype
 

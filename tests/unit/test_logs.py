@@ -31,8 +31,7 @@ def fresh(monkeypatch):
 
 def train() -> None:
     """Training that says what it keeps."""
-    model = torch.nn.Linear(3, 2)
-    fuse(model, gradient_policy="sharded")
+    fuse(model := nn.Linear(3, 2), gradient_policy="sharded")
     model(torch.randn(4, 3)).sum().backward()
 
 
@@ -221,7 +220,9 @@ def test_the_bytes_of_state_are_those_that_are_held(name, weight_update):
 
 def test_the_first_line_tells_how_a_model_is_stepped():
     model = Adapted().bfloat16()
-    told = said(ds_ext.LAMB(model.parameters(), weight_update="master"), model)
-    assert told[0].startswith("LAMB, without DeepSpeed, 1 rank: 50 parameters trained, ")
-    assert 'gradient_policy "fused", weights bfloat16 ("master"), ' in told[0]
-    assert told[0].endswith(" MiB of state on this rank")
+    told = said(ds_ext.LAMB(model.parameters(), weight_update="master"), model)[0]
+    start = "LAMB, without DeepSpeed, 1 rank: 50 parameters trained, gradient_policy"
+    assert told.startswith(f'{start} "fused", weights bfloat16 ("master"), ')
+    assert told.endswith(" MiB of state on this rank")
+    ds_ext.store_int8(large := nn.Linear(256, 256, bias=False).bfloat16())
+    assert ', weights int8 ("stochastic"), ' in said(ds_ext.AdaLomo(large.parameters()), large)[0]
