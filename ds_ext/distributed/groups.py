@@ -12,9 +12,12 @@ Groups last until ``torch.distributed.destroy_process_group``, because the ranks
 wait for each other when it ends, which would hang if one of them is lost.
 """
 
+import atexit
 import contextlib
+import functools
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
@@ -101,7 +104,18 @@ def alone() -> Group:
 
 def for_hosts(group: Group, device: torch.device) -> Group:
     """Returns a group of the same ranks for messages between hosts, which wait for no GPU."""
+    if communicates(group):
+        _wait_at_exit()
     return group if device.type in ON_HOSTS else _twin(group, "gloo", "hosts")
+
+
+@functools.cache
+def _wait_at_exit() -> None:
+    """Lets this process wait at its end until gloo's threads have freed their last tensors.
+
+    A thread that needs Python's lock for that when the interpreter has ended aborts the process.
+    """
+    atexit.register(time.sleep, 0.05)  # a thread gets the lock within 5 ms
 
 
 def _twin(group: Group, backend: str | None, queue: str) -> Group:

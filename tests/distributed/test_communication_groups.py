@@ -20,7 +20,7 @@ from ds_ext.backward.buckets import Buckets
 from ds_ext.distributed import consensus, groups
 from ds_ext.distributed.placement import Sharded
 from tests import worlds
-from tests.common import engines, models
+from tests.common import apart, engines, models
 from tests.common.choose import params
 from tests.common.ranks import whole
 from tests.common.states import same
@@ -115,6 +115,19 @@ def test_a_group_that_was_destroyed_is_made_anew():
             dist.all_reduce(torch.ones(1), group=own)
             dist.destroy_process_group(own)
     assert sum(groups._counts.values()) >= 4
+
+
+@pytest.mark.slow
+def test_a_process_may_end_in_a_collective():
+    """gloo's thread then frees a tensor, for which it needs Python's lock."""
+    code = (
+        "import torch, torch.distributed as dist; from ds_ext.distributed import groups\n"
+        'dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)\n'
+        'groups.for_hosts(dist.group.WORLD, torch.device("cpu"))\n'
+        "dist.all_reduce(torch.ones(1_000_000), async_op=True)\n"
+    )
+    for _ in range(3):
+        apart.python("-c", code, DS_EXT_COMMUNICATE_ALONE="1")
 
 
 def killed(has_own_groups: bool) -> None:

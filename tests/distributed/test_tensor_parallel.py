@@ -3,7 +3,6 @@ by two of data parallelism: against the same training by the authors' optimizers
 
 import json
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +27,6 @@ from tests.common.ranks import shared_folder, whole
 from tests.distributed import test_ulysses
 from tests.tools.support import of
 
-ROOT = Path(__file__).parents[2]
 VOCAB, STEPS = 37, 4
 SMALL = {name: {"lr": 5e-4} for name in ("came", "lion")} | {"apollomini": {"lr": 1e-3}}
 LARGE = {"lomo": {"lr": 0.05}, "sinkgd": {"lr": 0.1}}
@@ -88,7 +86,7 @@ FUSED = {
 CASES |= {f"fused-{s}": Case("fused", "came", s) for s in range(4)}
 CASES |= {f"tied-{s}": Case("tied", "adalomo", s) for s in range(4)}
 CASES |= {f"llama-lomo-{stage}": Case("llama", "lomo", stage) for stage in (0, 3)}
-SHIPPED = json.loads((ROOT / "configs" / "adalomo_zero1_tp2.json").read_text())
+SHIPPED = json.loads((worlds.ROOT / "configs" / "adalomo_zero1_tp2.json").read_text())
 SHIPPED = {key: SHIPPED[key] for key in ("tensor_parallel", "zero_optimization")}
 CASES["shipped-config"] = Case("llama", "adalomo", 1, SHIPPED)
 CASES |= {f"llama-muon-{stage}": Case("llama", "muon", stage) for stage in range(4)}

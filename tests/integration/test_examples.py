@@ -143,11 +143,10 @@ def test_lightning_that_is_missing_is_one_line(monkeypatch):
 
 def test_what_llama_factorys_yaml_names_is_there():
     given = yaml.safe_load((EXAMPLES / "llama_factory.yaml").read_text())
-    root = worlds.ROOT
-    assert json.loads((root / given["deepspeed"]).read_text())["optimizer"]["type"] == "AdaLomo"
-    known = json.loads((root / given["dataset_dir"] / "dataset_info.json").read_text())
+    assert json.loads((ROOT / given["deepspeed"]).read_text())["optimizer"]["type"] == "AdaLomo"
+    known = json.loads((ROOT / given["dataset_dir"] / "dataset_info.json").read_text())
     entry = known[given["dataset"]]
-    row = json.loads((root / given["dataset_dir"] / entry["file_name"]).open().readline())
+    row = json.loads((ROOT / given["dataset_dir"] / entry["file_name"]).open().readline())
     assert set(entry["columns"].values()) <= row.keys()
 
 
@@ -163,9 +162,7 @@ model.register_forward_hook(lambda module, inputs, output: losses.append(output.
 data = [{"input_ids": x, "labels": x} for x in torch.randint(0, 8, (128, 12))]
 loader = torch.utils.data.DataLoader(data, batch_size=2)
 """
-END = """
-print(f"losses {losses}", flush=True)
-"""
+END = '\nprint(f"losses {losses}", flush=True)\n'
 
 
 def blocks(guide, language=""):
@@ -190,9 +187,6 @@ def falls(script, command, folder):
     assert len(found) == 2
     for losses in map(ast.literal_eval, found):
         assert len(losses) >= 32 and sum(losses[-4:]) < 0.9 * sum(losses[:4])
-
-
-GUIDED = 3
 
 
 class Layers(nn.Module):
@@ -242,7 +236,7 @@ def test_a_config_of_the_recipes_trains(section):
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(8, 16, generator=generator).bfloat16()
     losses = []
-    for _ in range(GUIDED):
+    for _ in range(3):
         for _ in range(engine.gradient_accumulation_steps()):
             loss = (engine(x).float() - x).square().mean()
             engine.backward(loss)
