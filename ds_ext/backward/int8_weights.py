@@ -175,10 +175,12 @@ def _users(model: nn.Module) -> dict[Tensor, list[nn.Module]]:
     users: dict[Tensor, list[nn.Module]] = {}
     others: set[Tensor] = set()
     for module in model.modules():
-        # MultiheadAttention reads the weight of its out_proj without calling it.
+        # MultiheadAttention reads the weight of its out_proj without calling it. Embeddings with
+        # max_norm edit their weight when they are called.
         is_read = type(module).__name__ == "NonDynamicallyQuantizableLinear"
+        is_edited = getattr(module, "max_norm", None) is not None
         for param in module.parameters(recurse=False):
-            if is_read or next(module.children(), None) is not None:
+            if is_read or is_edited or next(module.children(), None) is not None:
                 others.add(param)
             elif param.requires_grad and int8.fits(param.shape):
                 users.setdefault(param, []).append(module)

@@ -72,7 +72,7 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
             self.layout,
             replace(grad_config, average=engine.gradient_average, overlap=overlap, has_engine=True),
             self._comm_dtype,
-            self._is_boundary,
+            lambda: engine.is_gradient_accumulation_boundary() and not engine.inside_no_sync_ctxt,
             on_replaced=self.destroy,
             on_discarded=self._discarded,
             rerun_context=self._suspend_engine_hooks,
@@ -146,10 +146,6 @@ class ZeroAdapter(ZeROOptimizer):  # type: ignore[misc]  # deepspeed has no type
         if param.dtype == torch.float64 and engine._config.communication_data_type is None:
             return torch.float64  # DeepSpeed would choose fp32
         return cast(torch.dtype, engine.communication_data_type)
-
-    def _is_boundary(self) -> bool:
-        engine = self.engine
-        return bool(engine.is_gradient_accumulation_boundary() and not engine.inside_no_sync_ctxt)
 
     def needs_scaler(self) -> bool:
         """Returns whether a loss must be multiplied by the loss scale before backward."""

@@ -42,7 +42,7 @@ _SECTION_OF = {
     **{"DeepSpeedBF16Config": "bf16", "DeepSpeedFP16Config": "fp16", "CompileConfig": "compile"},
 }
 # Keys that a client fills in before DeepSpeed reads a config.
-_NEVER_AUTO = (*SIZES, "zero_optimization.stage", "bf16.enabled", "fp16.enabled")
+_NEVER_AUTO = (*SIZES, "zero_optimization.stage")
 
 
 def read(make: Callable[[], None], config: dict[str, Any]) -> None:

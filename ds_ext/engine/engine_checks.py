@@ -102,8 +102,9 @@ def validate(engine: DeepSpeedEngine, optimizer: RuleOptimizer) -> None:
     config, given = effective(engine), engine._config._param_dict
     is_named = engine.client_lr_scheduler is None
     params = (lookup(given, "scheduler.params") if is_named else None) or {}
-    # zero.Init, whose config may have these, does not read them.
-    keys = ["gradient_clipping", "steps_per_print", *(f"scheduler.params.{key}" for key in params)]
+    # The config of zero.Init may have these: a client fills them in later.
+    keys = ["bf16.enabled", "fp16.enabled", "gradient_clipping", "steps_per_print"]
+    keys += [f"scheduler.params.{key}" for key in params]
     found = [*problems(config, pipeline.gradients_kept_for(engine)), *left_auto(given, keys)]
     raise_all([*found, *size_problems(config, dist.get_world_size())])
     if is_named:

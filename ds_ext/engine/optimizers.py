@@ -68,11 +68,11 @@ def _of_model(params: Iterable[Any], model: ModelView) -> list[Any]:
     found = []
     for given in params:
         x = given[1] if isinstance(given, tuple) else given
-        if isinstance(x, dict):
-            own = [x["params"]] if isinstance(x["params"], Tensor) else x["params"]
-            x = {**x, "params": _of_model(own, model)}
+        own = x.get("params") if isinstance(x, dict) else None
+        if own is not None:
+            x = {**x, "params": _of_model([own] if isinstance(own, Tensor) else own, model)}
         elif not isinstance(x, Tensor) or x not in model:
-            what = f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else repr(x)
+            what = f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else repr(x)[:99]
             raise ValueError(
                 f"model_parameters of deepspeed.initialize has {what}, which is no parameter of "
                 "the model: pass model.parameters() of the model that you pass."

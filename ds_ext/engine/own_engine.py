@@ -29,7 +29,7 @@ from ds_ext.engine import (
 from ds_ext.engine.adapter import ZeroAdapter
 from ds_ext.engine.expert_parallel import readable_by_name
 from ds_ext.engine.loading import load_checkpoint
-from ds_ext.engine.parameters import as_vectors
+from ds_ext.engine.parameters import as_vectors, unpartitioned_shape
 from ds_ext.engine.rank_logging import warn
 from ds_ext.engine.saving import save_checkpoint
 from ds_ext.optimizer import OPTIMIZERS, RuleOptimizer
@@ -134,6 +134,8 @@ class OwnEngine(DeepSpeedEngine):  # type: ignore[misc]  # deepspeed has no type
             client = optimizers.optimizer_of(self, params)
         if not pipeline.is_pipeline(self):  # stages must agree on the number of groups
             client.param_groups[:] = [group for group in client.param_groups if group["params"]]
+            told = consensus.facts(self.module, client, unpartitioned_shape)["parameter group"]
+            consensus.require_equal({"parameter group": told})  # of ``params``, too
         self._check_for_duplicates(client)
         self.basic_optimizer = client
         self.optimizer = self._configure_zero_optimizer(client)

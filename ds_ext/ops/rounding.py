@@ -69,11 +69,14 @@ def key(seed: int, number: Number, step: int, dimension: int = 1) -> Number:
 
 @functools.lru_cache(16)  # the parameters of a step share it
 def sobol(i: int, dimension: int) -> int:
-    """Number ``i`` of the first two dimensions (0, 1) of Sobol's sequence, in 16 bits.
+    """Number ``i`` of the first two dimensions (0, 1) of Sobol's sequence, shuffled, in 16 bits.
 
     Any 2**m numbers from a multiple of 2**m on lie one in each of 2**m equal intervals, and, as
-    pairs, one in each of 2**m equal boxes with sides of powers of two.
+    pairs, one in each of 2**m equal boxes with sides of powers of two. Halves of these blocks are
+    swapped at random: without that, every second step, say, meets half of the numbers.
     """
+    for bit in range(16):
+        i ^= (hash_((i >> bit + 1) * 16 + bit) & 1) << bit
     found, direction = 0, 2**15
     for bit in range(16):
         found ^= direction * (i >> bit & 1)

@@ -152,7 +152,7 @@ def of_config(
     raise_all(read.problems)
     groups = _as_groups(params)
     decay = read.hypers.get("weight_decay", 0.0)  # a rule may have none
-    if decay and not any(isinstance(x, dict) for x in params):
+    if decay and groups and not any(isinstance(x, dict) for x in params):
         groups = decay_groups(model, groups[0]["params"], decay)
     if read.entries:
         groups = _matched_groups(model, groups, read)

@@ -324,9 +324,6 @@ def soak(folder: str, kills: int, seed: int = 0) -> dict[str, Any]:
     return {"lost": lost, "reached": reached, "moments": moments, "final": final}
 
 
-SOAKED = 10**6
-
-
 def run_on(folder: str, stage: int) -> None:
     """Trains from the newest checkpoint on, saving each step and saying so, until it is killed.
 
@@ -337,7 +334,7 @@ def run_on(folder: str, stage: int) -> None:
     print("started", flush=True)
     if found := ds_ext.newest_checkpoint(folder):
         engine.load_checkpoint(found.folder, found.tag)
-    for step in range(engine.global_steps, SOAKED):
+    for step in range(engine.global_steps, 10**6):
         steps(engine, range(step, step + 1))
         engine.save_checkpoint(folder)
         if dist.get_rank() == 0:

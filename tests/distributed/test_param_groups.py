@@ -140,6 +140,9 @@ def test_groups_of_a_script_keep_their_own_weight_decay():
     assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.1, 0.0]
     with pytest.raises(ValueError, match="a tensor of shape .*, which is no parameter of"):
         deepspeed.initialize(model=models.Zoo(), model_parameters=groups, config=config)
+    swapped = [*(model := models.Zoo()).parameters()][:: 1 - 2 * dist.get_rank()]
+    with pytest.raises(ValueError, match="parameter group"):
+        deepspeed.initialize(model=model, model_parameters=swapped, config=config)
 
 
 OURS = ["AdamW is ds_ext's, not DeepSpeed's, whose type is \"AdamW\""]

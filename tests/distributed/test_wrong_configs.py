@@ -132,8 +132,8 @@ def without_optimizer(changes: dict[str, Any], stages: Iterable[int] = range(4))
 
 
 def init_with_auto() -> None:
-    """accelerate fills in the norm after the model is made, for which it does not matter."""
-    config = SIZES | RIGHT | zero(3) | {"gradient_clipping": "auto"}
+    """accelerate fills in the norm after the model is made, and HF Trainer in axolotl the dtype."""
+    config = SIZES | RIGHT | zero(3) | {"gradient_clipping": "auto", "bf16": {"enabled": "auto"}}
     with deepspeed.zero.Init(config_dict_or_path=config):
         linear()
 
@@ -184,6 +184,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         lambda: engine(linear(), scheduler("WarmupLR", warmup_max_lr=[1e-3, 1e-3])),
         "scheduler.params: WarmupLR cannot be made with them: ValueError: expected 1 value",
     ),
+    (lambda: engine(linear(), ours({"weight_decay": 1}), model_parameters=[]), "optimizer got"),
+    (lambda: engine(linear(), model_parameters=[{"lr": 0.1}]), "model_parameters of deepspeed.in"),
     (lambda: engine(linear()).optimizer.step(), "engine.optimizer.step() was called"),
     # Models that are not split.
     (lambda: engine(linear(), SPLIT), f"{SPLITS}the model has no nn.ModuleList of at least two"),

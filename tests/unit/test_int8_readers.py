@@ -109,6 +109,12 @@ def test_other_optimizers_are_refused(fused):
             kind(model.parameters(), lr=0.1, fused=fused).step()
 
 
+def test_an_embedding_that_edits_its_weight_stays_in_bf16():
+    model = nn.Sequential(nn.Embedding(512, 256, max_norm=1.0), nn.Linear(256, 256)).bfloat16()
+    ds_ext.store_int8(model)
+    assert [int8.find(layer.weight) is None for layer in model] == [True, False]
+
+
 def test_a_parametrization_is_refused():
     model = stored()
     with pytest.raises(RuntimeError, match=RULE):

@@ -196,10 +196,9 @@ def nothing(self, p, g, s, t, shard):
     pass
 
 
-SWAPPED = [lambda self, p, g, s, shard, t: None, lambda self, p, g, s, shard: None]
-
-
-@pytest.mark.parametrize("step", SWAPPED)
+@pytest.mark.parametrize(
+    "step", [lambda self, p, g, s, shard, t: None, lambda self, p, g, s, shard: None]
+)
 def test_another_order_of_the_parameters_of_step_is_refused(step):
     with pytest.raises(TypeError, match="Own.step takes .*'shard'.*; allowed: .*, in this order"):
         with registered(step):

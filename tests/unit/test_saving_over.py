@@ -106,9 +106,6 @@ def age(root: Path) -> None:
             os.utime(entry, (1e9, 1e9))
 
 
-MOVES = ("rename", "replace", "unlink", "rmdir", "mkdir")
-
-
 def dying(number: int, method):
     """A method that kills the process at the call after so many."""
     left = iter(range(number))
@@ -132,7 +129,7 @@ def kill_before(monkeypatch, number: int) -> None:
 
         return call
 
-    for name in MOVES:
+    for name in ("rename", "replace", "unlink", "rmdir", "mkdir"):
         monkeypatch.setattr(Path, name, counted(getattr(Path, name)))
     for name in ("replace", "unlink", "rmdir", "open", "fsync"):  # also of shutil.rmtree
         monkeypatch.setattr(os, name, counted(getattr(os, name)))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 import trl
-from sentence_transformers import models
+from sentence_transformers import losses, models
 
 import ds_ext  # noqa: F401  makes the optimizers known to DeepSpeed
 
@@ -80,7 +80,7 @@ def sentences() -> hf.Trainer:
     words = models.Transformer("bert", max_seq_length=64)
     model = st.SentenceTransformer(modules=[words, models.Pooling(64)], device="cpu")
     rows = [{"anchor": row["prompt"], "positive": row["completion"]} for row in tiny.rows()]
-    loss, data = st.losses.MultipleNegativesRankingLoss(model), datasets.Dataset.from_list(rows)
+    loss, data = losses.MultipleNegativesRankingLoss(model), datasets.Dataset.from_list(rows)
     return st.SentenceTransformerTrainer(model=model, args=args, train_dataset=data, loss=loss)
 
 

@@ -87,7 +87,9 @@ class Launcher:
             i = ARGUMENT[column]
             if i >= ARGUMENT[NUMBERS[0]]:
                 if isinstance(value, Tensor):
-                    alive.append(self._vector(value, len(at.rows)))
+                    value = value.to(self.device, torch.float32)
+                    value = value if value.numel() == len(at.rows) else value.expand(len(at.rows))
+                    alive.append(value.contiguous())  # [n], a number for each parameter
                     arguments[i] = alive[-1].data_ptr()
                     assert not 0 < arguments[i] < LEAST_ADDRESS  # 0 on meta
                 elif isinstance(value, np.ndarray):
@@ -115,11 +117,6 @@ class Launcher:
         for one in found:
             arguments[:2] = next(addresses), len(one.rows)
             launches.launch_kernel(one, arguments, self.device)
-
-    def _vector(self, numbers: Tensor, n: int) -> Tensor:
-        """A number for each parameter on the device, [n]."""
-        numbers = numbers.to(self.device, torch.float32)
-        return (numbers if numbers.numel() == n else numbers.expand(n)).contiguous()
 
     def _launches_of(
         self, kernel: str, constants: Constants, name: Hashable, are_even: NDArray[np.bool_] | None
