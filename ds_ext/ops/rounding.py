@@ -4,7 +4,7 @@ The random bits come from a counter (seed, parameter, step, element), so they do
 the parameter is sharded, and are the same after a resume. Those of one element are evenly spread
 over the steps: a step flips the bits of one of Sobol's numbers in them. Each rounding has the right
 mean as before, and the errors of many cancel: if an element moves by 1/32 of the spacing in each of
-32 steps, the variance of the sum of its errors is below 0.1, and with independent numbers 0.97.
+1,000 steps, the variance of the sum of its errors is a hundredth of independent numbers'.
 """
 
 import functools
