@@ -34,7 +34,8 @@ PAGE = ROOT / "docs/install.md"
 NAMES = {n.lower(): n for n in ("torch", "DeepSpeed", "transformers", "accelerate")}
 NOT_RUN = ("not run", "–")
 TESTS = {  # ZeRO 0 to 3, a resumed run and HF Trainer, compared with the authors' code
-    "tests/distributed/test_zero.py": "equals_the_authors and (adalomo or came) or resumed",
+    "tests/distributed/test_zero.py": "equals_the_authors and (adalomo or came)",
+    "tests/distributed/test_resume.py": "gone_on_from and not galore",
     "tests/integration/test_trainer.py": "trainer_equals and adalomo and not lora or would_drop",
 }
 FEATURES = TESTS | {  # the others that depend on torch; in torch 2.6 FSDP2 needs a GPU
