@@ -85,8 +85,7 @@ class _Groups:
 def _grouped(x: Tensor, least: float) -> tuple[Tensor, Tensor]:
     """Values as zero-padded groups, [groups, 32], and scales of at least ``least``, [groups, 1]."""
     x = pad(x.reshape(-1), (0, -x.numel() % SCALE_GROUP)).view(-1, SCALE_GROUP)
-    low, high = x.aminmax(dim=1, keepdim=True)
-    return x, torch.maximum(high, -low).clamp_(least, MAX_SCALE)
+    return x, x.abs().amax(1, keepdim=True).clamp_(least, MAX_SCALE)
 
 
 def _values(x: Tensor, b: Block) -> Tensor:
@@ -103,7 +102,7 @@ class SignedGroups(_Groups):
 
     def write_(self, b: Block, new: Tensor) -> None:
         """Writes a block, [mats, rows, cols], whose numbers below ``MIN_MOMENT`` become 0."""
-        new.masked_fill_(new.abs() < MIN_MOMENT, 0)
+        new.mul_(new.abs() >= MIN_MOMENT)
         x, scale = _grouped(new, MIN_SCALE)
         x = (x * scale.reciprocal()).clamp_(-1, 1)
         self._write(b, (x * 254).div_(x.abs_().add_(1)).round_(), scale)
