@@ -89,10 +89,7 @@ def _keep(size: int, world: "World") -> None:
 
 
 def once(size: int, job: Callable[..., Any], *args: Any, limit: float = 120) -> list[Any]:
-    """What ``run`` returns; the next call with the same arguments gets the same results.
-
-    A failure is kept as well.
-    """
+    """What ``run`` returns or raises, kept for the next call with the same arguments."""
     key = size, _name(job), pickle.dumps(args)
     if key not in _found:
         try:

@@ -197,8 +197,7 @@ def _stepped_by(by: GradientOwner) -> set[Tensor]:
 def others_used(by: GradientOwner) -> list[GradientOwner]:
     """Returns other owners whose models this thread has called since their last backward pass.
 
-    Forward passes run in the calling thread, on any device. Those of other threads are for other
-    losses.
+    Forward passes run in the calling thread, on any device. Other threads' are for other losses.
     """
     return [
         other

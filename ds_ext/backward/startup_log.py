@@ -2,8 +2,7 @@
 
 The updates of AdaLomo, LAMB and Adafactor are in proportion to the weights. These rules are
 registered with ``relative``. A learning rate for AdamW is too small for them, and a matrix that
-starts at zero, such as LoRA's ``lora_B``, hardly learns. Vectors of zeros, such as biases, are
-normal.
+starts at zero, such as LoRA's ``lora_B``, hardly learns. Vectors of zeros (biases) are normal.
 """
 
 import math

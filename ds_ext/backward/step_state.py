@@ -174,8 +174,7 @@ class StepState:
     def read_flags(self, squares: Sequence[Tensor] = ()) -> tuple[list[Tensor], float]:
         """Synchronizes with the device; returns what passes have skipped, and Σ ``squares``.
 
-        The sums of squares that passes check contain ``coefficient``, because rules read clipped
-        gradients.
+        The sums of squares that passes check contain ``coefficient``: rules read clipped gradients.
         """
         flags, self.flags = self.flags, GradFlags()
         if not flags.checked:

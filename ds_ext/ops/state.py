@@ -85,8 +85,7 @@ NestedState: TypeAlias = dict[str, Union[Tensor, "NestedState"]]
 def zeros(parts: Parts, p: Tensor, stream: int = 0) -> NestedState:
     """The state of a run ``p`` before its first step, on its device: zeros, except for streams.
 
-    ``stream`` is the parameter's number. Nested parts, such as the parts of an expert, get their
-    own streams.
+    ``stream`` is the parameter's number. Nested parts, such as those of an expert, get their own.
     """
     made: NestedState = {}
     for key, part in parts.items():

@@ -43,8 +43,7 @@ def is_any(table: ParamTable, flag: bool) -> bool:
 def saved(table: ParamTable, param: Tensor, state: State) -> State:
     """Returns a parameter's state as it is saved, without caches; call ``gathered`` with it.
 
-    DTensors share memory with the state. The tensors of a parameter that is no DTensor are returned
-    as they are.
+    DTensors share memory with the state. Tensors of other parameters are returned as they are.
 
     Raises:
         ValueError: the state is of other hyper-parameters than the parameter's group has now.

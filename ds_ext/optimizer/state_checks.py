@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_ext import rules
 from ds_ext.distributed.dtensors import is_dtensor
 from ds_ext.distributed.layout import Layout
 from ds_ext.ops import int8, sixteen_bit
@@ -45,11 +46,13 @@ def make_for_dtensors(table: ParamTable, params: Iterable[Tensor]) -> None:
         if placement is None or param.device.type == "meta" or not param.requires_grad:
             continue
         state, shard = table.state[param], placement.shard(param)
-        if not state:
+        rule, is_matrix = table.rule_of(param), param.dim() == 2 or param in table.stacks
+        # A rule for matrices takes stacks of them once ``separate_experts`` has found these.
+        if not state and (is_matrix or rules.entry_of(type(rule)).any_shape):
             run = placement.run(param, shard)
             make(table, RunUpdate(param, run, run, shard), state)
             if run.dtype == torch.bfloat16:  # a master made later would copy old weights
-                state.update(sixteen_bit.master(run, table.rule_of(param)))
+                state.update(sixteen_bit.master(run, rule))
 
 
 def check(table: ParamTable, u: RunUpdate, state: State, device: torch.device | None) -> None:

@@ -87,7 +87,9 @@ class Muon:
 
     def state_spec(self, shard: Shard) -> Parts:
         m = formats.state_spec(of_bits(self.nbits), shard)
-        return {"m": m} if self.beta2 is None else {"m": m, "v": Part.whole(shard.rows)}
+        own = Part.of(slice(0, shard.rows if len(shard) else 0), shard.rows)
+        v = Part.whole(shard.rows) if shard.is_cut else own  # who holds it whole advances it alone
+        return {"m": m} if self.beta2 is None else {"m": m, "v": v}
 
     def step(self, p: ops.Writable, g: ops.Gradient, s: State, t: int, shard: Shard) -> Rounds:
         x = yield from self.moved(p, g, s, shard)

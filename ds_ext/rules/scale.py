@@ -8,8 +8,7 @@ Glentis et al., arXiv 2506.16659, algorithm 1, as in the authors' code:
 
 The paper writes a layer as x·W, and divides the columns of W, one for each output. torch's linear
 layers store W transposed, so rows are divided. Embeddings store W itself, so columns are divided.
-Only the output head has momentum. It needs no bias correction, because u does not depend on the
-size of m.
+Only the output head has momentum. It needs no bias correction: u does not depend on the size of m.
 
 State: ``m`` is the authors' moment1.
 

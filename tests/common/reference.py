@@ -51,8 +51,7 @@ class Fused:
 class AdaLomo:
     """The authors' takes vectors and matrices only.
 
-    Other shapes are stepped by Adafactor with a given lr and without relative steps, which is the
-    same algorithm.
+    Adafactor with a given lr, without relative steps, is the same: it steps other shapes.
     """
 
     def __init__(self, params: list[Tensor], hypers: dict[str, Any]) -> None:

@@ -95,8 +95,7 @@ class Formula:
     """What a rule is compared with: its authors' code or its paper, on whole parameters.
 
     ``rule`` and ``expected`` return the rule with a setting, and the parameters of some shapes
-    after all steps with it; ``blocks`` are a setting and shapes that are stepped in blocks of any
-    size.
+    after all steps with it; ``blocks`` are a setting, and shapes for blocks of any size.
     """
 
     rule: Callable[[str], Any]

@@ -264,8 +264,7 @@ def test_a_deleted_engine_is_freed(kind, stage):
         if how == "destroyed":
             engine.destroy()
         del engine
-        # After a failure, autograd keeps nodes that it has not run until its next pass in this
-        # thread.
+        # After a failure, autograd keeps nodes that it has not run until this thread's next pass.
         torch.ones(1, requires_grad=True).square().backward()
         gc.collect()
         assert not [name for name, part in found.items() if part() is not None], (how, max_norm)

@@ -16,8 +16,7 @@ QUICK = [
     *("mixtral-clip-sharded", "autoep-tensor-adalomo", "moe-clip-sharded-stage2"),
     *("moe-json-muon-resumed", "moe-tensor-came-stage1-ep2"),
 ]
-# A basis of GaLore's is as exact as the gap between singular values allows (3e-5 on Intel, 6e-5 on
-# AMD EPYC).
+# The gap between singular values limits GaLore's basis (3e-5 on Intel, 6e-5 on AMD EPYC).
 CLOSE = hypers.CLOSE | {"galoreadamw": 1e-4}
 # APOLLO divides by the norms of rows and columns, and a router's are of few tokens.
 CLOSE_OF_MOE = hypers.CLOSE | {"flashadamw": 1e-3, "apollo": 1e-4}

@@ -153,8 +153,7 @@ def test_what_comes_too_late_is_refused_before_a_weight_moves():
     assert torch.equal(held, local(model))
 
 
-# Kept whole, by element, and in groups of 32 elements; a rate by the step count, which torch
-# cannot set to 0.
+# Kept whole, by element, in groups of 32; a rate by the step count, which torch cannot set to 0.
 RESUMED = {"flashadamw": {"lr": 0.01, "ema_decay": 0.9}, "adafactor": {"beta1": 0.9}}
 RESUMED["muon"] = {"lr": 0.01, "ns_dtype": "fp32"}
 KEPT = [("flashadamw", True), ("adafactor", False), ("muon", True)]
@@ -191,6 +190,15 @@ def test_a_function_of_a_state_dict_that_fails_on_one_rank_fails_on_all(every):
     load = functools.partial(optimizer.load_state_dict, optimizer.state_dict())
     actions = {"_local_state_dict": optimizer.state_dict, "_load_state_dict": load}
     test_storing.failing_one_by_one(actions, 50, every)
+
+
+@worlds.on(2)
+def test_a_rule_for_matrices_finds_the_experts_of_a_model():
+    model = nn.Module()
+    model.num_experts, model.weight = 4, nn.Parameter(torch.ones(4, 6, 5))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    (state,) = ds_ext.Muon.for_model(model).state.values()
+    assert list(state["experts"]) == [*"0123"]
 
 
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}

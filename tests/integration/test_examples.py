@@ -34,8 +34,7 @@ EXAMPLES = worlds.ROOT / "examples"
 def run(name: str, folder: str, *options: str) -> str:
     """What ``python examples/NAME`` prints, run in this process from the folder ``folder``.
 
-    The process group outlives it, as the next job needs it; that an example ends with destroying it
-    is asserted.
+    The process group outlives it, for the next job; that an example destroys it is asserted.
     """
     argv = [str(EXAMPLES / name), "--out", f"{folder}/out", *options]
     printed = io.StringIO()

@@ -4,8 +4,7 @@
 
 Prints a line for each name of ``ds_ext.contract`` that is new, missing, takes other arguments or
 has another source than in the supported versions. ``--write`` records the names as installed,
-and the installed versions as supported ones. Another version of a package can come first on
-PYTHONPATH.
+and the installed versions as supported. PYTHONPATH may put another version of a package first.
 """
 
 import hashlib

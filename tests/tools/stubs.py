@@ -1,7 +1,4 @@
-"""ds_ext/__init__.pyi: the optimizers' classes, which are made at run time, for editors.
-
-``make readme`` writes it.
-"""
+"""ds_ext/__init__.pyi, by ``make readme``: the classes that are made at run time, for editors."""
 
 import ast
 import inspect

@@ -1,9 +1,8 @@
 """Edits between steps: of ``param_groups`` and their hyper-parameters, followed or refused.
 
 That a step follows them as torch: tests/scenarios. An edit of a 16-bit weight with a master holds
-to half the spacing of its dtype: nothing detects it. A residual that it leaves behind moves the
-weight's value by less than half the spacing above it, and no step may turn that into another
-weight.
+to half the spacing of its dtype: nothing detects it. A residual that it leaves moves the weight's
+value by less than half the spacing above it, and no step may turn that into another weight.
 """
 
 import functools

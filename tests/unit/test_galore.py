@@ -1,8 +1,7 @@
 """GaLore-AdamW on simulated ranks is its authors' code and its textbook on whole matrices.
 
-galore_torch takes its basis from an SVD, whose signs are left to chance: it is compared with in
-one period of the projection, where signs cancel, and the textbook (fp64, the SVD's signs fixed as
-ours are) across renewals.
+galore_torch's basis is from an SVD, whose signs are left to chance: it is compared with in one
+period of the projection, where they cancel, the textbook (fp64, our signs) across renewals.
 """
 
 import dataclasses
@@ -86,8 +85,7 @@ def textbook(
 ):  # fmt: skip
     """The weight after the steps in fp64. The formulas are galore_torch's, with signs fixed.
 
-    Rank None is AdamW, which also steps what is no matrix. ``quantized`` rounds the moments (m, v)
-    after a step.
+    Rank None is AdamW, also for what is no matrix. ``quantized`` rounds (m, v) after a step.
     """
     p, (beta1, beta2) = p.detach().double(), betas
     is_projected, m, v = rank is not None and p.dim() == 2, 0.0, 0.0

@@ -211,8 +211,7 @@ def test_stacks_of_matrix_products_are_as_large_as_a_block():
 
 SHAPES = [(1, 1, 1), (7, 5, 3), (13, 29, 17), (6, 2050, 64), (65, 1025, 130), (600, 33, 70)]
 SHAPES += [(3, 0, 4), (0, 3, 4)]
-# Largest error of a product, relative to |a| · |b|, by the terms of the operands; with the error of
-# sums in fp32.
+# Largest error of a product, relative to |a| · |b|, by the operands' terms; that of fp32 sums.
 SUMS = 2e-6
 BOUNDS = {1: 2 * 2**-8 + SUMS, 2: 3 * 2**-16 + SUMS, 3: SUMS}
 

@@ -1,7 +1,4 @@
-"""Writing weights back: unbiased or exact, the same however a parameter is cut, on what is due.
-
-The random bits of rounding.
-"""
+"""Writing weights: unbiased or exact, however a parameter is cut; the random bits of rounding."""
 
 import functools
 import itertools

@@ -1,6 +1,5 @@
 """What torch's own tests ask of every optimizer: hooks, copies, names, others' keys, odd shapes.
-That torch's default dtype and device are the user's: no step depends on them, no memory is made by
-them.
+That torch's default dtype and device are the user's: neither a step nor its memory depends on them.
 """
 
 import ast

@@ -2,8 +2,7 @@
 
 axolotl asks CUDA whether two devices see each other, which raises an error in a CUDA build of torch
 without a driver: ``cpu.py`` answers instead. It resets what accelerate was told of several CPU
-ranks. LLaMA-Factory imports torchaudio even for text, whose wheels need CUDA: an empty module is
-put in its place.
+ranks. LLaMA-Factory imports torchaudio even for text, whose wheels need CUDA: here it is empty.
 """
 
 import json

@@ -63,8 +63,7 @@ class NativeTable:
         """Makes a pass over all rows, with as many threads as torch's operations use.
 
         Args:
-            call: the pass. A column is a number, an array or tensor [n], or an object with
-                ``pointers``.
+            call: the pass. A column is a number, an array or tensor [n], or has ``pointers``.
         """
         name, columns, form, dtype, storage, decays = call
         for key, given in {**DEFAULTS, **columns}.items():
