@@ -279,8 +279,9 @@ def edited_weight(side, draw):
 
 @call(2, ALONE, refusable=True)
 def resized(pair, draw):
-    rows, name = draw.choice([5, 12, 40]), "embed.weight"
-    if pair.has_failed_in_hooks:
+    rows, name, side = draw.choice([5, 12, 40]), "embed.weight", pair.subject
+    is_trained = any(located(side, n) and side.param(n).requires_grad for n in NAMES)
+    if pair.has_failed_in_hooks or not is_trained:
         return
     pair.do(lambda s: s.resize(rows))
     pair.compare()
