@@ -60,8 +60,8 @@ STEPPED = (
 WRITTEN = (
     "{param} has a gradient that did not come from backward, or that backward computed before the "
     "parameter was in param_groups. ds_ext uses gradients inside backward: do not assign .grad, "
-    "and set .grad to None before you add a parameter to a group. DistributedDataParallel, in which"
-    " HF Trainer wraps a model under torchrun (also one process), writes .grad too: do not wrap it; "
+    "and set .grad to None before you add a parameter to a group. DistributedDataParallel writes "
+    ".grad too (HF Trainer wraps models in it under torchrun, also one process): do not wrap it; "
     "ds_ext averages gradients over the ranks. To step as usual after fuse_into_backward, call "
     ".remove() on the object that it returned."
 )
