@@ -159,7 +159,7 @@ _ZERO = {
         advice="remove it: zero_hpz_partition_size keeps a copy of the weights on each host.",
     ),
     "mics_hierarchical_params_gather": Setting(advice=_REMOVE),
-    "zenflow": Setting(advice=_REMOVE),
+    "zenflow": Setting(off=lambda v: v is None, advice=_REMOVE),  # {} is on
     "reduce_scatter": Setting(
         _SWITCH, bool, no_effect="ds_ext always reduces each gradient to the rank that steps it"
     ),

@@ -73,13 +73,14 @@ class OffloadedStates:
         streams.synchronize(device)
         self.fused.layout.end_step()  # gathers persistent parameters
 
-    def check(self) -> None:
-        """Raises RuntimeError if anything is still offloaded, or another engine has taken over."""
+    def check(self, method: str = "") -> None:
+        """Raises RuntimeError if what ``method`` needs is offloaded, or an engine took over."""
         if self.fused.ended == error_texts.REPLACED:  # at stage 3 forward would gather nothing
             raise RuntimeError(error_texts.REPLACED)
-        if self.kinds:
+        away = self.kinds & {OffloadStateTypeEnum.lp_params} if method == "forward" else self.kinds
+        if away:
             raise RuntimeError(
-                f"{', '.join(sorted(kind.value for kind in self.kinds))} are on the host since "
+                f"{', '.join(sorted(kind.value for kind in away))} are on the host since "
                 "engine.offload_states(): call engine.reload_states() first."
             )
 

@@ -94,7 +94,7 @@ def _translate_lost_connections(method: Callable[..., Any]) -> Callable[..., Any
 
     @functools.wraps(method)
     def call(engine: "OwnEngine", *args: Any, **kwargs: Any) -> Any:
-        engine.optimizer.offloaded.check()
+        engine.optimizer.offloaded.check(method.__name__)
         with explained():
             return method(engine, *args, **kwargs)
 

@@ -17,8 +17,7 @@ def runnable() -> Iterator[None]:
     """Makes the optimizers of flashoptim, and steps them, here.
 
     On a CPU it says that tensors are a GPU's, and puts in what the interpreter does not have: the
-    number of processors, the two functions of CUDA's library, and times by which to choose among
-    the sizes of a block.
+    number of processors, two functions of CUDA's library, and times to choose sizes of blocks by.
     """
     if torch.cuda.is_available():
         yield

@@ -241,6 +241,7 @@ def _lend(engine: deepspeed.DeepSpeedEngine, x: Tensor) -> dict[str, Any]:
     before = where(engine)
     engine.offload_states(include=["optim_states"])
     part = where(engine)
+    torch.no_grad()(engine.forward)(x)  # reads weights only
     engine.offload_states()
     held = [run.g for run in engine.optimizer.fused.state.kept.values()]
     found = {

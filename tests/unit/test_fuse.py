@@ -249,6 +249,17 @@ def test_no_parameters_to_train_is_one_sentence():
         ds_ext.AdaLomo(torch.zeros(2))
 
 
+def test_a_weight_that_is_frozen_after_forward_is_not_stepped():
+    layer = nn.Linear(3, 2)
+    optimizer = ds_ext.AdamW(layer.parameters(), weight_decay=0.1)
+    ds_ext.fuse_into_backward(layer, optimizer)
+    before, loss = [p.clone() for p in layer.parameters()], layer(torch.ones(1, 3)).sum()
+    layer.weight.requires_grad_(False)
+    loss.backward()
+    optimizer.step()
+    assert [*map(torch.equal, layer.parameters(), before)] == [True, False]
+
+
 def test_parameters_that_were_put_into_a_group_count_as_trained():
     model = torch.nn.Linear(4, 3)
     optimizer = ds_ext.AdamW([torch.nn.Parameter(torch.zeros(2), requires_grad=False)])

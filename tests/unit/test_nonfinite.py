@@ -1,6 +1,4 @@
-"""Gradients that the first round of a step judges: what is bad reaches nothing, and nothing else
-of its bucket can tell.
-"""
+"""Gradients that a step's first round judges: a bad one reaches nothing, the bucket goes on."""
 
 import copy
 import functools

@@ -29,7 +29,7 @@ SETTINGS = [
     ("zero_optimization.zero_quantized_nontrainable_weights", [True], [False], "remove it"),
     ("zero_optimization.mics_shard_size", [2], [-1], "zero_hpz_partition_size"),
     ("zero_optimization.mics_hierarchical_params_gather", [True], [False], "remove it"),
-    ("zero_optimization.zenflow", [{"topk_ratio": 0.1}], [None], "remove it"),
+    ("zero_optimization.zenflow", [{"topk_ratio": 0.1}, {}], [None], "remove it"),
     ("fp16.fp16_master_weights_and_grads", [True], [False], "weight_update"),
     ("bf16.bf16_master_weights_and_grads", [True], [False], "weight_update"),
     ("bf16.bf16_optimizer_states", [True], [False], "weight_update"),
