@@ -50,7 +50,7 @@ def _class_for(base: Any) -> type:
     own = type(base.__name__, (OwnEngine, base), {"__module__": __name__})
     for name in COMMUNICATING:
         if hasattr(own, name):
-            setattr(own, name, _translate_lost_connections(getattr(own, name)))
+            setattr(own, name, _translate_lost_connections(name, getattr(own, name)))
     return own
 
 
@@ -89,12 +89,12 @@ def build(
         engine.optimizer.log_start()
 
 
-def _translate_lost_connections(method: Callable[..., Any]) -> Callable[..., Any]:
+def _translate_lost_connections(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a method that communicates, so that its errors name a lost connection."""
 
     @functools.wraps(method)
     def call(engine: "OwnEngine", *args: Any, **kwargs: Any) -> Any:
-        engine.optimizer.offloaded.check(method.__name__)
+        engine.optimizer.offloaded.check(name)
         with explained():
             return method(engine, *args, **kwargs)
 
