@@ -77,7 +77,8 @@ class OffloadedStates:
         """Raises RuntimeError if what ``method`` needs is offloaded, or an engine took over."""
         if self.fused.ended == error_texts.REPLACED:  # at stage 3 forward would gather nothing
             raise RuntimeError(error_texts.REPLACED)
-        away = self.kinds & {OffloadStateTypeEnum.lp_params} if method == "forward" else self.kinds
+        reads_weights_only = method == "forward" and not torch.is_grad_enabled()
+        away = self.kinds & {OffloadStateTypeEnum.lp_params} if reads_weights_only else self.kinds
         if away:
             raise RuntimeError(
                 f"{', '.join(sorted(kind.value for kind in away))} are on the host since "
