@@ -115,7 +115,7 @@ class Buckets:
         buckets, take = weakref.ref(self), type(self).take
 
         def hook(param: Tensor) -> None:
-            if (found := buckets()) is not None and param.requires_grad:  # until now
+            if (found := buckets()) is not None and param.requires_grad:  # still
                 take(found, param)
 
         with torch.inference_mode(param.is_inference()):  # torch unfreezes it there only
