@@ -85,7 +85,8 @@ class _Groups:
 def _grouped(x: Tensor, least: float) -> tuple[Tensor, Tensor]:
     """Values as zero-padded groups, [groups, 32], and scales of at least ``least``, [groups, 1]."""
     x = pad(x.reshape(-1), (0, -x.numel() % SCALE_GROUP)).view(-1, SCALE_GROUP)
-    return x, x.abs().amax(1, keepdim=True).clamp_(least, MAX_SCALE)
+    high, low = x.amax(1, keepdim=True), x.amin(1, keepdim=True)  # faster than aminmax on a CPU
+    return x, torch.maximum(high, -low).clamp_(least, MAX_SCALE)
 
 
 def _values(x: Tensor, b: Block) -> Tensor:
