@@ -115,7 +115,7 @@ class Buckets:
         buckets, take = weakref.ref(self), type(self).take
 
         def hook(param: Tensor) -> None:
-            if (found := buckets()) is not None and param.requires_grad:  # still
+            if (found := buckets()) is not None:
                 take(found, param)
 
         with torch.inference_mode(param.is_inference()):  # torch unfreezes it there only
@@ -164,6 +164,8 @@ class Buckets:
 
     def take(self, param: Tensor) -> None:
         """The hook: moves a parameter's gradient into the bucket; ``grad`` may be None."""
+        if not param.requires_grad:  # frozen since forward: torch leaves it alone, too
+            return
         if torch.is_grad_enabled():  # it is not in hooks, unless by ``create_graph``
             with torch.no_grad():
                 return self.take(param)
@@ -210,8 +212,7 @@ class Buckets:
     def _take_all(self, params: list[Tensor], *_: object) -> None:
         """The hook of a leaf module, whose parameters are taken together, used or not."""
         for param in params:
-            if param.requires_grad:
-                self.take(param)
+            self.take(param)
 
     def _own(self, param: Tensor, grad: Tensor) -> Tensor:
         """A gradient, flat and padded to equal parts for all ranks, in writable memory."""

@@ -74,7 +74,7 @@ class OffloadedStates:
         self.fused.layout.end_step()  # gathers persistent parameters
 
     def check(self, method: str = "") -> None:
-        """Raises RuntimeError if what ``method`` needs is offloaded, or an engine took over."""
+        """Raises RuntimeError if ``method`` needs offloaded data, or another engine took over."""
         if self.fused.ended == error_texts.REPLACED:  # at stage 3 forward would gather nothing
             raise RuntimeError(error_texts.REPLACED)
         reads_weights_only = method == "forward" and not torch.is_grad_enabled()

@@ -1,7 +1,7 @@
 """GaLore-AdamW on simulated ranks is its authors' code and its textbook on whole matrices.
 
 galore_torch's basis is from an SVD, whose signs are left to chance: it is compared with in one
-period of the projection, where they cancel, the textbook (fp64, our signs) across renewals.
+period of the projection, where they cancel, and the textbook (fp64, our signs) across renewals.
 """
 
 import dataclasses
